@@ -1,0 +1,289 @@
+"""Bytes on the wire and in the store: an orjson header and raw little-endian arrays. Never pickle.
+
+A trajectory travels as payload frames ``[json, token ids, log-probabilities, version spans]``:
+
+=====  =====================================  ==================================================
+frame  content                                dtype, shape
+=====  =====================================  ==================================================
+0      orjson: everything but the arrays      turns carry only lengths
+1      ids of all spans in order              ``<i4`` ``[T]``
+2      log-probabilities of sampled tokens    ``<f4`` ``[S]``
+3      version spans of all completions       ``<i4`` ``[K, 3]`` start, stop, version
+=====  =====================================  ==================================================
+
+Decoding makes views on the received buffers. Schema evolution: a reader ignores unknown header keys and fills missing
+optional ones; ``schema_version`` changes only when a meaning does, and then :class:`VersionMismatch` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
+from pipeline.schema import (
+    SCHEMA_VERSION,
+    EngineRecord,
+    Failure,
+    FinishReason,
+    GroupPlan,
+    Message,
+    Order,
+    SpanSource,
+    Task,
+    Timings,
+    TokenSpan,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+    VersionSpan,
+)
+from pipeline.transport import base
+from pipeline.transport.base import Buffer, Frames, Kind, Limits, array_frame
+
+_DEFAULT_LIMITS = Limits()
+
+
+def encode_message(message: base.Message, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
+    """``[kind, header, frame …]`` for one multipart send. Raises :class:`LimitExceeded`."""
+    header = orjson.dumps(message.header, option=orjson.OPT_SERIALIZE_NUMPY)
+    frames: list[Buffer] = [message.kind.value.encode(), header, *message.frames]
+    check_limits(frames, limits)
+    return frames
+
+
+def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> base.Message:
+    """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for size."""
+    if len(frames) < 2:
+        raise WireError(f"expected a message of at least 2 frames (kind, header), got {len(frames)}")
+    check_limits(frames, limits)
+    try:
+        kind = Kind(bytes(frames[0][:32]).decode("ascii"))
+    except (UnicodeDecodeError, ValueError) as error:
+        raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}") from error
+    return base.Message(kind, _json_object(frames[1], "message header"), tuple(frames[2:]))
+
+
+def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
+    """Raise :class:`LimitExceeded` naming the limit that ``[kind, header, frame …]`` breaks."""
+    if len(frames) - 2 > limits.frames_max:
+        raise LimitExceeded(f"message has {len(frames) - 2} frames, more than transport.frames_max={limits.frames_max}")
+    if len(frames) > 1 and _size(frames[1]) > limits.header_bytes_max:
+        raise LimitExceeded(f"header has {_size(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}")
+    total = sum(map(_size, frames))
+    if total > limits.message_bytes_max:
+        raise LimitExceeded(f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}")
+
+
+def encode_trajectory(trajectory: Trajectory) -> Frames:
+    """Payload frames of a trajectory (see the table above)."""
+    ids: list[np.ndarray[Any, Any]] = []
+    logprobs: list[np.ndarray[Any, Any]] = []
+    spans: list[tuple[int, int, int]] = []
+    turns = []
+    for turn in trajectory.turns:
+        completion = turn.completion
+        assert completion.behaviour_logprobs is not None
+        ids += [turn.context.token_ids, completion.token_ids]
+        logprobs.append(completion.behaviour_logprobs)
+        spans += [(s.start, s.stop, s.policy_version) for s in completion.version_spans]
+        turns.append(_turn_header(turn))
+    header = {
+        "schema_version": trajectory.schema_version,
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "task": _task_header(trajectory.task),
+        "status": trajectory.status.value,
+        "failure": trajectory.failure,
+        "rewards": dict(trajectory.rewards),
+        "reward": trajectory.reward,
+        "actor_id": trajectory.actor_id,
+        "engine": trajectory.engine,
+        "timings": trajectory.timings,
+        "turns": turns,
+    }
+    try:
+        json = orjson.dumps(header)
+    except TypeError as error:
+        raise SchemaError(f"trajectory {trajectory.trajectory_id} holds something that is not JSON: {error}") from error
+    return (
+        json,
+        array_frame(_joined(ids, np.int32)),
+        array_frame(_joined(logprobs, np.float32)),
+        array_frame(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
+    )
+
+
+def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> Trajectory:
+    """The inverse of :func:`encode_trajectory`; arrays are views on ``frames``.
+
+    Raises :class:`WireError` for bytes that are no trajectory, :class:`LimitExceeded` for too many tokens,
+    :class:`VersionMismatch` for another schema, :class:`SchemaError` for values that break the data model.
+    """
+    if len(frames) != 4:
+        raise WireError(f"expected 4 payload frames of a trajectory, got {len(frames)}")
+    header = _json_object(frames[0], "trajectory header")
+    version = header.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise VersionMismatch(
+            f"trajectory has schema version {version!r}, this process reads {SCHEMA_VERSION}: run the same Afterplay everywhere"
+        )
+    ids = _array(frames[1], "<i4", "token ids")
+    logprobs = _array(frames[2], "<f4", "log-probabilities")
+    spans = _array(frames[3], "<i4", "version spans")
+    if len(ids) > limits.tokens_max:
+        raise LimitExceeded(f"trajectory has {len(ids)} tokens, more than transport.tokens_max={limits.tokens_max}")
+    if len(spans) % 3:
+        raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
+    try:
+        turns = _decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
+        failure = header.get("failure")
+        return Trajectory(
+            trajectory_id=header["trajectory_id"],
+            group_id=header["group_id"],
+            task=_decode_task(header["task"]),
+            turns=turns,
+            status=TrajectoryStatus(header["status"]),
+            failure=Failure(**failure) if failure else None,
+            rewards=header.get("rewards") or {},
+            reward=header.get("reward"),
+            actor_id=header.get("actor_id", "actor"),
+            engine=_decode_engine(header.get("engine") or {}),
+            timings=Timings(**(header.get("timings") or {})),
+            schema_version=version,
+        )
+    except SchemaError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise WireError(f"trajectory header is not understood: {type(error).__name__}: {error}") from error
+
+
+def encode_order(order: Order) -> dict[str, Any]:
+    """Header of an ORDER message."""
+    return {
+        "order_id": order.order_id,
+        "group_id": order.group_id,
+        "task": _task_header(order.task),
+        "slot": order.slot,
+        "attempt": order.attempt,
+        "policy_version": order.policy_version,
+        "seconds_max": order.seconds_max,
+    }
+
+
+def decode_order(header: Mapping[str, Any]) -> Order:
+    """Raises :class:`WireError`."""
+    return _built(Order, header, task=_decode_task)
+
+
+def encode_plan(plan: GroupPlan) -> dict[str, Any]:
+    """Header of a PLAN message."""
+    return {
+        "group_id": plan.group_id,
+        "task": _task_header(plan.task),
+        "n_rollout": plan.n_rollout,
+        "n_fresh": plan.n_fresh,
+        "replay_ids": list(plan.replay_ids),
+        "attempt": plan.attempt,
+        "admitted_update": plan.admitted_update,
+    }
+
+
+def decode_plan(header: Mapping[str, Any]) -> GroupPlan:
+    """Raises :class:`WireError`."""
+    return _built(GroupPlan, header, task=_decode_task, replay_ids=tuple)
+
+
+def _built(cls: type[Any], header: Mapping[str, Any], **convert: Any) -> Any:
+    try:
+        names = cls.__dataclass_fields__
+        return cls(**{k: convert.get(k, lambda v: v)(v) for k, v in header.items() if k in names})
+    except (KeyError, TypeError) as error:
+        raise WireError(f"{cls.__name__} header is not understood: {type(error).__name__}: {error}") from error
+
+
+def _turn_header(turn: Turn) -> dict[str, Any]:
+    return {
+        "n": [len(turn.context), len(turn.completion), len(turn.completion.version_spans)],
+        "messages": turn.context_messages,
+        "completion": turn.completion_message,
+        "finish": turn.finish_reason.value,
+        "temperature": turn.temperature,
+        "signals": dict(turn.signals),
+        "branch": turn.branch,
+    }
+
+
+def _decode_turns(
+    headers: list[dict[str, Any]],
+    ids: np.ndarray[Any, Any],
+    logprobs: np.ndarray[Any, Any],
+    spans: np.ndarray[Any, Any],
+) -> tuple[Turn, ...]:
+    turns = []
+    at_id = at_logprob = at_span = 0
+    for header in headers:
+        n_context, n_completion, n_spans = header["n"]
+        middle, end = at_id + n_context, at_id + n_context + n_completion
+        versions = tuple(VersionSpan(*map(int, row)) for row in spans[at_span : at_span + n_spans])
+        turns.append(
+            Turn(
+                context=TokenSpan(SpanSource.CONTEXT, ids[at_id:middle]),
+                completion=TokenSpan(
+                    SpanSource.SAMPLED, ids[middle:end], logprobs[at_logprob : at_logprob + n_completion], versions
+                ),
+                context_messages=tuple(Message(**m) for m in header["messages"]),
+                completion_message=Message(**header["completion"]),
+                finish_reason=FinishReason(header["finish"]),
+                temperature=header["temperature"],
+                signals=header.get("signals") or {},
+                branch=header.get("branch", 0),
+            )
+        )
+        at_id, at_logprob, at_span = end, at_logprob + n_completion, at_span + n_spans
+    if (at_id, at_logprob, at_span) != (len(ids), len(logprobs), len(spans)):
+        raise WireError(
+            f"turn lengths add up to {at_id} ids, {at_logprob} log-probabilities and {at_span} version spans, "
+            f"the arrays hold {len(ids)}, {len(logprobs)} and {len(spans)}"
+        )
+    return tuple(turns)
+
+
+def _task_header(task: Task) -> dict[str, Any]:
+    return {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
+
+
+def _decode_task(header: Mapping[str, Any]) -> Task:
+    return Task(header["task_id"], header["environment"], header["seed"], header.get("payload") or {})
+
+
+def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
+    return EngineRecord(header.get("backend", "unknown"), header.get("model", ""), tuple(header.get("engine_ids", ())))
+
+
+def _joined(arrays: list[np.ndarray[Any, Any]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
+
+
+def _array(frame: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.frombuffer(frame, dtype=dtype)
+    except ValueError as error:
+        raise WireError(f"{what}: {_size(frame)} bytes are no array of {dtype}") from error
+
+
+def _json_object(frame: Buffer, what: str) -> dict[str, Any]:
+    try:
+        value = orjson.loads(frame)
+    except orjson.JSONDecodeError as error:
+        raise WireError(f"{what} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WireError(f"expected {what} to be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _size(frame: Buffer) -> int:
+    return len(frame) if isinstance(frame, bytes) else frame.nbytes

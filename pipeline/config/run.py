@@ -1,0 +1,121 @@
+"""The whole run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import Section
+from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
+from pipeline.config.training import (
+    AdvantageConfig,
+    CheckpointConfig,
+    GroupsConfig,
+    ImportanceConfig,
+    LearnerConfig,
+    LossConfig,
+    PublishConfig,
+    ReplayConfig,
+    ScorerConfig,
+    StalenessConfig,
+)
+
+
+class RunSection(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
+    directory: Path = Path("runs")
+    """Parent of the run directory; the run itself lives in ``directory/name``."""
+    total_steps: int = Field(100, ge=1)
+    """Learner updates."""
+    seed: int = Field(0, ge=0)
+    resume: Literal["auto", "never"] = "auto"
+    """``auto`` goes on from what the run directory holds; ``never`` refuses to start in one that is not empty."""
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.directory / self.name
+
+
+class TransportConfig(Section):
+    header_bytes_max: int = Field(4 * 1024 * 1024, ge=1024)
+    message_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
+    frames_max: int = Field(64, ge=4)
+    tokens_max: int = Field(1_048_576, ge=1)
+    """Tokens of one trajectory."""
+    queue_messages_max: int = Field(4096, ge=1)
+    credit_bytes: int = Field(256 * 1024 * 1024, ge=1024)
+    """Unacknowledged trajectory bytes that the replay stage grants each actor."""
+    heartbeat_seconds: float = Field(1.0, gt=0)
+    silence_seconds_max: float = Field(10.0, gt=0)
+    """A peer that is not heard from for so long is gone; its orders go back to the plan."""
+    curve: Path | None = None
+    """Folder of CURVE keys made by ``afterplay keys``. Needed wherever the replay stage binds to more than loopback."""
+
+    @model_validator(mode="after")
+    def _silence_longer_than_heartbeat(self) -> TransportConfig:
+        if self.silence_seconds_max < 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"transport.silence_seconds_max ({self.silence_seconds_max}) must be at least twice heartbeat_seconds"
+            )
+        return self
+
+
+class MetricsConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """First port of ``/metrics`` and ``/healthz``: replay port, learner port + 1, actor i port + 2 + i. 0 takes free ports
+    (written to ``processes.json`` in the run directory)."""
+
+
+class SupervisorConfig(Section):
+    restarts_max: int = Field(20, ge=0)
+    """Restarts of one process before the run is given up."""
+    backoff_seconds: float = Field(0.5, gt=0)
+    """Wait before the first restart; doubles up to ``backoff_seconds_max`` while it keeps failing."""
+    backoff_seconds_max: float = Field(30.0, gt=0)
+    drain_seconds_max: float = Field(8.0, gt=0)
+    """From SIGTERM to SIGKILL, for all processes together."""
+
+
+class RunConfig(Section):
+    """``afterplay run FILE``."""
+
+    run: RunSection = RunSection()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    environments: dict[str, EnvironmentConfig] = Field(default_factory=lambda: {"arithmetic": EnvironmentConfig()})
+    """By name; the name is ``Task.environment`` and the ``env`` label of metrics."""
+    actor: ActorConfig = ActorConfig()
+    groups: GroupsConfig = GroupsConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    importance: ImportanceConfig = ImportanceConfig()
+    loss: LossConfig = LossConfig()
+    learner: LearnerConfig = LearnerConfig()
+    publish: PublishConfig = PublishConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    replay: ReplayConfig = ReplayConfig()
+    scorer: ScorerConfig = ScorerConfig()
+    transport: TransportConfig = TransportConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        if not self.environments:
+            raise ValueError("environments is empty: name at least one, for example environments: {arithmetic: {}}")
+        if self.sampling.max_tokens >= self.model.max_length:
+            raise ValueError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length ({self.model.max_length}): "
+                "the prompt needs room"
+            )
+        if self.learner.minibatches > self.groups.trajectories_per_step:
+            raise ValueError(
+                f"learner.minibatches ({self.learner.minibatches}) is more than the "
+                f"{self.groups.trajectories_per_step} trajectories of a step"
+            )
+        return self

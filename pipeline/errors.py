@@ -1,0 +1,141 @@
+"""Every exception that Afterplay raises on purpose, as one tree.
+
+::
+
+    AfterplayError
+    ├── ConfigurationError      the run file or an option is wrong; the person who started us can mend it
+    ├── SchemaError             a value does not satisfy the data model (raised when it is built)
+    ├── WireError               bytes from a peer cannot be understood
+    │   ├── LimitExceeded       ... because they are larger than a declared limit
+    │   └── VersionMismatch     ... because the peer speaks another schema version
+    ├── TransportError          a peer or a socket failed
+    │   ├── PeerGone            the peer has disappeared; what was sent may not have arrived
+    │   └── TransportClosed     this end was closed on purpose
+    ├── StoreError              the replay store on disk is missing, foreign, corrupt or full
+    ├── EngineError             an inference engine failed
+    │   ├── EngineUnavailable   ... it does not answer (try another engine, or later)
+    │   ├── EngineRefused       ... it answered that the request is wrong (never retry)
+    │   └── EngineProtocolError ... it answered something that is not in the protocol
+    ├── PlugInError             user code failed; ``boundary`` names which and keeps the traceback
+    │   └── PlugInTimeout       ... it took longer than it was allowed
+    ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
+    ├── TrainingError           the learner cannot make a step from this batch
+    └── ForcedExit              a process ended without finishing its work; its exit code is not 0
+
+Each message says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AfterplayError(Exception):
+    """Root of the tree. Catch it to tell our own refusals from bugs."""
+
+
+class ConfigurationError(AfterplayError):
+    """The run file or an option is wrong."""
+
+
+class SchemaError(AfterplayError, ValueError):
+    """A value does not satisfy the data model."""
+
+
+class WireError(AfterplayError):
+    """Bytes from a peer cannot be understood."""
+
+
+class LimitExceeded(WireError):
+    """A message is larger than a declared limit."""
+
+
+class VersionMismatch(WireError):
+    """The peer speaks another schema version."""
+
+
+class TransportError(AfterplayError):
+    """A peer or a socket failed."""
+
+
+class PeerGone(TransportError):
+    """The peer has disappeared; what was sent may not have arrived."""
+
+
+class TransportClosed(TransportError):
+    """This end of the transport was closed on purpose."""
+
+
+class StoreError(AfterplayError):
+    """The replay store is missing, foreign, corrupt or full."""
+
+
+class EngineError(AfterplayError):
+    """An inference engine failed."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine does not answer."""
+
+
+class EngineRefused(EngineError):
+    """The engine answered that the request itself is wrong."""
+
+
+class EngineProtocolError(EngineError):
+    """The engine answered something that is not in the protocol."""
+
+
+class PlugInError(AfterplayError):
+    """User code failed at a named boundary.
+
+    ``boundary`` is the place (``"environment step"``), ``kind`` the class name of what was raised,
+    ``details`` the traceback as text.
+    """
+
+    def __init__(self, boundary: str, kind: str, message: str, details: str = "") -> None:
+        super().__init__(f"{boundary} failed with {kind}: {message}")
+        self.boundary = boundary
+        self.kind = kind
+        self.message = message
+        self.details = details
+
+
+class PlugInTimeout(PlugInError):
+    """User code took longer than it was allowed."""
+
+
+class EpisodeLimit(AfterplayError):
+    """An episode reached a limit on turns, tokens or time."""
+
+
+class TrainingError(AfterplayError):
+    """The learner cannot make a step from this batch."""
+
+
+class ForcedExit(AfterplayError):
+    """A process ended without finishing its work."""
+
+
+@contextmanager
+def boundary(name: str) -> Iterator[None]:
+    """Classify whatever user code raises inside as a :class:`PlugInError` that names ``name``.
+
+    Our own errors pass unchanged; so does everything that is not an ``Exception`` (cancellation,
+    ``KeyboardInterrupt``).
+
+    >>> with boundary("environment step"):
+    ...     1 / 0
+    Traceback (most recent call last):
+    pipeline.errors.PlugInError: environment step failed with ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except AfterplayError:
+        raise
+    except TimeoutError as error:
+        raise PlugInTimeout(name, "TimeoutError", str(error) or "took too long", traceback.format_exc()) from error
+    except Exception as error:
+        raise PlugInError(name, type(error).__name__, str(error), traceback.format_exc()) from error

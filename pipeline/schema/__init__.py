@@ -1,0 +1,38 @@
+"""The data of DESIGN section 4: frozen, slotted, validated when built, so on both sides of the wire.
+
+Nothing in this package imports anything of Afterplay but ``pipeline.errors``.
+"""
+
+from pipeline.schema.orders import GroupPlan, Order
+from pipeline.schema.task import Task
+from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan, VersionSpan
+from pipeline.schema.trajectory import (
+    SCHEMA_VERSION,
+    EngineRecord,
+    Failure,
+    FinishReason,
+    Message,
+    Timings,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "EngineRecord",
+    "Failure",
+    "FinishReason",
+    "FlatTokens",
+    "GroupPlan",
+    "Message",
+    "Order",
+    "SpanSource",
+    "Task",
+    "Timings",
+    "TokenSpan",
+    "Trajectory",
+    "TrajectoryStatus",
+    "Turn",
+    "VersionSpan",
+]

@@ -1,0 +1,64 @@
+"""What the replay stage asks for: an order for one rollout, a plan for one group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.schema.checks import require, require_id
+from pipeline.schema.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Play ``task`` once. The answer is one :class:`Trajectory` whose id is ``order_id``.
+
+    An order is a lease: the actor that holds it must be heard from, and must answer within ``seconds_max``.
+    """
+
+    order_id: str
+    group_id: str
+    task: Task
+    slot: int
+    """Place in the group, 0 to n_rollout - 1."""
+    attempt: int
+    """0 for the first try of the slot; a failed rollout is ordered again with attempt + 1."""
+    policy_version: int
+    """Newest published version when the order was issued: engines older than this may not play it."""
+    seconds_max: float
+    """Wall time the actor may spend on it, seconds."""
+
+    def __post_init__(self) -> None:
+        require_id("order_id", self.order_id)
+        require_id("group_id", self.group_id)
+        require(self.slot >= 0, "slot >= 0", self.slot)
+        require(self.attempt >= 0, "attempt >= 0", self.attempt)
+        require(self.policy_version >= 0, "policy_version >= 0", self.policy_version)
+        require(self.seconds_max > 0, "seconds_max > 0", self.seconds_max)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """``n_rollout`` trajectories of one task that share an advantage group: ``n_fresh`` new ones and the rest replayed."""
+
+    group_id: str
+    task: Task
+    n_rollout: int
+    n_fresh: int
+    replay_ids: tuple[str, ...] = ()
+    """Trajectory ids taken from the pool; ``n_rollout - n_fresh`` of them."""
+    attempt: int = 0
+    """How many rollouts of this group were ordered again."""
+    admitted_update: int = 0
+    """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
+
+    def __post_init__(self) -> None:
+        require_id("group_id", self.group_id)
+        require(self.n_rollout >= 1, "n_rollout >= 1", self.n_rollout)
+        require(0 <= self.n_fresh <= self.n_rollout, f"n_fresh in 0..{self.n_rollout}", self.n_fresh)
+        require(
+            len(self.replay_ids) == self.n_rollout - self.n_fresh,
+            f"{self.n_rollout - self.n_fresh} replay ids",
+            len(self.replay_ids),
+        )
+        require(len(set(self.replay_ids)) == len(self.replay_ids), "no trajectory twice in a group", self.replay_ids)
+        require(self.attempt >= 0 and self.admitted_update >= 0, "attempt and admitted_update >= 0", self)

@@ -1,0 +1,143 @@
+"""Tokens, the only truth about what was played: ids, log-probabilities and policy versions by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.errors import SchemaError
+from pipeline.schema.checks import frozen, require, require_array
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+NO_VERSION = -1
+"""``policy_versions`` entry of a token that no policy sampled."""
+NO_TURN = -1
+
+
+class SpanSource(StrEnum):
+    """Where tokens came from."""
+
+    CONTEXT = "context"
+    """Prompt, tool output, chat scaffold: seen by the policy, never trained."""
+    SAMPLED = "sampled"
+    """Sampled by the policy: trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Sampled tokens ``[start, stop)`` of one completion came from ``policy_version``."""
+
+    start: int
+    stop: int
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        require(0 <= self.start < self.stop, "0 <= start < stop", (self.start, self.stop))
+        require(self.policy_version >= 0, "policy_version >= 0", self.policy_version)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """A run of tokens from one source.
+
+    ``token_ids`` is int32 ``[n]``. A SAMPLED span also has ``behaviour_logprobs``, float32 ``[n]`` in nats, the
+    log-probability of each token under the distribution it was really drawn from (after temperature), and
+    ``version_spans`` that tile ``[0, n)`` with versions that never decrease.
+
+    Raises :class:`SchemaError` when lengths disagree, versions leave a gap, or a log-probability is positive or NaN.
+    """
+
+    source: SpanSource
+    token_ids: npt.NDArray[np.int32]
+    behaviour_logprobs: npt.NDArray[np.float32] | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_array("token_ids", self.token_ids, np.int32)
+        if len(self.token_ids) and int(self.token_ids.min()) < 0:
+            raise SchemaError(f"expected token ids >= 0, got {int(self.token_ids.min())}")
+        object.__setattr__(self, "token_ids", frozen(self.token_ids))
+        if self.source is SpanSource.CONTEXT:
+            require(self.behaviour_logprobs is None, "no log-probabilities on context tokens", "some")
+            require(not self.version_spans, "no version spans on context tokens", self.version_spans)
+            return
+        require(self.behaviour_logprobs is not None, "log-probabilities on sampled tokens", None)
+        assert self.behaviour_logprobs is not None
+        require_array("behaviour_logprobs", self.behaviour_logprobs, np.float32, len(self.token_ids))
+        if not bool(np.all(self.behaviour_logprobs <= 1e-4)):  # also False for NaN
+            raise SchemaError("expected log-probabilities <= 0, got a positive one or NaN: check the engine's logprobs mode")
+        object.__setattr__(self, "behaviour_logprobs", frozen(self.behaviour_logprobs))
+        self._check_tiling()
+
+    def _check_tiling(self) -> None:
+        at, version = 0, 0
+        for span in self.version_spans:
+            require(span.start == at, f"a version span starting at {at}", span)
+            require(span.policy_version >= version, f"versions that never decrease (>= {version})", span)
+            at, version = span.stop, span.policy_version
+        require(at == len(self.token_ids), f"version spans covering {len(self.token_ids)} tokens", at)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def context(cls, token_ids: npt.ArrayLike) -> TokenSpan:
+        """A CONTEXT span from any sequence of ids."""
+        return cls(SpanSource.CONTEXT, np.asarray(token_ids, dtype=np.int32))
+
+    @classmethod
+    def sampled(
+        cls, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, versions: tuple[VersionSpan, ...] | int
+    ) -> TokenSpan:
+        """A SAMPLED span; ``versions`` may be one version for all tokens."""
+        ids = np.asarray(token_ids, dtype=np.int32)
+        if isinstance(versions, int):
+            versions = (VersionSpan(0, len(ids), versions),) if len(ids) else ()
+        return cls(SpanSource.SAMPLED, ids, np.asarray(logprobs, dtype=np.float32), versions)
+
+    def versions(self) -> npt.NDArray[np.int32]:
+        """Policy version of each token, int32 ``[n]``; ``NO_VERSION`` on context."""
+        out = np.full(len(self.token_ids), NO_VERSION, dtype=np.int32)
+        for span in self.version_spans:
+            out[span.start : span.stop] = span.policy_version
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTokens:
+    """A sequence that the engine saw, as arrays of one length T, aligned by position."""
+
+    token_ids: npt.NDArray[np.int32]
+    """int32 ``[T]``."""
+    loss_mask: npt.NDArray[np.bool_]
+    """bool ``[T]``: True exactly on sampled tokens."""
+    behaviour_logprobs: npt.NDArray[np.float32]
+    """float32 ``[T]``, nats; 0 where ``loss_mask`` is False."""
+    policy_versions: npt.NDArray[np.int32]
+    """int32 ``[T]``; ``NO_VERSION`` where ``loss_mask`` is False."""
+    turn_index: npt.NDArray[np.int32]
+    """int32 ``[T]``: the turn whose context or completion the token belongs to."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def join(cls, spans: list[tuple[int, TokenSpan]]) -> FlatTokens:
+        """Concatenate ``(turn index, span)`` pairs in order."""
+        if not spans:
+            empty = np.zeros(0, dtype=np.int32)
+            return cls(empty, empty.astype(np.bool_), empty.astype(np.float32), empty, empty)
+        return cls(
+            token_ids=np.concatenate([s.token_ids for _, s in spans]),
+            loss_mask=np.concatenate([np.full(len(s), s.source is SpanSource.SAMPLED) for _, s in spans]),
+            behaviour_logprobs=np.concatenate(
+                [s.behaviour_logprobs if s.behaviour_logprobs is not None else np.zeros(len(s), np.float32) for _, s in spans]
+            ),
+            policy_versions=np.concatenate([s.versions() for _, s in spans]),
+            turn_index=np.concatenate([np.full(len(s), turn, dtype=np.int32) for turn, s in spans]),
+        )

@@ -1,0 +1,201 @@
+"""One episode, as it was played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from pipeline.schema.checks import require, require_finite, require_id
+from pipeline.schema.task import Task
+from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan
+
+SCHEMA_VERSION = 1
+"""Raised when a field changes its meaning. New optional fields do not raise it; readers ignore unknown ones."""
+
+
+class TrajectoryStatus(StrEnum):
+    """How an episode ended. Truncated and complete are different facts."""
+
+    COMPLETE = "complete"
+    """The environment said it was done."""
+    TRUNCATED = "truncated"
+    """A limit on turns, tokens or time ended it; what was played counts."""
+    ABORTED = "aborted"
+    """We ended it (shutdown, cancelled order); it is never trained."""
+    ERROR = "error"
+    """Something failed; ``failure`` says what; it is never trained and has no reward."""
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped sampling."""
+
+    STOP = "stop"
+    """A stop token was sampled."""
+    LENGTH = "length"
+    """The token limit of the request was reached."""
+    ABORT = "abort"
+    """The engine gave up the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A chat message as the template sees it; ``extra`` holds tool calls, names and the like (JSON)."""
+
+    role: str
+    content: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The dictionary that ``apply_chat_template`` expects."""
+        return {"role": self.role, "content": self.content, **self.extra}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the policy: the tokens added before it, and the tokens it sampled.
+
+    ``context`` holds only what was added since the last turn of the same branch, so size is linear in turns. The first
+    turn of a branch holds the whole prompt, earlier completions included, as CONTEXT: they are not trained twice.
+    """
+
+    context: TokenSpan
+    completion: TokenSpan
+    context_messages: tuple[Message, ...]
+    completion_message: Message
+    finish_reason: FinishReason
+    temperature: float
+    """Temperature that the completion was sampled with; ``behaviour_logprobs`` include it."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    """Numbers the environment reports about this turn, for metrics; they are not rewards."""
+    branch: int = 0
+    """Rises by one when the template could not extend the conversation without changing earlier ids."""
+
+    def __post_init__(self) -> None:
+        require(self.context.source is SpanSource.CONTEXT, "a CONTEXT span as context", self.context.source)
+        require(self.completion.source is SpanSource.SAMPLED, "a SAMPLED span as completion", self.completion.source)
+        require(self.temperature >= 0, "temperature >= 0", self.temperature)
+        for name, value in self.signals.items():
+            require_finite(f"signal {name!r}", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What ended an episode that did not end by itself."""
+
+    boundary: str
+    """Where: ``environment step``, ``engine``, ``renderer``, ``agent loop``, ``actor``."""
+    kind: str
+    """Class name of the error, or a short reason."""
+    message: str
+    details: str = ""
+    """Traceback as text, kept for the person who has to mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall-clock of one episode. Times are Unix seconds, durations seconds."""
+
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    generate_seconds: float = 0.0
+    environment_seconds: float = 0.0
+
+    @property
+    def duration_seconds(self) -> float:
+        return max(0.0, self.finished_at - self.started_at)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """Which engines sampled it."""
+
+    backend: str = "unknown"
+    """``vllm`` or ``embedded``."""
+    model: str = ""
+    engine_ids: tuple[str, ...] = ()
+    """In order of use; more than one when the session had to move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode, from the order to its reward.
+
+    ``reward is None`` means unscored or failed. It is never 0.0 for that.
+
+    Raises :class:`SchemaError` when a failed trajectory has no failure or has a reward, or when versions run backwards.
+    """
+
+    trajectory_id: str
+    """Idempotency key; equal to the id of the order it answers."""
+    group_id: str
+    task: Task
+    turns: tuple[Turn, ...]
+    status: TrajectoryStatus
+    failure: Failure | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """Named parts; ``environment`` is the environment's own undiscounted episode score."""
+    reward: float | None = None
+    actor_id: str = "actor"
+    engine: EngineRecord = field(default_factory=EngineRecord)
+    timings: Timings = field(default_factory=Timings)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        require_id("trajectory_id", self.trajectory_id)
+        require_id("group_id", self.group_id)
+        require_id("actor_id", self.actor_id)
+        failed = self.status in (TrajectoryStatus.ABORTED, TrajectoryStatus.ERROR)
+        require((self.failure is not None) == failed, "a failure exactly on aborted and error trajectories", self.status)
+        require(not (failed and self.reward is not None), "no reward on a failed trajectory", self.reward)
+        require(failed or len(self.turns) > 0, "at least one turn", 0)
+        if self.reward is not None:
+            require_finite("reward", self.reward)
+        for name, value in self.rewards.items():
+            if value is not None:
+                require_finite(f"reward {name!r}", value)
+        branch = 0
+        for turn in self.turns:
+            require(turn.branch in (branch, branch + 1), f"branch {branch} or {branch + 1}", turn.branch)
+            branch = turn.branch
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be trained once it has a reward: it ended by itself or by a limit, and sampled something."""
+        return self.status in (TrajectoryStatus.COMPLETE, TrajectoryStatus.TRUNCATED) and self.n_sampled > 0
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(len(turn.completion) for turn in self.turns)
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens stored."""
+        return sum(len(turn.context) + len(turn.completion) for turn in self.turns)
+
+    def version_range(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version that sampled a token, or None where nothing was sampled."""
+        versions = [span.policy_version for turn in self.turns for span in turn.completion.version_spans]
+        return (min(versions), max(versions)) if versions else None
+
+    def branches(self) -> Iterator[FlatTokens]:
+        """Each branch as one sequence; concatenated spans are exactly what the engine saw."""
+        spans: list[tuple[int, TokenSpan]] = []
+        branch = 0
+        for index, turn in enumerate(self.turns):
+            if turn.branch != branch:
+                yield FlatTokens.join(spans)
+                spans, branch = [], turn.branch
+            spans += [(index, turn.context), (index, turn.completion)]
+        if spans:
+            yield FlatTokens.join(spans)
+
+    def flatten(self) -> FlatTokens:
+        """All turns as arrays of one length T (branches, where there are several, one after another)."""
+        return FlatTokens.join([(i, span) for i, turn in enumerate(self.turns) for span in (turn.context, turn.completion)])
+
+    def scored(self, reward: float | None, rewards: Mapping[str, float | None]) -> Trajectory:
+        """A copy with the scorer's verdict."""
+        return replace(self, reward=reward, rewards={**self.rewards, **rewards})

@@ -1,0 +1,167 @@
+"""The contract of every transport: a hub that binds, links that connect, messages that are bounded.
+
+The hub (replay stage) outlives its peers and its peers outlive it: either side may die and come back, and the other sees
+``PEER_UP`` / ``PEER_DOWN`` (hub) or ``CONNECTED`` / ``DISCONNECTED`` (link) as ordinary events in its stream. Delivery inside one
+connection is in order and without loss; across a reconnection anything unacknowledged may be lost, and who cares about it
+sends it again (``pipeline.transport.outbox``). The receiver's credits bound what may be in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+
+Buffer = bytes | memoryview
+Frames = tuple[Buffer, ...]
+
+
+class Kind(StrEnum):
+    """Every message that exists. ``a → r`` reads: actor to replay stage; ``l`` is the learner."""
+
+    HELLO = "hello"
+    """a,l → r. First message of a connection; header: role, peer name, schema version, and the role's state (below)."""
+    WELCOME = "welcome"
+    """r → a,l. Answer to HELLO; header: credits and the newest policy version."""
+    HEARTBEAT = "heartbeat"
+    """Both ways, sent by the transport itself; never seen by users of it."""
+    ORDER = "order"
+    """r → a. One :class:`Order`."""
+    CANCEL = "cancel"
+    """r → a: order ids to abandon. r → l: group ids that will not be completed, with a reason."""
+    TRAJECTORY = "trajectory"
+    """a → r. One trajectory as payload frames; header: trajectory_id."""
+    ACK = "ack"
+    """r → a: trajectory ids that are durable (or refused for ever, with a reason). r → l: an update that is durable."""
+    PLAN = "plan"
+    """r → l. One :class:`GroupPlan` and the update it is meant for."""
+    DELIVERY = "delivery"
+    """r → l. One scored trajectory of a plan: header has group_id, trajectory_id, reward, rewards; frames are the payload."""
+    CONSUMED = "consumed"
+    """l → r. Update number ``update`` was made from these groups. Answered by ACK."""
+    VERSION = "version"
+    """l → r. The weights after ``updates`` updates are live in the engines as ``policy_version``."""
+    CHECKPOINTED = "checkpointed"
+    """l → r. Everything up to ``updates`` updates is durable at the learner: its trajectories may be forgotten."""
+    BYE = "bye"
+    """Both ways. The sender leaves on purpose and wants nothing more."""
+    REFUSED = "refused"
+    """r → a,l. HELLO or a message was wrong; header: reason. The peer must not retry unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """``[kind, orjson header, frame …]``. Frames are raw bytes, decoded without copying."""
+
+    kind: Kind
+    header: Mapping[str, Any] = field(default_factory=dict)
+    frames: Frames = ()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the frames (headers are bounded separately)."""
+        return sum(len(f) if isinstance(f, bytes) else f.nbytes for f in self.frames)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Explicit bounds of the wire; anything larger is refused with :class:`LimitExceeded` that names the limit."""
+
+    header_bytes_max: int = 4 * 1024 * 1024
+    message_bytes_max: int = 256 * 1024 * 1024
+    frames_max: int = 64
+    tokens_max: int = 1_048_576
+    """Tokens of one trajectory."""
+    queue_messages_max: int = 4096
+    """Messages held per direction before senders wait."""
+
+
+class EventKind(StrEnum):
+    PEER_UP = "peer_up"
+    """Hub: a HELLO arrived (the message is attached). Answer with WELCOME or REFUSED."""
+    PEER_DOWN = "peer_down"
+    """Hub: a peer said BYE or was silent too long; ``reason`` says which."""
+    MESSAGE = "message"
+    CORRUPT = "corrupt"
+    """Hub: bytes that are no message came from ``peer``; ``reason`` says what was wrong. The connection goes on."""
+    CONNECTED = "connected"
+    """Link: the hub answered WELCOME (attached). Send again whatever was not acknowledged."""
+    DISCONNECTED = "disconnected"
+    """Link: the hub was silent too long. The link reconnects by itself and sends HELLO again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What ``receive`` yields. ``peer`` is the name the peer gave in HELLO (always ``"hub"`` on a link)."""
+
+    kind: EventKind
+    peer: str
+    message: Message | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportStatistics:
+    """For ``/metrics`` and tests."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    corrupt: int = 0
+    peers: int = 0
+    peers_dropped: int = 0
+    queued_messages: int = 0
+
+
+class Hub(Protocol):
+    """The side that binds. Use as an async context manager: entering binds, leaving closes within a second."""
+
+    async def __aenter__(self) -> Hub: ...
+    async def __aexit__(self, *args: object) -> None: ...
+
+    @property
+    def address(self) -> str:
+        """Where links connect; with port 0 in the configuration, the port that was taken."""
+        ...
+
+    async def receive(self) -> Event:
+        """The next event. Raises :class:`TransportClosed` after the hub was closed."""
+        ...
+
+    async def send(self, peer: str, message: Message) -> None:
+        """Queue for ``peer``; waits while its queue is full. Raises :class:`PeerGone` when it is not connected,
+        :class:`LimitExceeded` when the message is too large."""
+        ...
+
+    def statistics(self) -> TransportStatistics: ...
+
+
+class Link(Protocol):
+    """The side that connects, under a name that is stable over restarts of the connection."""
+
+    async def __aenter__(self) -> Link: ...
+    async def __aexit__(self, *args: object) -> None: ...
+
+    def describe(self, hello: Mapping[str, Any]) -> None:
+        """Set the header of the HELLO that is sent on every (re)connection; call it whenever the state changes."""
+        ...
+
+    async def receive(self) -> Event:
+        """The next event. Raises :class:`TransportClosed` after the link was closed."""
+        ...
+
+    async def send(self, message: Message) -> None:
+        """Queue for the hub; waits while the queue is full. Messages queued while disconnected are dropped at the next
+        HELLO: whoever needs them sends them again on CONNECTED. Raises :class:`LimitExceeded`."""
+        ...
+
+    def statistics(self) -> TransportStatistics: ...
+
+
+def array_frame(array: np.ndarray[Any, Any]) -> memoryview:
+    """The bytes of a contiguous array, without copying."""
+    return memoryview(np.ascontiguousarray(array)).cast("B")
