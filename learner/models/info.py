@@ -1,0 +1,123 @@
+"""What a prepared model folder holds, and the check that it is one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+
+MANIFEST = "afterplay_model.json"
+"""Written last into a prepared folder: what it was made from. Its presence means that the folder is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A prepared model folder."""
+
+    path: Path
+    source: str
+    """``model.source`` of the run file."""
+    request: dict[str, Any]
+    """Everything of the run file that decides what the folder holds."""
+    architecture: str
+    """Class name in transformers, for example ``LlamaForCausalLM``."""
+    parameters: int
+    """Stored numbers; tied embeddings count once."""
+    vocabulary_size: int
+    """Token ids that the model accepts: 0 to vocabulary_size - 1."""
+    max_position: int
+    """Longest sequence that the architecture supports, tokens."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+
+    def save(self) -> None:
+        """Write the manifest into the folder."""
+        fields = asdict(self)
+        del fields["path"]
+        (self.path / MANIFEST).write_text(json.dumps(fields, indent=1, sort_keys=True))
+
+    @classmethod
+    def load(cls, path: Path) -> ModelInfo:
+        """Read a prepared folder. Raises :class:`ConfigurationError` when ``path`` is none."""
+        manifest = path / MANIFEST
+        try:
+            fields = json.loads(manifest.read_text())
+            fields["eos_token_ids"] = tuple(fields["eos_token_ids"])
+            return cls(path=path, **fields)
+        except FileNotFoundError:
+            raise ConfigurationError(
+                f"expected a prepared model in {path} (with {MANIFEST}), found none: run 'python -m learner.models FILE' "
+                "with the run file, or 'afterplay run FILE', which does it first"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{manifest} is not a model manifest ({error}): delete {path} to prepare it again") from error
+
+
+def request_of(config: RunConfig) -> dict[str, Any]:
+    """What of the run file decides the folder's content, as JSON."""
+    model = config.model
+    template = None
+    if model.chat_template is not None:
+        try:
+            template = Path(model.chat_template).expanduser().read_text()
+        except OSError as error:
+            raise ConfigurationError(f"model.chat_template: cannot read {model.chat_template}: {error.strerror}") from error
+    tiny: dict[str, Any] = json.loads(json.dumps(model.tiny)) if model.source == "tiny" else {}
+    return {"source": model.source, "tiny": tiny, "chat_template": template}
+
+
+def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remote_code: bool) -> ModelInfo:
+    """Load configuration and tokenizer as the engines will and count the weights.
+
+    Raises :class:`ConfigurationError` naming the missing or unusable part.
+    """
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise ConfigurationError(f"model.source {source!r}: expected *.safetensors files, found none in what it names")
+    try:
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ConfigurationError(f"model.source {source!r}: transformers cannot load it: {error}") from error
+    if not tokenizer.chat_template:
+        raise ConfigurationError(
+            f"model.source {source!r}: its tokenizer has no chat template; name one with model.chat_template (a Jinja file)"
+        )
+    parameters = 0
+    try:
+        for file in weights:
+            with safe_open(file, framework="np") as tensors:
+                parameters += sum(_size(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except Exception as error:
+        raise ConfigurationError(f"model.source {source!r}: {file.name} is not a readable safetensors file: {error}") from error
+    eos = tokenizer.eos_token_id
+    if (path / "generation_config.json").exists():
+        configured = GenerationConfig.from_pretrained(path).eos_token_id
+        eos = configured if configured is not None else eos
+    eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
+    if not eos_ids:
+        raise ConfigurationError(f"model.source {source!r}: neither generation_config.json nor the tokenizer names an end token")
+    return ModelInfo(
+        path=path,
+        source=source,
+        request=request,
+        architecture=(model_config.architectures or ["?"])[0],
+        parameters=parameters,
+        vocabulary_size=int(model_config.vocab_size),
+        max_position=int(getattr(model_config, "max_position_embeddings", 0) or 1_048_576),
+        eos_token_ids=eos_ids,
+    )
+
+
+def _size(shape: list[int]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
