@@ -1,0 +1,121 @@
+"""Metrics of an actor. Attribute names are the metric names without ``afterplay_actor_``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.metrics.base import LAG, LAT, LONG, REW, TOK, CollectorRegistry, counter, gauge, histogram
+
+OUTCOMES = ("complete", "truncated", "aborted", "error")
+TOKEN_KINDS = ("prompt", "generated", "discarded")
+SEND_FAILURES = ("timeout", "rejected", "disconnected")
+UPDATE_STAGES = ("fetch", "verify", "load", "swap")
+UPDATE_FAILURES = ("timeout", "checksum", "load")
+BACKENDS = ("vllm", "embedded")
+PLACEMENTS = ("first", "sticky", "moved")
+MOVES = ("died", "lagging", "evicted")
+ENGINE_ERRORS = ("unavailable", "refused", "protocol")
+_P = "afterplay_actor_"
+
+
+class ActorMetrics:
+    """``environments`` and ``backends`` are the label values to initialise."""
+
+    def __init__(
+        self, registry: CollectorRegistry, environments: Sequence[str] = (), backends: Sequence[str] = BACKENDS
+    ) -> None:
+        env = {"env": tuple(environments)}
+        r = registry
+        self.policy_version = gauge(r, _P + "policy_version", "Policy version of the weights now generating.")
+        self.trajectories_total = counter(
+            r,
+            _P + "trajectories_total",
+            "Finished trajectories; outcome = complete, truncated, aborted or error.",
+            {**env, "outcome": OUTCOMES},
+        )
+        self.tokens_total = counter(
+            r, _P + "tokens_total", "Tokens; kind = prompt, generated or discarded.", {"kind": TOKEN_KINDS}
+        )
+        self.episode_duration_seconds = histogram(
+            r, _P + "episode_duration_seconds", "Wall time of one episode.", LONG, env
+        )
+        self.episode_tokens = histogram(r, _P + "episode_tokens", "Generated tokens per episode.", TOK, env)
+        self.episode_reward = histogram(r, _P + "episode_reward", "Undiscounted episode reward.", REW, env)
+        self.generate_duration_seconds = histogram(
+            r, _P + "generate_duration_seconds", "Latency of one generation request.", LAT, {"backend": tuple(backends)}
+        )
+        self.env_step_duration_seconds = histogram(
+            r, _P + "env_step_duration_seconds", "Latency of one environment or reward step.", LAT, env
+        )
+        self.inflight_requests = gauge(r, _P + "inflight_requests", "Generation requests in flight.")
+        self.inflight_episodes = gauge(r, _P + "inflight_episodes", "Episodes being played.")
+        self.engine_errors_total = counter(
+            r,
+            _P + "engine_errors_total",
+            "Generation requests that failed; kind = unavailable, refused or protocol.",
+            {"kind": ENGINE_ERRORS},
+        )
+        self._build_sending(r)
+        self._build_weight_updates(r)
+        self._build_routing(r)
+
+    def _build_sending(self, r: CollectorRegistry) -> None:
+        self.send_queue_trajectories = gauge(
+            r, _P + "send_queue_trajectories", "Trajectories waiting to be sent to replay."
+        )
+        self.send_blocked_seconds_total = counter(
+            r, _P + "send_blocked_seconds_total", "Time blocked on replay back-pressure."
+        )
+        self.send_failures_total = counter(
+            r,
+            _P + "send_failures_total",
+            "Trajectory sends that failed; reason = timeout, rejected or disconnected.",
+            {"reason": SEND_FAILURES},
+        )
+
+    def _build_weight_updates(self, r: CollectorRegistry) -> None:
+        self.trajectory_span_versions = histogram(
+            r,
+            _P + "trajectory_span_versions",
+            "Newest minus oldest policy version inside one trajectory (in-flight weight updates).",
+            LAG,
+        )
+        self.weight_update_duration_seconds = histogram(
+            r,
+            _P + "weight_update_duration_seconds",
+            "Weight update time; stage = fetch, verify, load or swap.",
+            LONG,
+            {"stage": UPDATE_STAGES},
+        )
+        self.weight_update_bytes_total = counter(r, _P + "weight_update_bytes_total", "Weight bytes received.")
+        self.weight_update_failures_total = counter(
+            r,
+            _P + "weight_update_failures_total",
+            "Failed weight updates; reason = timeout, checksum or load.",
+            {"reason": UPDATE_FAILURES},
+        )
+
+    def _build_routing(self, r: CollectorRegistry) -> None:
+        self.sticky_placements_total = counter(
+            r,
+            _P + "sticky_placements_total",
+            "Requests by how their engine was found; kind = first (new session), sticky (same engine) or moved.",
+            {"kind": PLACEMENTS},
+        )
+        self.sticky_moves_total = counter(
+            r,
+            _P + "sticky_moves_total",
+            "Sessions that lost their engine; reason = died, lagging (old weights) or evicted (session table full).",
+            {"reason": MOVES},
+        )
+        self.sticky_sessions = gauge(r, _P + "sticky_sessions", "Sessions with a placement.")
+        self.engines = gauge(r, _P + "engines", "Engines; state = fit or unfit.", {"state": ("fit", "unfit")})
+        self.prefix_cache_hit_ratio = gauge(
+            r, _P + "prefix_cache_hit_ratio", "Prompt tokens found in prefix caches, as the replies told; 0 to 1."
+        )
+        self.prefix_tokens_total = counter(
+            r,
+            _P + "prefix_tokens_total",
+            "Prompt tokens by what the prefix cache did; result = hit or miss.",
+            {"result": ("hit", "miss")},
+        )

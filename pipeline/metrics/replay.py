@@ -1,0 +1,143 @@
+"""Metrics of the replay stage. Attribute names are the metric names without ``afterplay_replay_``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.metrics.base import (
+    AGE,
+    LAG,
+    LAT,
+    LONG,
+    REW,
+    SAMPLES,
+    TOK,
+    CollectorRegistry,
+    counter,
+    gauge,
+    histogram,
+)
+
+DROPS = ("stale", "capacity", "duplicate", "corrupt", "schema")
+OPERATIONS = ("insert", "sample", "ack", "stats")
+PEERS = ("actor", "learner")
+TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped")
+GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped")
+ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
+DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
+POPULATIONS = ("sampled", "trained")
+_P = "afterplay_replay_"
+
+
+class ReplayMetrics:
+    """The sequences are the label values to initialise."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        environments: Sequence[str] = (),
+        terminal_states: Sequence[str] = TERMINAL_STATES,
+        group_outcomes: Sequence[str] = GROUP_OUTCOMES,
+        order_outcomes: Sequence[str] = ORDER_OUTCOMES,
+        score_functions: Sequence[str] = ("environment",),
+    ) -> None:
+        self._build_contents(registry, environments)
+        self._build_sampling(registry)
+        self._build_service(registry)
+        self._build_accounts(registry, terminal_states, group_outcomes, order_outcomes)
+        self._build_scoring(registry, score_functions)
+        self._build_curriculum(registry)
+        self._build_audit(registry)
+
+    def _build_contents(self, r: CollectorRegistry, environments: Sequence[str]) -> None:
+        self.trajectories = gauge(r, _P + "trajectories", "Trajectories held.")
+        self.capacity_trajectories = gauge(r, _P + "capacity_trajectories", "Configured capacity.")
+        self.memory_bytes = gauge(r, _P + "memory_bytes", "Payload bytes held.")
+        self.inserted_trajectories_total = counter(
+            r, _P + "inserted_trajectories_total", "Trajectories accepted.", {"env": tuple(environments)}
+        )
+        self.sampled_trajectories_total = counter(
+            r, _P + "sampled_trajectories_total", "Trajectories handed to a learner (repeats counted)."
+        )
+        self.dropped_trajectories_total = counter(
+            r,
+            _P + "dropped_trajectories_total",
+            "Trajectories not kept or evicted; reason = stale, capacity, duplicate, corrupt or schema.",
+            {"reason": DROPS},
+        )
+        self.oldest_policy_version = gauge(r, _P + "oldest_policy_version", "Smallest behaviour version still held.")
+
+    def _build_sampling(self, r: CollectorRegistry) -> None:
+        self.staleness_versions = histogram(
+            r,
+            _P + "staleness_versions",
+            "Learner version minus behaviour version; at = insert or sample.",
+            LAG,
+            {"at": ("insert", "sample")},
+        )
+        self.item_age_seconds = histogram(r, _P + "item_age_seconds", "Time from insertion to sampling.", AGE)
+        self.item_samples = histogram(
+            r, _P + "item_samples", "Times one trajectory was sampled before it left.", SAMPLES
+        )
+        self.sample_wait_seconds = histogram(
+            r, _P + "sample_wait_seconds", "Time a sample request waited for enough data.", LAT
+        )
+        self.share_ratio = gauge(
+            r, _P + "share_ratio", "Replayed tokens among trained response tokens of the last update; 0 to 1."
+        )
+
+    def _build_service(self, r: CollectorRegistry) -> None:
+        self.rpc_duration_seconds = histogram(
+            r,
+            _P + "rpc_duration_seconds",
+            "Service time; op = insert, sample, ack or stats; result = ok or error.",
+            LAT,
+            {"op": OPERATIONS, "result": ("ok", "error")},
+        )
+        self.connected_peers = gauge(r, _P + "connected_peers", "Live peers; peer = actor or learner.", {"peer": PEERS})
+        self.peers_dropped_total = counter(
+            r, _P + "peers_dropped_total", "Peers that fell silent; peer = actor or learner.", {"peer": PEERS}
+        )
+
+    def _build_accounts(
+        self, r: CollectorRegistry, terminal_states: Sequence[str], groups: Sequence[str], orders: Sequence[str]
+    ) -> None:
+        self.terminal_trajectories_total = counter(
+            r,
+            _P + "terminal_trajectories_total",
+            "Trajectories by the state they ended in.",
+            {"state": terminal_states},
+        )
+        self.groups_total = counter(r, _P + "groups_total", "Groups by how they ended.", {"outcome": groups})
+        self.orders_issued_total = counter(r, _P + "orders_issued_total", "Orders given to actors.")
+        self.orders_total = counter(r, _P + "orders_total", "Orders by how they ended.", {"outcome": orders})
+        self.orders_inflight = gauge(r, _P + "orders_inflight", "Orders that actors hold.")
+        self.groups_open = gauge(r, _P + "groups_open", "Groups that still wait for a trajectory or a score.")
+        self.groups_ready = gauge(r, _P + "groups_ready", "Complete groups that the learner has not taken.")
+        self.admission_capacity_trajectories = gauge(
+            r, _P + "admission_capacity_trajectories", "Trajectories that the staleness bound still admits."
+        )
+
+    def _build_scoring(self, r: CollectorRegistry, functions: Sequence[str]) -> None:
+        self.score_duration_seconds = histogram(
+            r, _P + "score_duration_seconds", "Time of one score function.", LAT, {"function": functions}
+        )
+        self.score_failures_total = counter(
+            r, _P + "score_failures_total", "Scores that raised or took too long.", {"function": functions}
+        )
+
+    def _build_curriculum(self, r: CollectorRegistry) -> None:
+        self.difficulty_tasks = gauge(
+            r, _P + "difficulty_tasks", "Tasks in each difficulty bucket.", {"bucket": DIFFICULTIES}
+        )
+        self.retired_tasks = gauge(r, _P + "retired_tasks", "Tasks that are no longer played.")
+        self.experience_pool_entries = gauge(r, _P + "experience_pool_entries", "Entries of the experience pool.")
+
+    def _build_audit(self, r: CollectorRegistry) -> None:
+        population = {"population": POPULATIONS}
+        note = "; population = sampled (all that were played) or trained."
+        self.audit_tokens = histogram(r, _P + "audit_tokens", "Sampled tokens of a trajectory" + note, TOK, population)
+        self.audit_duration_seconds = histogram(
+            r, _P + "audit_duration_seconds", "Wall time of an episode" + note, LONG, population
+        )
+        self.audit_reward = histogram(r, _P + "audit_reward", "Reward of a trajectory" + note, REW, population)

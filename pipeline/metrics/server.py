@@ -1,0 +1,95 @@
+"""``/metrics`` and ``/healthz`` from a thread, so that they answer while the event loop is busy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from pipeline.errors import ConfigurationError
+
+Health = Callable[[], tuple[bool, dict[str, Any]]]
+"""Whether the process is well, and what it tells about itself. Called in the server's thread."""
+
+
+class MetricsServer:
+    """Serves one registry. Use as a context manager: entering binds, leaving closes.
+
+    Raises :class:`ConfigurationError` on entering when the port is in use. ``port`` 0 takes a free one.
+    """
+
+    def __init__(self, registry: CollectorRegistry, health: Health, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._registry = registry
+        self._health = health
+        self._host = host
+        self._port = port
+        self._server: ThreadingHTTPServer | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that was taken (after entering)."""
+        return self._server.server_address[1] if self._server else self._port
+
+    def __enter__(self) -> MetricsServer:
+        handler = type("Handler", (_Handler,), {"registry": self._registry, "health": staticmethod(self._health)})
+        try:
+            self._server = _Server((self._host, self._port), handler)
+        except OSError as error:
+            raise ConfigurationError(
+                f"expected to serve /metrics on {self._host}:{self._port}, got: {error.strerror or error}. "
+                "Set metrics.port to a free port, or to 0 for any free port"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        if self._thread is not None:
+            self._thread.join(timeout=1)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
+    health: Health
+    timeout = 10
+    server_version = "afterplay"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        path = self.path.split("?", 1)[0]
+        if path == "/metrics":
+            self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.registry))
+        elif path == "/healthz":
+            well, details = type(self).health()
+            self._answer(200 if well else 503, "application/json", orjson.dumps(details, default=str))
+        else:
+            self._answer(404, "text/plain", b"expected /metrics or /healthz\n")
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line of the log."""

@@ -1,0 +1,119 @@
+"""Where a run keeps its things: one folder, one name for each file in it.
+
+::
+
+    runs/NAME/
+      config.yaml        the resolved configuration every process of the run reads
+      model/             the initial model as a Hugging Face folder (config, safetensors, tokenizer)
+      weights/v000007/   published weights, one folder for each policy version
+      checkpoints/       what the learner resumes from
+      replay.sqlite      trajectories, groups, orders and their states
+      metrics.jsonl      one JSON object for each update
+      curves.png         the picture of metrics.jsonl
+      logs/NAME.log      stdout and stderr of each process
+      processes/NAME.json  pid and metrics port of each process that lives
+      processes.json     what the supervisor knows of all of them
+      run.lock           held by the supervisor while the run lives
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of one run. Building it creates nothing; :meth:`create` does."""
+
+    path: Path
+
+    def create(self) -> RunDirectory:
+        """Make the folder and the folders in it; harmless when they exist."""
+        for folder in (self.path, self.checkpoints, self.logs, self.processes, self.path / "weights"):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def model(self) -> Path:
+        """Folder of the prepared initial model: ``config.json``, safetensors, tokenizer."""
+        return self.path / "model"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def store_file(self) -> Path:
+        return self.path / "replay.sqlite"
+
+    def weights(self, version: int) -> Path:
+        """Folder of the weights published as policy ``version`` (``weights/v000007``)."""
+        if version < 0:
+            raise ValueError(f"expected a policy version of at least 0, got {version}")
+        return self.path / "weights" / f"v{version:06d}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log_file(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    @property
+    def processes(self) -> Path:
+        return self.path / "processes"
+
+    def process_file(self, name: str) -> Path:
+        """``{pid, metrics_port, started_at}`` of one process, written by itself."""
+        return self.processes / f"{name}.json"
+
+    @property
+    def processes_file(self) -> Path:
+        """State of all processes, written by the supervisor."""
+        return self.path / "processes.json"
+
+    @property
+    def curves_file(self) -> Path:
+        return self.path / "curves.png"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "run.lock"
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Replace ``path`` by ``value`` as JSON so that a reader sees the old file or the new one, never a part."""
+    write_bytes_atomically(path, orjson.dumps(value, option=orjson.OPT_INDENT_2))
+
+
+def write_bytes_atomically(path: Path, data: bytes) -> None:
+    """Write beside ``path`` and rename. The name is per process, so two writers cannot mix their bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in ``path``; None where there is no such file or no object in it."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return value if isinstance(value, dict) else None
