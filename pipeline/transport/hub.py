@@ -1,0 +1,194 @@
+"""The hub over any wire: reads it, keeps heartbeats, hands events to the stage."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import anyio
+import anyio.lowlevel
+
+from pipeline.codec import encode_message
+from pipeline.errors import LimitExceeded, PeerGone, TransportClosed
+from pipeline.transport.base import Buffer, Event, Kind, Limits, Message, TransportStatistics
+from pipeline.transport.endpoint import Endpoint
+from pipeline.transport.mailbox import Mailbox
+from pipeline.transport.peers import Answer, Peer, Peers
+from pipeline.transport.silence import Silence
+from pipeline.transport.wire import CLOSE_SECONDS_MAX, HubWire
+
+_READS_PER_YIELD = 128
+_SENDS_PER_YIELD = 64
+_HEARTBEAT = encode_message(Message(Kind.HEARTBEAT))
+
+
+class WireHub(Endpoint):
+    """Keeps the contract of :class:`pipeline.transport.base.Hub`.
+
+    *Consumes* messages from the wire while its mailbox has room, so a slow stage slows its peers down instead of growing.
+    *Produces* events in order of arrival; PEER_DOWN of a lost connection comes after everything that it had brought.
+    A HELLO under a known name yields PEER_UP again (no PEER_DOWN before it): the older connection is refused and forgotten.
+    *Waits*: ``send`` while the queue of that one peer is full. *Unblocked by*: the peer reading, or its loss (PeerGone).
+    """
+
+    def __init__(self, wire: HubWire, limits: Limits, heartbeat_seconds: float, silence_seconds_max: float) -> None:
+        super().__init__()
+        self._wire = wire
+        self._limits = limits
+        self._heartbeat_seconds = heartbeat_seconds
+        self._silence_seconds_max = silence_seconds_max
+        self._peers = Peers(limits)
+        self._silence = Silence(heartbeat_seconds, silence_seconds_max)
+        self._mailbox = Mailbox(limits.queue_messages_max, limits.message_bytes_max)
+        self._deaf = False
+        self._closing = False
+        self._sends = 0
+
+    async def __aenter__(self) -> Self:
+        self._wire.open()
+        await self._enter(self._read, self._tick)
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        self._mailbox.close("the hub was closed")
+        await self._leave(self._say_bye, self._wire.close, *args)
+
+    @property
+    def address(self) -> str:
+        return self._wire.address
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Names that are connected."""
+        return tuple(peer.name for peer in self._peers.all() if not peer.gone)
+
+    async def receive(self) -> Event:
+        return await self._mailbox.get()
+
+    async def send(self, peer: str, message: Message) -> None:
+        frames = encode_message(message, self._limits)
+        if self._closing or self._group is None:
+            raise TransportClosed("the hub was closed: nothing can be sent any more")
+        found = self._peers.find(peer)
+        if found is None:
+            raise PeerGone(f"{peer} is not connected: wait for its PEER_UP and send again")
+        while not self._try_send(found, frames):
+            event = self._wire.signal.current()
+            if self._try_send(found, frames):
+                break
+            await self._wait_for_room(event)
+            if self._peers.find(peer) is not found:
+                raise PeerGone(f"{peer} disappeared while its queue was full: what was sent may not have arrived")
+        self._peers.counters.messages_sent += 1
+        self._peers.counters.bytes_sent += message.n_bytes
+        self._sends += 1
+        if self._sends % _SENDS_PER_YIELD == 0:
+            await anyio.lowlevel.checkpoint()
+
+    async def _wait_for_room(self, event: anyio.Event) -> None:
+        self._wire.signal.writers += 1
+        try:
+            await self._wire.wait(event)
+        finally:
+            self._wire.signal.writers -= 1
+
+    def statistics(self) -> TransportStatistics:
+        c = self._peers.counters
+        return TransportStatistics(
+            messages_sent=c.messages_sent,
+            messages_received=c.messages_received,
+            bytes_sent=c.bytes_sent,
+            bytes_received=c.bytes_received,
+            corrupt=c.corrupt,
+            peers=len(self._peers),
+            peers_dropped=c.peers_dropped,
+            queued_messages=len(self._mailbox),
+        )
+
+    def _try_send(self, peer: Peer, frames: list[Buffer]) -> bool:
+        try:
+            return self._wire.send(peer.connection, frames)
+        except PeerGone as error:
+            self._peers.mark_gone(peer)
+            self._wire.signal.fire()
+            raise PeerGone(f"{peer.name} disappeared: what was sent may not have arrived") from error
+
+    async def _read(self) -> None:
+        while True:
+            event = self._wire.signal.current()
+            empty = self._drain()
+            if self._mailbox.full:
+                self._deaf = True
+                await self._mailbox.space()
+            elif not empty:
+                await anyio.lowlevel.checkpoint()
+            else:
+                for down in self._peers.reap():
+                    self._mailbox.put(down)
+                await self._wire.wait(event)
+
+    def _drain(self) -> bool:
+        """Read what is there, at most one batch. Returns whether the wire is empty."""
+        receive, accept, heard, put = self._wire.receive, self._peers.accept, self._silence.heard, self._mailbox.put
+        now = anyio.current_time()
+        for _ in range(_READS_PER_YIELD):
+            if self._mailbox.full:
+                return False
+            arrived = receive()
+            if arrived is None:
+                return True
+            connection, frames = arrived
+            answer = accept(connection, frames)
+            if answer.event is not None:
+                put(answer.event)
+            if answer.reply is not None or answer.replaced is not None:
+                self._reply(connection, answer)
+            if self._peers.of(connection) is not None:
+                heard(connection, now)
+            else:
+                self._silence.forget(connection)
+        return False
+
+    def _reply(self, connection: bytes, answer: Answer) -> None:
+        if answer.reply is not None:
+            self._tell(connection, answer.reply)
+        if answer.replaced is not None:
+            self._silence.forget(answer.replaced.connection)
+            reason = f"another connection under the name {answer.replaced.name} took its place: names must be unique"
+            self._tell(answer.replaced.connection, Message(Kind.REFUSED, {"reason": reason, "final": True}))
+
+    def _tell(self, connection: bytes, message: Message) -> bool:
+        """Send without waiting to a connection that may be gone or full."""
+        try:
+            return self._wire.send(connection, encode_message(message, self._limits))
+        except (PeerGone, LimitExceeded):
+            return False
+
+    async def _tick(self) -> None:
+        while True:
+            await anyio.sleep(self._heartbeat_seconds)
+            for peer in self._peers.all():
+                try:
+                    self._wire.send(peer.connection, _HEARTBEAT)
+                except PeerGone:
+                    self._peers.mark_gone(peer)
+                    self._silence.forget(peer.connection)
+            deaf, self._deaf = self._deaf or self._mailbox.full, False
+            for connection in self._silence.tick(anyio.current_time(), deaf):
+                self._silence.forget(connection)
+                down = self._peers.drop(connection, f"silent for more than {self._silence_seconds_max} s")
+                if down is not None:
+                    self._tell(connection, Message(Kind.BYE, {"reason": down.reason}))
+                    self._mailbox.put(down)
+            self._wire.signal.fire()
+
+    async def _say_bye(self) -> None:
+        """BYE to all; their BYE proves that they read everything that was queued."""
+        self._closing = True
+        with anyio.move_on_after(CLOSE_SECONDS_MAX):
+            untold = [peer.connection for peer in self._peers.all() if not peer.gone]
+            while len(self._peers):
+                event = self._wire.signal.current()
+                untold = [c for c in untold if self._peers.of(c) and not self._tell(c, Message(Kind.BYE, {"reason": "the hub closes"}))]
+                if all(peer.gone for peer in self._peers.all()):
+                    return
+                await self._wire.wait(event)

@@ -1,0 +1,242 @@
+"""The link over any wire: says HELLO, keeps heartbeats, reconnects by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import anyio
+import anyio.lowlevel
+
+from pipeline.codec import encode_message
+from pipeline.errors import LimitExceeded, TransportClosed
+from pipeline.schema import SCHEMA_VERSION
+from pipeline.schema.checks import require_id
+from pipeline.transport.base import Event, Kind, Limits, Message, TransportStatistics
+from pipeline.transport.endpoint import Endpoint
+from pipeline.transport.mailbox import Mailbox
+from pipeline.transport.session import HUB, Session, State
+from pipeline.transport.silence import Silence
+from pipeline.transport.wire import CLOSE_SECONDS_MAX, LinkWire
+
+_READS_PER_YIELD = 128
+_SENDS_PER_YIELD = 64
+_BACKOFF_SECONDS = 0.05
+_BACKOFF_SECONDS_MAX = 1.0
+_HEARTBEAT = encode_message(Message(Kind.HEARTBEAT))
+_KEY = HUB.encode()
+
+
+class WireLink(Endpoint):
+    """Keeps the contract of :class:`pipeline.transport.base.Link`.
+
+    The first HELLO goes out after the first ``describe``. A mapping given to it is read at each HELLO, so a live one stays true.
+
+    *Consumes* messages while its mailbox has room. *Produces* events; after a final REFUSED (also: "another process took your
+    name") ``receive`` and ``send`` raise :class:`TransportClosed` with the hub's reason. *Waits*: ``send`` while the queue to
+    a connected hub is full. *Unblocked by*: the hub reading, or the loss of the connection. What is sent while there
+    is no connection is dropped and counted: CONNECTED comes later and is the time to send it again.
+    """
+
+    def __init__(
+        self, wire: LinkWire, name: str, limits: Limits, heartbeat_seconds: float, silence_seconds_max: float
+    ) -> None:
+        super().__init__()
+        require_id("the name of a link", name)
+        self.name = name
+        self._wire = wire
+        self._limits = limits
+        self._heartbeat_seconds = heartbeat_seconds
+        self._silence_seconds_max = silence_seconds_max
+        self._session = Session(limits)
+        self._silence = Silence(heartbeat_seconds, silence_seconds_max)
+        self._mailbox = Mailbox(limits.queue_messages_max, limits.message_bytes_max)
+        self._hello: Mapping[str, Any] = {}
+        self._described: anyio.Event | None = None
+        self._is_described = False
+        self._deaf = False
+        self._sends = 0
+
+    async def __aenter__(self) -> Self:
+        self._described = anyio.Event()
+        if self._is_described:
+            self._described.set()
+        await self._enter(self._run, self._tick)
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        self._mailbox.close("the link was closed")
+        await self._leave(self._say_bye, self._wire.close, *args)
+
+    @property
+    def connected(self) -> bool:
+        """Whether WELCOME came and the connection holds, as far as we know."""
+        return self._session.state is State.CONNECTED
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, for people; empty when there is one."""
+        if self.connected:
+            return ""
+        if not self._is_described:
+            return "describe() was not called yet, so no HELLO was sent"
+        return self._session.end_reason or self._session.down_reason or f"waiting for the answer of {self._wire.address}"
+
+    def describe(self, hello: Mapping[str, Any]) -> None:
+        self._hello = hello
+        self._is_described = True
+        if self._described is not None:
+            self._described.set()
+
+    async def receive(self) -> Event:
+        return await self._mailbox.get()
+
+    async def send(self, message: Message) -> None:
+        frames = encode_message(message, self._limits)
+        session = self._session
+        connection = session.counters.reconnections
+        self._sends += 1
+        if self._sends % _SENDS_PER_YIELD == 0:
+            await anyio.lowlevel.checkpoint()
+        while True:
+            if self._group is None or session.state in (State.ENDED, State.LEAVING):
+                raise TransportClosed(session.end_reason or "the link was closed: nothing can be sent any more")
+            if session.state is not State.CONNECTED or session.counters.reconnections != connection:
+                session.counters.dropped += 1
+                return
+            if self._wire.send(frames):
+                break
+            event = self._wire.signal.current()
+            if self._wire.send(frames):
+                break
+            await self._wait_for_room(event)
+        session.counters.messages_sent += 1
+        session.counters.bytes_sent += message.n_bytes
+        if message.kind is Kind.BYE:
+            session.leave()
+
+    async def _wait_for_room(self, event: anyio.Event) -> None:
+        self._wire.signal.writers += 1
+        try:
+            await self._wire.wait(event)
+        finally:
+            self._wire.signal.writers -= 1
+
+    def statistics(self) -> TransportStatistics:
+        """``peers`` is 1 while connected, ``peers_dropped`` counts lost connections."""
+        c = self._session.counters
+        return TransportStatistics(
+            messages_sent=c.messages_sent,
+            messages_received=c.messages_received,
+            bytes_sent=c.bytes_sent,
+            bytes_received=c.bytes_received,
+            corrupt=c.corrupt,
+            peers=int(self.connected),
+            peers_dropped=c.reconnections,
+            queued_messages=len(self._mailbox),
+        )
+
+    async def _run(self) -> None:
+        assert self._described is not None
+        await self._described.wait()
+        backoff = _BACKOFF_SECONDS
+        while self._session.state is not State.ENDED:
+            if not self._greet():
+                break
+            greeted_only = await self._converse()
+            self._wire.disconnect()
+            self._silence.forget(_KEY)
+            if self._session.state is State.ENDED:
+                break
+            self._session.counters.reconnections += not greeted_only
+            backoff = min(2 * backoff, _BACKOFF_SECONDS_MAX) if greeted_only else _BACKOFF_SECONDS
+            await anyio.sleep(backoff)
+        self._mailbox.close(self._session.end_reason)
+        self._wire.signal.fire()
+
+    def _greet(self) -> bool:
+        header = {"schema_version": SCHEMA_VERSION, **self._hello, "name": self.name}
+        try:
+            frames = encode_message(Message(Kind.HELLO, header), self._limits)
+        except LimitExceeded as error:
+            self._session.end(f"HELLO cannot be sent: {error}")
+            return False
+        self._wire.connect()
+        self._session.greet()
+        self._silence.heard(_KEY, anyio.current_time())
+        self._wire.send(frames)
+        return True
+
+    async def _converse(self) -> bool:
+        """Read until the connection is lost. Returns True when it never came to WELCOME."""
+        welcomed = False
+        while True:
+            event = self._wire.signal.current()
+            empty = self._drain()
+            welcomed = welcomed or self._session.state is State.CONNECTED
+            if self._session.state in (State.DOWN, State.ENDED):
+                return not welcomed
+            if self._mailbox.full:
+                self._deaf = True
+                await self._mailbox.space()
+            elif not empty:
+                await anyio.lowlevel.checkpoint()
+            elif self._wire.hopeless is not None:
+                self._session.end(self._wire.hopeless)
+                return True
+            elif self._wire.lost is not None:
+                self._lose(self._wire.lost)
+                return not welcomed
+            else:
+                await self._wire.wait(event)
+
+    def _drain(self) -> bool:
+        now = anyio.current_time()
+        for _ in range(_READS_PER_YIELD):
+            if self._mailbox.full:
+                return False
+            frames = self._wire.receive()
+            if frames is None:
+                return True
+            self._silence.heard(_KEY, now)
+            event = self._session.accept(frames)
+            if event is not None:
+                self._mailbox.put(event)
+            if self._session.state in (State.DOWN, State.ENDED):
+                if self._session.state is State.DOWN:
+                    self._wire.send(encode_message(Message(Kind.BYE)))
+                return True
+        return False
+
+    def _lose(self, reason: str) -> None:
+        event = self._session.lose(reason)
+        if event is not None:
+            self._mailbox.put(event)
+
+    async def _tick(self) -> None:
+        while True:
+            await anyio.sleep(self._heartbeat_seconds)
+            if self._session.state in (State.GREETING, State.CONNECTED, State.LEAVING):
+                self._wire.send(_HEARTBEAT)
+                deaf, self._deaf = self._deaf or self._mailbox.full, False
+                if self._silence.tick(anyio.current_time(), deaf):
+                    self._lose(f"the hub was silent for more than {self._silence_seconds_max} s")
+            self._wire.signal.fire()
+
+    async def _say_bye(self) -> None:
+        """BYE; the hub's BYE proves that it read everything that was queued."""
+        with anyio.move_on_after(CLOSE_SECONDS_MAX):
+            bye = encode_message(Message(Kind.BYE, {"reason": "the link was closed"}))
+            if self._session.state is State.GREETING:
+                self._wire.send(bye)
+                self._session.end("the link was closed")
+            while self._session.state is State.CONNECTED:
+                event = self._wire.signal.current()
+                if self._wire.send(bye):
+                    self._session.leave()
+                else:
+                    await self._wire.wait(event)
+            while self._session.state is State.LEAVING:
+                event = self._wire.signal.current()
+                if self._session.state is State.LEAVING:
+                    await self._wire.wait(event)
