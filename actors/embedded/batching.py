@@ -1,0 +1,180 @@
+"""transformers' continuous batching with what a server needs: results to the event loop, cache salted by weights, a fatal hook.
+
+One background thread (of transformers) samples; everything here that touches its state runs inside :meth:`Batching.frozen`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
+
+from actors.embedded.options import EngineOptions
+from actors.embedded.requests import GenerateRequest
+
+PLACEHOLDER_TEMPERATURE = 2.0
+"""Makes transformers create its temperature step (it leaves it out at 1.0); each request then brings its own value."""
+MASK_BYTES_MAX = 256 * 2**20
+"""Attention over paged KV on a CPU has a dense mask [batch tokens, cached tokens]; this bounds it."""
+
+
+class Batching(ContinuousBatchingManager):
+    """``deliver`` and ``fatal`` are called on the event loop."""
+
+    def __init__(
+        self,
+        model: Any,
+        options: EngineOptions,
+        eos_token_ids: tuple[int, ...],
+        deliver: Callable[[list[GenerationOutput]], None],
+        fatal: Callable[[BaseException], None],
+    ) -> None:
+        top_p, top_k = options.top_p, options.top_k
+        super().__init__(
+            model,
+            GenerationConfig(
+                do_sample=True,
+                temperature=PLACEHOLDER_TEMPERATURE,
+                top_p=top_p if top_p < 1 else None,
+                top_k=top_k if top_k > 0 else None,
+                eos_token_id=list(eos_token_ids),
+                max_new_tokens=options.max_length,
+            ),
+            _configuration(model, options),
+        )
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.output_router = _Router(asyncio.get_running_loop(), deliver)
+        self._fatal = fatal
+        self._stale: set[str] = set()
+        self.prefix_queries = 0
+        """Prompt tokens looked up in the prefix cache."""
+        self.prefix_hits = 0
+        """Prompt tokens found there."""
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request; its result is delivered once."""
+        stops = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_token_ids)
+        self.prefix_queries += len(request.token_ids)
+        self.add_request(
+            request.token_ids,
+            request_id=request.request_id,
+            max_new_tokens=request.max_tokens,
+            eos_token_id=list(stops) or [-1],
+            temperature=request.temperature,
+        )
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold the sampling thread between two steps. Blocks the calling thread until it is there; may nest."""
+        with self.pause():
+            yield
+
+    def sampled_counts(self) -> dict[str, int]:
+        """Tokens sampled so far by each unfinished request that has begun. Inside :meth:`frozen`."""
+        return {request_id: len(state.logprobs) for request_id, state in self._states().items()}
+
+    def forget_cache(self) -> None:
+        """Make new requests blind to KV computed by the old weights. Inside :meth:`frozen`.
+
+        Requests in flight keep their KV, as with vLLM's ``pause?mode=keep``: their later tokens are sampled by the new weights over
+        a context read by the old ones. What they compute is not offered to other requests.
+        """
+        if self.batch_processor is None:
+            return
+        cache = self.batch_processor.cache
+        cache.evict_cached_blocks()
+        for allocator in cache.cache_allocators.values():
+            allocator.ledger.hash_to_block.clear()
+            allocator.ledger.block_to_hash.clear()
+        self._stale = set(self.batch_processor.scheduler.active_requests)
+
+    def running(self) -> int:
+        """Requests in the current batch."""
+        return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
+
+    def cache_used(self) -> float:
+        """Share of KV blocks that hold something, 0 to 1."""
+        return 1.0 - self.batch_processor.cache.compute_free_capacity() if self.batch_processor else 0.0
+
+    def _states(self) -> dict[str, RequestState]:
+        if self.batch_processor is None:
+            return {}
+        scheduler = self.batch_processor.scheduler
+        return {**scheduler.waiting_requests, **scheduler.active_requests}
+
+    def _create_batch_processor(self) -> Any:
+        processor = super()._create_batch_processor()
+        cache = processor.cache
+        search, mark = cache.search_prefix_match, cache.mark_complete_blocks
+
+        def counted_search(request_id: str, prompt_ids: list[int]) -> int:
+            found: int = search(request_id, prompt_ids)
+            self.prefix_hits += found
+            return found
+
+        def mark_fresh(state: RequestState, complete_blocks: dict[str, int]) -> None:
+            if state.request_id not in self._stale:
+                mark(state, complete_blocks)
+
+        cache.search_prefix_match, cache.mark_complete_blocks = counted_search, mark_fresh
+        return processor
+
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        super()._handle_critical_error(error, batch_processor)
+        self.output_router.loop.call_soon_threadsafe(self._fatal, error)
+
+
+class _Router:
+    """Stands for transformers' OutputRouter: one callback on the event loop for all results of a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[GenerationOutput]], None]) -> None:
+        self.loop = loop
+        self._deliver = deliver
+
+    def deliver(self, output: GenerationOutput) -> None:
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def fail_and_deliver(self, state: RequestState, error: Exception) -> None:
+        output = state.to_generation_output()
+        output.error = f"{type(error).__name__}: {error}"
+        self.deliver(output)
+
+
+def _configuration(model: Any, options: EngineOptions) -> ContinuousBatchingConfig:
+    """Sizes of cache and batch. Small pages and a bounded batch keep the dense CPU mask, the main cost, small."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * heads * head_size * model.dtype.itemsize
+    page = max(4, options.block_size)
+    batch_tokens = max(options.batch_tokens, options.max_sequences)
+    wanted = options.max_sequences * (options.max_length + page)
+    tokens = min(wanted, int(options.kv_cache_gib * 2**30) // token_bytes)
+    if model.device.type == "cpu":
+        tokens = min(tokens, MASK_BYTES_MAX // (batch_tokens * model.dtype.itemsize) - batch_tokens)
+    tokens = max(tokens, options.max_length + page)
+    return ContinuousBatchingConfig(
+        page_size=page,
+        num_blocks=-(-tokens // page),
+        max_batch_tokens=batch_tokens,
+        max_requests_per_batch=options.max_sequences,
+        max_blocks_per_request=0 if model.device.type == "cpu" else None,
+        return_logprobs=True,
+        per_request_processors=True,
+        drop_unsupported_processors=False,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        auto_switch_to_flash=model.device.type == "cuda",
+        safety_margin=0.0,
+        seed=int(torch.randint(2**31, ()).item()),
+    )

@@ -1,0 +1,203 @@
+"""The model behind the routes: generate, cancel, pause, load, stamp, resume."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from actors.embedded.batching import Batching
+from actors.embedded.options import EngineOptions
+from actors.embedded.requests import Bounds, GenerateRequest, Refused
+from actors.embedded.versions import Span, VersionRecord
+from actors.embedded.weights import load_weights
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What was sampled for one request."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Nats, under the distribution that was sampled from (after temperature, top-p, top-k)."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+    stop_reason: int | None
+    """The token of ``stop_token_ids`` that ended it; None for the model's own end token."""
+    spans: list[Span]
+
+
+class Generator:
+    """Owned by one event loop. Control operations run one at a time in one worker thread."""
+
+    def __init__(self, options: EngineOptions, fatal: Callable[[BaseException], None]) -> None:
+        self.options = options
+        self.versions = VersionRecord()
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
+        self._control = ThreadPoolExecutor(1, thread_name_prefix="control")
+        self._held: AbstractContextManager[None] | None = None
+        self._stopping = False
+        self._model, eos = load_model(options)
+        self.bounds = Bounds(options, int(self._model.config.get_text_config().vocab_size))
+        self._batching = Batching(self._model, options, eos, self._delivered, fatal)
+
+    @property
+    def paused(self) -> bool:
+        return self._held is not None
+
+    @property
+    def alive(self) -> bool:
+        """False when the sampling thread has ended."""
+        return bool(self._batching.is_running())
+
+    def start(self) -> None:
+        self._batching.start()
+
+    async def stop(self) -> None:
+        """End sampling at the next step; unfinished requests are answered 503."""
+        self._stopping = True
+        await self.resume()
+        await self._in_control(lambda: self._batching.stop(block=True, timeout=1.0, hard_stop=True))
+        self._control.shutdown(wait=False)
+        for request_id, future in list(self._waiting.items()):
+            if not future.done():
+                future.set_exception(Refused(503, f"request {request_id}: the engine is shutting down"))
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. Cancelling the call cancels the request. Raises :class:`Refused` (400, 503)."""
+        if self._stopping or not self.alive:
+            raise Refused(503, "the engine is shutting down")
+        if len(self._waiting) >= self.options.queue_max:
+            raise Refused(503, f"{len(self._waiting)} requests are in flight, the engine takes {self.options.queue_max}: try again")
+        if request.request_id in self._waiting:
+            raise Refused(400, f"request_id {request.request_id!r} is in flight already")
+        future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = future
+        self.versions.begin(request.request_id)
+        try:
+            self._batching.submit(request)
+            output = await future
+            return self._completed(request, output)
+        except asyncio.CancelledError:
+            self.finished["abort"] += 1
+            self._batching.cancel_request(request.request_id)
+            raise
+        finally:
+            del self._waiting[request.request_id]
+            self.versions.forget(request.request_id)
+
+    async def pause(self) -> None:
+        """Stop between two steps and keep all requests. Returns when no step runs; harmless when paused."""
+
+        def hold() -> None:
+            if self._held is None:
+                held = self._batching.frozen()
+                held.__enter__()
+                self._held = held
+
+        await self._in_control(hold)
+
+    async def resume(self) -> None:
+        """Undo :meth:`pause`; harmless when not paused."""
+
+        def release() -> None:
+            held, self._held = self._held, None
+            if held is not None:
+                held.__exit__(None, None, None)
+
+        await self._in_control(release)
+
+    async def reload(self, folder: Path) -> None:
+        """Load new weights between two steps. Raises :class:`Refused` and keeps the old ones when they do not fit."""
+
+        def load() -> None:
+            with self._batching.frozen():
+                load_weights(self._model, folder)
+                self._batching.forget_cache()
+
+        await self._in_control(load)
+
+    async def stamp(self, version: str) -> None:
+        """Tokens sampled from now on carry ``version``."""
+
+        def mark() -> None:
+            with self._batching.frozen():
+                self.versions.stamp(version, self._batching.sampled_counts())
+
+        await self._in_control(mark)
+
+    def statistics(self) -> dict[str, float]:
+        """Gauges and counters under vLLM's names, without the prefix."""
+        running = self._batching.running()
+        return {
+            "num_requests_running": running,
+            "num_requests_waiting": max(0, len(self._waiting) - running),
+            "kv_cache_usage_perc": self._batching.cache_used(),
+            "prompt_tokens_total": self.prompt_tokens,
+            "generation_tokens_total": self.generation_tokens,
+            "prefix_cache_queries_total": self._batching.prefix_queries,
+            "prefix_cache_hits_total": self._batching.prefix_hits,
+        }
+
+    async def _in_control(self, operation: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._control, operation)
+        except RuntimeError as error:
+            if self._stopping:
+                raise Refused(503, "the engine is shutting down") from error
+            raise
+
+    def _delivered(self, outputs: list[GenerationOutput]) -> None:
+        for output in outputs:
+            future = self._waiting.get(output.request_id)
+            if future is not None and not future.done():
+                future.set_result(output)
+
+    def _completed(self, request: GenerateRequest, output: GenerationOutput) -> Completion:
+        if output.error is not None:
+            self.finished["error"] += 1
+            raise Refused(503, f"request {request.request_id} failed in the engine: {output.error}")
+        ids = output.generated_tokens
+        self.prompt_tokens += len(request.token_ids)
+        self.generation_tokens += len(ids)
+        last = ids[-1] if ids else -1
+        is_eos = not request.ignore_eos and last in self._batching.eos_token_ids
+        stopped = is_eos or last in request.stop_token_ids
+        reason = "stop" if stopped else "length"
+        self.finished[reason] += 1
+        return Completion(
+            token_ids=ids,
+            logprobs=output.logprobs,
+            finish_reason=reason,
+            stop_reason=last if stopped and not is_eos else None,
+            spans=self.versions.finish(request.request_id, len(ids)),
+        )
+
+
+def load_model(options: EngineOptions) -> tuple[Any, tuple[int, ...]]:
+    """The model on its device in inference mode, and the tokens that end a completion."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: Any = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa")
+    model = model.to(device).eval().requires_grad_(False)
+    eos: Any = None
+    if (options.model / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(options.model).eos_token_id
+    eos = model.config.get_text_config().eos_token_id if eos is None else eos
+    ids = tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (int(eos),))
+    return model, ids

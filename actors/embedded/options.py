@@ -1,0 +1,62 @@
+"""Options of one embedded engine, as command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Each field is a flag: ``max_length`` is ``--max-length``."""
+
+    model: Path
+    """Folder with config, safetensors and tokenizer."""
+    host: str = "127.0.0.1"
+    port: int = 8100
+    served_name: str = "policy"
+    """The only ``model`` that requests may name."""
+    dtype: str = "auto"
+    """bfloat16, float16, float32 or auto (the checkpoint's)."""
+    device: str = "auto"
+    """cpu, cuda or auto."""
+    threads: int = 0
+    """CPU threads of a forward pass; 0: one per core."""
+    max_length: int = 1024
+    """Tokens of prompt and completion together."""
+    max_sequences: int = 128
+    """Requests decoded together."""
+    queue_max: int = 4096
+    """Requests admitted but not finished; more are answered 503."""
+    kv_cache_gib: float = 1.0
+    """Upper bound of the KV cache."""
+    block_size: int = 16
+    """Tokens of a KV block; only whole blocks hit the prefix cache."""
+    batch_tokens: int = 512
+    """Tokens of one forward pass; longer prompts are read in pieces."""
+    top_p: float = 1.0
+    """The only top_p that requests may ask for."""
+    top_k: int = -1
+    """The only top_k that requests may ask for; -1: all tokens."""
+
+    def arguments(self) -> list[str]:
+        """The flags that :meth:`parse` reads back."""
+        return [f"--{field.name.replace('_', '-')}={getattr(self, field.name)}" for field in fields(self)]
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> EngineOptions:
+        """From command-line flags; a wrong one ends the process with a usage message."""
+        parser = argparse.ArgumentParser(prog="python -m actors.embedded", description=__doc__)
+        types = {"model": Path, "port": int, "kv_cache_gib": float, "top_p": float, "host": str, "served_name": str}
+        types |= {"dtype": str, "device": str}
+        for field in fields(cls):
+            required = field.name == "model"
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=types.get(field.name, int),
+                required=required,
+                default=None if required else field.default,
+            )
+        return cls(**vars(parser.parse_args(arguments)))

@@ -1,0 +1,144 @@
+"""What a generate request may ask for, checked before it reaches the generator."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from actors.embedded.options import EngineOptions
+
+GREEDY_TEMPERATURE = 1e-6
+"""Stands for temperature 0: after it the most likely token has all the probability (log-probability 0)."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1, None),
+    "seed": (None,),
+    "stop": (None, [], ""),
+    "min_tokens": (0, None),
+    "min_p": (0, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "prompt_logprobs": (None,),
+    "logit_bias": (None, {}),
+}
+"""Sampling parameters of vLLM that are accepted only where they change nothing."""
+_IGNORED = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"}
+_USED = {"max_tokens", "temperature", "top_p", "top_k", "logprobs", "stop_token_ids", "ignore_eos"}
+
+
+class Refused(Exception):
+    """The request is wrong (400), names another model (404), or there is no room (503)."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A checked request."""
+
+    request_id: str
+    token_ids: list[int]
+    max_tokens: int
+    """Tokens to sample at most, what the engine's max_length leaves included."""
+    temperature: float
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the model and the engine allow."""
+
+    options: EngineOptions
+    vocabulary_size: int
+
+    def parse(self, body: bytes) -> GenerateRequest:
+        """Read the JSON of ``POST /inference/v1/generate``. Raises :class:`Refused` with what was expected and what came."""
+        try:
+            request = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise Refused(400, f"the body is not JSON: {error}") from error
+        if not isinstance(request, dict):
+            raise Refused(400, f"expected a JSON object, got {type(request).__name__}")
+        if request.get("model") not in (None, self.options.served_name):
+            raise Refused(404, f"The model {request['model']!r} does not exist: this engine serves {self.options.served_name!r}")
+        if request.get("stream"):
+            raise Refused(400, "stream: the embedded engine does not stream; leave it out")
+        sampling = request.get("sampling_params")
+        if not isinstance(sampling, dict):
+            raise Refused(400, "expected sampling_params to be a JSON object")
+        token_ids = self._tokens(request.get("token_ids"))
+        self._check_parameters(sampling)
+        wanted = _integer(sampling, "max_tokens", 16, least=1)
+        return GenerateRequest(
+            request_id=str(request.get("request_id") or uuid.uuid4().hex),
+            token_ids=token_ids,
+            max_tokens=min(wanted, self.options.max_length - len(token_ids)),
+            temperature=_temperature(sampling),
+            stop_token_ids=self._stops(sampling.get("stop_token_ids")),
+            ignore_eos=bool(sampling.get("ignore_eos", False)),
+            logprobs=sampling.get("logprobs") is not None,
+        )
+
+    def _tokens(self, ids: Any) -> list[int]:
+        if not isinstance(ids, list) or not ids:
+            raise Refused(400, "expected token_ids to be a list of at least one token id")
+        try:
+            low, high = min(ids), max(ids)
+        except TypeError:
+            low, high = -1, -1
+        if set(map(type, ids)) != {int} or low < 0:
+            raise Refused(400, "expected token_ids to be integers >= 0")
+        if high >= self.vocabulary_size:
+            raise Refused(400, f"Token id {high} is out of vocabulary (size {self.vocabulary_size})")
+        if len(ids) >= self.options.max_length:
+            raise Refused(
+                400, f"The prompt has {len(ids)} tokens; with at least one to sample the engine takes {self.options.max_length}"
+            )
+        return ids
+
+    def _check_parameters(self, sampling: Mapping[str, Any]) -> None:
+        for name, value in sampling.items():
+            if name in _USED or name in _IGNORED:
+                continue
+            if name not in _NEUTRAL:
+                raise Refused(400, f"sampling_params.{name}: not known to the embedded engine")
+            if value not in _NEUTRAL[name]:
+                raise Refused(400, f"sampling_params.{name}={value!r}: the embedded engine supports only {_NEUTRAL[name][0]!r}")
+        for name, mine, off in (("top_p", self.options.top_p, (1, None)), ("top_k", self.options.top_k, (-1, 0, None))):
+            asked = sampling.get(name)
+            if asked != mine and not (asked in off and mine in off):
+                raise Refused(400, f"sampling_params.{name} is {asked}, this engine was started with {name}={mine} for all requests")
+        if sampling.get("logprobs") not in (None, 0):
+            raise Refused(400, "sampling_params.logprobs: only 0 (the sampled tokens) is supported")
+
+    def _stops(self, ids: Any) -> frozenset[int]:
+        if ids is None:
+            return frozenset()
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise Refused(400, "expected sampling_params.stop_token_ids to be a list of integers")
+        return frozenset(ids)
+
+
+def _integer(sampling: Mapping[str, Any], name: str, default: int, least: int) -> int:
+    value = sampling.get(name, default)
+    if type(value) is not int or value < least:
+        raise Refused(400, f"sampling_params.{name} must be an integer >= {least}, got {value!r}")
+    return value
+
+
+def _temperature(sampling: Mapping[str, Any]) -> float:
+    value = sampling.get("temperature", 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise Refused(400, f"sampling_params.temperature must be a number >= 0, got {value!r}")
+    return max(float(value), GREEDY_TEMPERATURE)

@@ -1,0 +1,153 @@
+"""The HTTP routes, with vLLM's paths, bodies and error shape."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from actors.embedded.exposition import exposition
+from actors.embedded.generator import Completion, Generator
+from actors.embedded.requests import GenerateRequest, Refused
+
+_log = logging.getLogger("afterplay.engine")
+_NAMES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
+BODY_BYTES_MAX = 64 * 2**20
+
+
+def application(generator: Generator) -> web.Application:
+    """Routes over ``generator``."""
+    app = web.Application(middlewares=[_errors_as_json], client_max_size=BODY_BYTES_MAX)
+    routes = Routes(generator)
+    app.router.add_post("/inference/v1/generate", routes.generate)
+    app.router.add_post("/pause", routes.pause)
+    app.router.add_post("/resume", routes.resume)
+    app.router.add_get("/is_paused", routes.is_paused)
+    app.router.add_post("/collective_rpc", routes.collective_rpc)
+    app.router.add_post("/update_weight_version", routes.update_weight_version)
+    app.router.add_get("/weight_info", routes.weight_info)
+    app.router.add_get("/health", routes.health)
+    app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get("/v1/models", routes.models)
+    return app
+
+
+class Routes:
+    """Handlers; each checks its input and leaves the work to the generator."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def generate(self, request: web.Request) -> web.Response:
+        parsed = self._generator.bounds.parse(await request.read())
+        completion = await self._generator.generate(parsed)
+        return _json(_generate_body(parsed, completion))
+
+    async def pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode != "keep":
+            raise Refused(400, f"pause?mode={mode}: the embedded engine supports mode=keep")
+        await self._generator.pause()
+        return _json({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await self._generator.resume()
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        return _json({"is_paused": self._generator.paused})
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        body = await _object(request)
+        if body.get("method") != "reload_weights":
+            raise Refused(400, f"method {body.get('method')!r}: the embedded engine knows 'reload_weights'")
+        kwargs = body.get("kwargs")
+        path = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
+        if not isinstance(path, str):
+            raise Refused(400, "reload_weights: expected kwargs.weights_path, a folder with *.safetensors")
+        await self._generator.reload(Path(path))
+        return _json({"results": [None]})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        version = (await _object(request)).get("new_version")
+        if not isinstance(version, str) or not version:
+            raise Refused(400, f"expected new_version to be a non-empty string, got {version!r}")
+        await self._generator.stamp(version)
+        return _json({"success": True, "new_version": version})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return _json({"weight_version": self._generator.versions.current})
+
+    async def health(self, request: web.Request) -> web.Response:
+        if not self._generator.alive:
+            raise Refused(503, "the sampling thread has ended")
+        return web.Response()
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        generator = self._generator
+        text = exposition(generator.options.served_name, generator.statistics(), generator.finished)
+        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def models(self, request: web.Request) -> web.Response:
+        options = self._generator.options
+        card = {"id": options.served_name, "object": "model", "owned_by": "afterplay", "root": str(options.model)}
+        return _json({"object": "list", "data": [{**card, "max_model_len": options.max_length}]})
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refused as refusal:
+        return _error(refusal.status, refusal.message)
+    except web.HTTPException as error:
+        return _error(error.status, f"{request.method} {request.path}: {error.reason}")
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        _log.exception("%s %s failed", request.method, request.path)
+        return _error(500, f"{type(error).__name__}: {error}")
+
+
+def _generate_body(request: GenerateRequest, completion: Completion) -> dict[str, Any]:
+    logprobs = None
+    if request.logprobs:
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        logprobs = {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]}
+    choice = {
+        "index": 0,
+        "token_ids": completion.token_ids,
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "weight_versions": completion.spans,
+    }
+    prompt, sampled = len(request.token_ids), len(completion.token_ids)
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    return {"request_id": request.request_id, "choices": [choice], "usage": usage}
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    try:
+        body = orjson.loads(await request.read())
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, f"expected a JSON object, got {type(body).__name__}")
+    return body
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    error = {"message": message, "type": _NAMES.get(status, "InternalServerError"), "param": None, "code": status}
+    return _json({"error": error}, status)

@@ -1,0 +1,81 @@
+"""The server process: load, listen, serve until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from actors.embedded.options import EngineOptions
+
+_log = logging.getLogger("afterplay.engine")
+DRAIN_SECONDS = 1.0
+"""From SIGTERM to closed connections."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one engine; returns the exit code: 0 after SIGTERM or SIGINT, 1 when sampling died or the address is taken."""
+    options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if not (options.model / "config.json").exists():
+        _log.error("no model in %s: run 'python -m learner.models FILE' first", options.model)
+        return 2
+    _quiet_libraries(options.threads)
+    import uvloop
+
+    return uvloop.run(serve(options))
+
+
+async def serve(options: EngineOptions) -> int:
+    """Serve until a signal, or until the sampling thread dies. Returns the exit code."""
+    from aiohttp import web
+
+    from actors.embedded.generator import Generator
+    from actors.embedded.routes import application
+
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
+
+    def end(reason: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_result(reason)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, None)
+    generator = Generator(options, fatal=end)
+    generator.start()
+    runner = web.AppRunner(
+        application(generator), access_log=None, handler_cancellation=True, keepalive_timeout=3600, shutdown_timeout=DRAIN_SECONDS
+    )
+    await runner.setup()
+    failed = True
+    try:
+        try:
+            await web.TCPSite(runner, options.host, options.port, backlog=4096).start()
+        except OSError as error:
+            _log.error("cannot listen on %s:%d: %s; set engine.port to a free port", options.host, options.port, error)
+            return 1
+        _log.info("engine ready on http://%s:%d, pid %d", options.host, options.port, os.getpid())
+        reason = await ended
+        if reason is not None:
+            _log.error("sampling failed: %s: %s", type(reason).__name__, reason)
+        failed = reason is not None
+    finally:
+        await generator.stop()
+        await runner.cleanup()
+    return 1 if failed else 0
+
+
+def _quiet_libraries(threads: int) -> None:
+    """Progress bars off, threads as asked. Spinning worker threads would take the cores from everyone else."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
