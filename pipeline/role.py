@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ HEARTBEAT_SECONDS_MAX = 60.0
 """A main loop that has not come round for so long is reported as stuck (``/healthz`` answers 503)."""
 LAG_PROBE_SECONDS = 0.5
 """How often the delay of the event loop is measured."""
+BLOCKED_SECONDS_MAX = 1.0
+"""Beyond the drain's own limit, before a process with a blocked event loop is ended by force."""
 
 Main = Callable[["RoleContext"], Awaitable[None]]
 
@@ -217,13 +220,25 @@ async def _measure_lag(ctx: RoleContext) -> None:
 
 @contextmanager
 def _signals(ctx: RoleContext) -> Iterator[None]:
-    """First SIGTERM or SIGINT: ``ctx.stopping``. Second: the process ends here and now."""
+    """First SIGTERM or SIGINT: ``ctx.stopping``. Second: the process ends here and now.
+
+    A thread ends the process where the event loop is blocked for longer than the drain may take.
+    """
     loop = asyncio.get_running_loop()
+    seconds_max = ctx.config.supervisor.drain_seconds_max + BLOCKED_SECONDS_MAX
+    watchdog: list[threading.Timer] = []
+
+    def force(why: str) -> None:
+        os.write(2, f"{ctx.name}: {why}, ending at once\n".encode())
+        os._exit(ExitCode.FORCED)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if ctx.stopping.is_set():
-            os.write(2, f"{ctx.name}: second signal, ending at once\n".encode())
-            os._exit(ExitCode.FORCED)
+        if watchdog:
+            force("second signal")
+        timer = threading.Timer(seconds_max, force, (f"the event loop was blocked for {seconds_max} s of the drain",))
+        timer.daemon = True
+        watchdog.append(timer)
+        timer.start()
         loop.call_soon_threadsafe(ctx.stopping.set)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -232,6 +247,8 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        for timer in watchdog:
+            timer.cancel()
 
 
 @contextmanager

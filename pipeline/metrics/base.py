@@ -150,6 +150,7 @@ class Histogram(Collector):
     """Prometheus' histogram, filled by numpy: an array costs one ``searchsorted`` and one ``bincount``.
 
     ``buckets`` are upper bounds, inclusive, rising; ``+Inf`` is added. Without label names it is its own only child.
+    Count and sum are there for negative buckets too, which ``prometheus_client`` leaves out: a mean reward needs them.
     """
 
     def __init__(self, name: str, help: str, buckets: Sequence[float], labelnames: Sequence[str] = ()) -> None:
@@ -197,5 +198,9 @@ class Histogram(Collector):
         for values, child in list(self._metrics.items()):
             counts, total = child.snapshot()
             cumulative = np.cumsum(counts)
-            family.add_metric(values, list(zip(self._le, cumulative.tolist(), strict=True)), total)
+            labels = dict(zip(self._labelnames, values, strict=True))
+            for bound, count in zip(self._le, cumulative.tolist(), strict=True):
+                family.add_sample(f"{self._name}_bucket", {**labels, "le": bound}, count)
+            family.add_sample(f"{self._name}_count", labels, int(cumulative[-1]))
+            family.add_sample(f"{self._name}_sum", labels, total)
         return [family]

@@ -1,0 +1,184 @@
+"""The life of a role, as a real process."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import orjson
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.role import ExitCode, RoleContext, metrics_port, role_name
+from pipeline.rundir import RunDirectory, read_json, write_json_atomically
+
+PROGRAM = """
+import sys, time, anyio
+from pipeline.config import RunConfig
+from pipeline.config.run import RunSection, SupervisorConfig
+from pipeline.errors import ConfigurationError, StoreError
+from pipeline.role import run_role
+
+config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=SupervisorConfig(drain_seconds_max=1))
+
+async def drains(ctx):
+    ctx.report("playing", "a signal", episodes=3)
+    ctx.beat()
+    print("ready", flush=True)
+    await ctx.stopping.wait()
+
+async def never_drains(ctx):
+    print("ready", flush=True)
+    await anyio.sleep_forever()
+
+async def blocks(ctx):
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+
+async def misconfigured(ctx):
+    async with anyio.create_task_group():
+        raise ConfigurationError("expected a port, got a pear")
+
+async def fails(ctx):
+    raise StoreError("expected a database, got a pear")
+
+async def has_a_bug(ctx):
+    return 1 / 0
+
+async def returns(ctx):
+    pass
+
+sys.exit(run_role("actor-1", 1, config, globals()[sys.argv[2]]))
+"""
+
+
+def start(tmp_path, main):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), main],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def ended(process, seconds=20):
+    try:
+        _, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+        process.communicate()
+    return process.returncode, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_exits_with_0_and_the_process_file_goes(tmp_path, number):
+    process = start(tmp_path, "drains")
+    assert process.stdout.readline() == "ready\n"
+    file = RunDirectory(tmp_path / "r").process_file("actor-1")
+    record = read_json(file)
+    assert record["pid"] == process.pid
+    base = f"http://127.0.0.1:{record['metrics_port']}"
+    with urllib.request.urlopen(base + "/metrics", timeout=5) as reply:
+        assert b"afterplay_event_loop_lag_seconds_bucket" in reply.read()
+    with urllib.request.urlopen(base + "/healthz", timeout=5) as reply:
+        health = orjson.loads(reply.read())
+    assert (health["name"], health["state"], health["waiting_for"]) == ("actor-1", "playing", "a signal")
+    assert health["details"] == {"episodes": 3}
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(base + "/else", timeout=5)
+    process.send_signal(number)
+    assert ended(process)[0] == ExitCode.FINISHED
+    assert not file.exists()
+
+
+def test_a_drain_over_its_time_is_forced_and_says_what_it_did(tmp_path):
+    process = start(tmp_path, "never_drains")
+    process.stdout.readline()
+    process.terminate()
+    code, err = ended(process)
+    assert code == ExitCode.FORCED
+    assert "drain_seconds_max=1" in err
+
+
+def test_a_second_signal_ends_at_once_even_a_blocked_loop(tmp_path):
+    process = start(tmp_path, "blocks")
+    process.stdout.readline()
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.3)  # signals of one kind that arrive together are one signal
+    process.terminate()
+    assert ended(process)[0] == ExitCode.FORCED
+
+
+def test_a_blocked_loop_ends_by_force_after_one_signal(tmp_path):
+    process = start(tmp_path, "blocks")
+    process.stdout.readline()
+    process.terminate()
+    code, err = ended(process)
+    assert code == ExitCode.FORCED
+    assert "blocked" in err
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "words"),
+    [
+        ("misconfigured", ExitCode.CONFIGURATION, "expected a port, got a pear"),
+        ("fails", ExitCode.FAILED, "expected a database, got a pear"),
+        ("has_a_bug", ExitCode.FAILED, "ZeroDivisionError: division by zero"),
+        ("returns", ExitCode.FINISHED, ""),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(tmp_path, main, code, words):
+    got, err = ended(start(tmp_path, main))
+    assert got == code
+    assert words in err
+    assert ("Traceback" in err) == (code == ExitCode.FAILED)
+
+
+def test_a_role_whose_loop_stands_still_is_not_well(tmp_path, monkeypatch):
+    ctx = RoleContext("replay", 0, RunConfig(), RunDirectory(tmp_path))
+    ctx.report("serving")
+    assert ctx.health()[0]
+    now = time.monotonic()
+    monkeypatch.setattr("pipeline.role.time.monotonic", lambda: now + 61)
+    well, details = ctx.health()
+    assert (well, details["state"]) == (False, "stuck")
+    ctx.beat()
+    assert ctx.health()[0]
+
+
+def test_ports_follow_the_documented_offsets():
+    assert [
+        metrics_port(role_name(r, i), i, 9100) for r, i in [("replay", 0), ("learner", 0), ("actor", 0), ("actor", 3)]
+    ] == [
+        9100,
+        9101,
+        9102,
+        9105,
+    ]
+    assert metrics_port("actor-7", 7, 0) == 0
+    with pytest.raises(ConfigurationError, match="65535"):
+        metrics_port("actor-9", 9, 65530)
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path = tmp_path / "deep" / "x.json"
+    assert read_json(path) is None
+    write_json_atomically(path, {"a": 1})
+    assert read_json(path) == {"a": 1}
+    path.write_text("[1")
+    assert read_json(path) is None
+    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_versions_have_sortable_folders(tmp_path):
+    assert RunDirectory(tmp_path).weights(7) == tmp_path / "weights" / "v000007"
+    with pytest.raises(ValueError, match="at least 0"):
+        RunDirectory(tmp_path).weights(-1)
