@@ -160,7 +160,12 @@ class WireHub(Endpoint):
         """Send without waiting to a connection that may be gone or full."""
         try:
             return self._wire.send(connection, encode_message(message, self._limits))
-        except (PeerGone, LimitExceeded):
+        except PeerGone:
+            peer = self._peers.of(connection)
+            if peer is not None:
+                self._peers.mark_gone(peer)
+            return False
+        except LimitExceeded:
             return False
 
     async def _tick(self) -> None:

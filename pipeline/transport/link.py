@@ -237,6 +237,4 @@ class WireLink(Endpoint):
                 else:
                     await self._wire.wait(event)
             while self._session.state is State.LEAVING:
-                event = self._wire.signal.current()
-                if self._session.state is State.LEAVING:
-                    await self._wire.wait(event)
+                await self._wire.wait(self._wire.signal.current())

@@ -1,0 +1,150 @@
+"""What was finished and is not acknowledged yet. Pure; owns no socket and no clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from pipeline.errors import SchemaError
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class OutboxCounters:
+    added: int = 0
+    sent: int = 0
+    """Times an item was taken for sending, repetitions included."""
+    resent: int = 0
+    acknowledged: int = 0
+    refused: int = 0
+
+
+@dataclass(slots=True)
+class _Entry(Generic[Item]):
+    item: Item
+    n_bytes: int
+    times_sent: int = 0
+
+
+class Outbox(Generic[Item]):
+    """Items keyed by id, oldest first, each *waiting* or *in flight* until it is acknowledged or refused.
+
+    In flight are at most ``credit_bytes`` as granted by the receiver; a single item larger than the credit may be in flight
+    alone, or it could never be sent. Without a grant nothing is in flight.
+
+    ``full`` says that ``bytes_max`` is reached: take no new orders. What is being played still finishes and is added, so the
+    bytes held are at most ``bytes_max`` and one item for each order out.
+
+    >>> box = Outbox(bytes_max=1000)
+    >>> box.add("a", b"...", 3); box.grant(100)
+    >>> box.take()
+    ('a', b'...')
+    >>> box.acknowledge("a")
+    True
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._waiting: OrderedDict[str, _Entry[Item]] = OrderedDict()
+        self._in_flight: OrderedDict[str, _Entry[Item]] = OrderedDict()
+        self._waiting_bytes = 0
+        self._in_flight_bytes = 0
+        self._credit_bytes = 0
+        self.counters = OutboxCounters()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._in_flight)
+
+    def __contains__(self, item_id: object) -> bool:
+        return item_id in self._waiting or item_id in self._in_flight
+
+    @property
+    def ids(self) -> list[str]:
+        """Everything unacknowledged, in flight first."""
+        return [*self._in_flight, *self._waiting]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held."""
+        return self._waiting_bytes + self._in_flight_bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self._in_flight_bytes
+
+    @property
+    def credit_bytes(self) -> int:
+        return self._credit_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether no new work should be begun."""
+        return self.n_bytes >= self._bytes_max
+
+    def add(self, item_id: str, item: Item, n_bytes: int) -> None:
+        """Queue behind the others. Raises :class:`SchemaError` for an id that is held already or a negative size."""
+        if item_id in self:
+            raise SchemaError(f"expected an id that is not in the outbox, got {item_id!r} again")
+        if n_bytes < 0:
+            raise SchemaError(f"expected a size of at least 0 bytes, got {n_bytes}")
+        self._waiting[item_id] = _Entry(item, n_bytes)
+        self._waiting_bytes += n_bytes
+        self.counters.added += 1
+
+    def grant(self, credit_bytes: int) -> None:
+        """The receiver's word on how many unacknowledged bytes it bears. It replaces the last one."""
+        self._credit_bytes = max(0, credit_bytes)
+
+    def take(self) -> tuple[str, Item] | None:
+        """The next item to send now, which is in flight from here on; None when there is none or no credit for it."""
+        if not self._waiting or self._credit_bytes == 0:
+            return None
+        item_id, entry = next(iter(self._waiting.items()))
+        if self._in_flight and self._in_flight_bytes + entry.n_bytes > self._credit_bytes:
+            return None
+        del self._waiting[item_id]
+        self._in_flight[item_id] = entry
+        self._waiting_bytes -= entry.n_bytes
+        self._in_flight_bytes += entry.n_bytes
+        self.counters.sent += 1
+        self.counters.resent += entry.times_sent > 0
+        entry.times_sent += 1
+        return item_id, entry.item
+
+    def acknowledge(self, item_id: str) -> bool:
+        """It is durable: forget it. False for an id that is not held (acknowledged twice)."""
+        if self._remove(item_id) is None:
+            return False
+        self.counters.acknowledged += 1
+        return True
+
+    def refuse(self, item_id: str) -> Item | None:
+        """It is not wanted and must not be sent again: forget it and return it; None for an id that is not held."""
+        entry = self._remove(item_id)
+        if entry is None:
+            return None
+        self.counters.refused += 1
+        return entry.item
+
+    def reconnected(self) -> None:
+        """A new connection: whatever was in flight may be lost, so all of it waits again, oldest first, and before the rest.
+
+        Credit is gone with the old connection; the next WELCOME grants anew.
+        """
+        self._in_flight.update(self._waiting)
+        self._waiting, self._in_flight = self._in_flight, OrderedDict()
+        self._waiting_bytes += self._in_flight_bytes
+        self._in_flight_bytes = 0
+        self._credit_bytes = 0
+
+    def _remove(self, item_id: str) -> _Entry[Item] | None:
+        entry = self._in_flight.pop(item_id, None)
+        if entry is not None:
+            self._in_flight_bytes -= entry.n_bytes
+            return entry
+        entry = self._waiting.pop(item_id, None)
+        if entry is not None:
+            self._waiting_bytes -= entry.n_bytes
+        return entry
