@@ -1,0 +1,85 @@
+"""Ports: free ones where 0 was asked for, and a clear refusal where a fixed one is taken."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigurationError
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """A copy with every port fixed that several processes must know: engines and the replay address.
+
+    Metrics ports stay 0: each process takes its own and writes it to the run directory. Paths become absolute, so that
+    the resolved file means the same from any folder. Raises :class:`ConfigurationError` that names a port in use.
+    """
+    engine, replay = config.engine, config.replay
+    if engine.kind != "external" and not engine.urls:
+        port = free_ports(engine.host, engine.replicas) if engine.port == 0 else engine.port
+        if engine.port:
+            for i in range(engine.replicas):
+                _require_free(engine.host, port + i, f"engine.port (replica {i})")
+        engine = engine.model_copy(update={"port": port})
+    host, port = split_address(replay.address)
+    if port == 0:
+        replay = replay.model_copy(update={"address": f"tcp://{_bracketed(host)}:{free_ports(host, 1)}"})
+    else:
+        _require_free(host, port, "replay.address")
+    if config.metrics.port:
+        for i in range(2 + config.actor.replicas):
+            _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
+    run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
+    return config.model_copy(update={"engine": engine, "replay": replay, "run": run})
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``tcp://host:port`` as host and port. Raises :class:`ConfigurationError`."""
+    scheme, separator, rest = address.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not separator or not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(
+            f"replay.address: expected tcp://host:port, for example tcp://127.0.0.1:5555, got {address!r}"
+        )
+    return host.strip("[]"), int(port)
+
+
+def free_ports(host: str, count: int) -> int:
+    """First of ``count`` ports in a row that are free now. Raises :class:`ConfigurationError` after 50 tries."""
+    for _ in range(50):
+        with _socket(host) as first:
+            first.bind((host, 0))
+            port = int(first.getsockname()[1])
+        if port + count <= 65536 and all(is_free(host, port + i) for i in range(count)):
+            return port
+    raise ConfigurationError(
+        f"expected {count} free ports in a row on {host}, found none: give engine.urls or engine.port"
+    )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    try:
+        with _socket(host) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _require_free(host: str, port: int, key: str) -> None:
+    if not is_free(host, port):
+        raise ConfigurationError(
+            f"{key}: expected {host}:{port} to be free, got a port in use (or not ours to bind). "
+            "Stop what listens there, give another port, or 0 for any free one"
+        )
+
+
+def _socket(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,188 @@
+"""A run file that is wrong is answered with what to change."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import RunConfig, yamls
+from pipeline.config.load import dump, load, loads, model_at
+from pipeline.config.play import EnvironmentConfig
+from pipeline.config.resolve import free_ports, is_free, resolve, split_address
+from pipeline.config.show import show
+from pipeline.errors import ConfigurationError
+
+
+def refusal(text="", overrides=(), environment=None):
+    with pytest.raises(ConfigurationError) as caught:
+        loads(text, "run.yaml", overrides, environment)
+    return str(caught.value)
+
+
+def test_an_empty_file_is_the_default_run():
+    assert loads("") == loads("engine:\nactor: {}\n") == RunConfig()
+
+
+def test_later_sources_win_and_values_are_yaml():
+    config = loads(
+        "learner: {learning_rate: 1e-6, betas: [0.9, 0.95]}\nrun: {seed: 1}",
+        overrides=["run.seed=3", "environments.guess.options.high=15", "environments.guess.name=number_guess"],
+        environment={
+            "AFTERPLAY__RUN__SEED": "2",
+            "AFTERPLAY__LEARNER__GRAD_CLIP": "0.5",
+            "AFTERPLAY_LOG_LEVEL": "debug",
+        },
+    )
+    assert (config.run.seed, config.learner.grad_clip, config.learner.learning_rate) == (3, 0.5, 1e-6)
+    assert config.environments["guess"].options == {"high": 15}
+
+
+def test_a_list_element_can_be_set():
+    config = loads("scorer: {functions: [{path: 'a:b'}]}", overrides=["scorer.functions.0.weight=2"])
+    assert config.scorer.functions[0].weight == 2
+    assert "from 0 to 0" in refusal("scorer: {functions: [{path: 'a:b'}]}", ["scorer.functions.7.weight=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run: {sed: 1}", "run.yaml, line 1: unknown key run.sed; did you mean run.seed?"),
+        ("\nlearnr: {}", "run.yaml, line 2: unknown key learnr; did you mean learner?"),
+        (
+            "learner:\n  temperature: 1",
+            "run.yaml, line 2: unknown key learner.temperature; did you mean sampling.temperature?",
+        ),
+        ("transport: {zzz: 1}", "transport has header_bytes_max"),
+        ("environments: {a: {weigth: 1}}", "environments.a.weigth; did you mean environments.a.weight?"),
+        ("groups:\n  n_rollout: 0", "line 2: groups.n_rollout: expected greater than or equal to 1, got 0"),
+        ("engine: {kind: tpu}", "engine.kind: expected one of 'vllm', 'embedded' or 'external', got 'tpu'"),
+        ("engine: {kind: external}", "give engine.urls"),
+        ("engine: 3", "engine: expected a section (keys and values), got 3"),
+        ("run: {total_steps: many}", "run.total_steps: expected a valid integer"),
+        ("sampling: {max_tokens: 4000}", "must be below model.max_length"),
+        ("run: {seed: 1}\nrun: {seed: 2}", "line 2: expected each key once, got 'run' on line 1 and again on line 2"),
+        ("run: {seed: 1", "run.yaml, line 1"),
+        ("- 1", "expected sections like 'run:'"),
+        ("1: 2", "expected a text as key, got 1"),
+        ("a: !!python/object:os.system {}", "run.yaml, line 1"),
+    ],
+)
+def test_an_error_names_the_place_the_key_and_the_remedy(text, words):
+    assert words in refusal(text)
+
+
+def test_all_errors_are_told_at_once():
+    assert refusal("run: {sed: 1, seed: -1}\ngroups: {n_rollout: 0}").count("\n") == 2
+
+
+def test_errors_of_options_name_the_option():
+    assert refusal(overrides=["run.sed=1"]).startswith("--set run.sed=1: unknown key run.sed")
+    assert "expected section.key=value" in refusal(overrides=["run.seed"])
+    assert "expected names between" in refusal(overrides=["run..seed=1"])
+    assert "expected run.seed to be a section" in refusal("run: {seed: 1}", ["run.seed.deep=1"])
+    assert refusal(environment={"AFTERPLAY__RUN__SEED": "x"}).startswith("environment variable AFTERPLAY__RUN__SEED")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"nowhere\.yaml, got: No such file"):
+        load(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigurationError, match="Is a directory"):
+        load(tmp_path)
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=12)
+values = st.recursive(
+    scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=6), v, max_size=3), max_leaves=8
+)
+
+
+@given(values)
+def test_yaml_reads_what_it_wrote(value):
+    assert yamls.parse(yamls.dump(value), "text") == value
+
+
+@settings(max_examples=50)
+@given(
+    options=st.dictionaries(st.text(min_size=1, max_size=8), values, max_size=3),
+    name=st.text(max_size=20),
+    rate=st.floats(1e-9, 1.0),
+    seed=st.integers(0, 2**40),
+    directory=st.sampled_from(["runs", "/tmp/x y", "a: b", "1e-6", "no"]),
+    stop=st.lists(st.text(max_size=5), max_size=3),
+)
+def test_a_dumped_configuration_loads_as_an_equal_one(options, name, rate, seed, directory, stop):
+    base = RunConfig.model_validate(
+        {
+            "environments": {"e": {"name": name, "options": options}, "no": {}},
+            "learner": {"learning_rate": rate},
+            "run": {"seed": seed, "directory": directory},
+            "sampling": {"stop": stop},
+            "scorer": {"functions": [{"path": "a:b", "weight": rate}]},
+        }
+    )
+    assert loads(dump(base)) == base
+    assert loads(show(base)) == base
+    assert loads(show(base, plain=True)) == base
+
+
+def test_show_documents_every_key_that_has_documentation():
+    text = show(RunConfig())
+    assert "# Learner updates." in text
+    assert "# By name; the name is Task.environment and the env label of metrics." in text
+
+
+def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = resolve(loads("engine: {port: 0, replicas: 2}"))
+    assert config.engine.port > 0
+    assert split_address(config.replay.address)[1] > 0
+    assert config.run.path == tmp_path / "runs" / "run"
+    assert config.metrics.port == 0
+    assert resolve(config) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "engine: {{port: {0}}}",
+        "replay: {{address: 'tcp://127.0.0.1:{0}'}}\nengine: {{port: 0}}",
+        "metrics: {{port: {0}}}\nengine: {{port: 0}}",
+    ],
+)
+def test_a_port_in_use_is_named(text):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"{port} to be free, got a port in use"):
+            resolve(loads(text.format(port)))
+
+
+def test_external_engines_are_left_alone():
+    text = "engine: {kind: external, urls: ['http://10.0.0.1:8000/']}"
+    assert resolve(loads(text)).engine.addresses() == ("http://10.0.0.1:8000",)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "tcp://:1", "tcp://a:b", "tcp://a:99999", "ipc://x:1", ""])
+def test_a_wrong_address_is_refused(address):
+    with pytest.raises(ConfigurationError, match="expected tcp://host:port"):
+        split_address(address)
+
+
+def test_ports_in_a_row_are_free():
+    port = free_ports("127.0.0.1", 3)
+    assert all(is_free("127.0.0.1", port + i) for i in range(3))
+
+
+def test_sections_are_found_through_mappings_and_lists():
+    assert model_at(RunConfig, ("environments", "x")) is EnvironmentConfig
+    assert model_at(RunConfig, ("scorer", "functions", 0)).__name__ == "ScoreFunction"
+    assert model_at(RunConfig, ("run", "seed")) is None
+
+
+def test_every_shipped_run_file_loads():
+    root = Path(__file__).resolve().parents[3] / "configs"
+    for file in root.glob("*.yaml"):
+        load(file, environment={})
