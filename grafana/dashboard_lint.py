@@ -1,0 +1,116 @@
+"""What can be said about a dashboard's JSON without a Prometheus."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import promql_parser
+
+ALL = ".+"
+"""What our variables mean when a reader has chosen nothing."""
+
+INTERVALS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "5m"}
+_SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+@dataclass(frozen=True, slots=True)
+class PanelQuery:
+    """One target of one panel, as it stands in the JSON. ``panel`` is the title."""
+
+    panel: str
+    panel_id: int
+    expr: str
+    legend: str
+    kind: str
+
+
+def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every panel that is not a row, nested ones included."""
+    pending = list(dashboard["panels"])
+    while pending:
+        panel = pending.pop(0)
+        pending.extend(panel.get("panels") or [])
+        if panel["type"] != "row":
+            yield panel
+
+
+def queries(dashboard: dict[str, Any]) -> list[PanelQuery]:
+    return [
+        PanelQuery(panel["title"], panel["id"], target["expr"], target.get("legendFormat", ""), panel["type"])
+        for panel in panels(dashboard)
+        for target in panel.get("targets") or []
+    ]
+
+
+def annotation_expressions(dashboard: dict[str, Any]) -> list[str]:
+    return [a["expr"] for a in dashboard["annotations"]["list"] if a.get("expr")]
+
+
+def variable_queries(dashboard: dict[str, Any]) -> dict[str, str]:
+    """``label_values(...)`` query of each variable that has one."""
+    variables = dashboard["templating"]["list"]
+    return {v["name"]: v["query"]["query"] for v in variables if v["type"] == "query"}
+
+
+def substitute(expr: str, values: dict[str, str] | None = None) -> str:
+    """The expression with Grafana's variables replaced, as Grafana would send it with everything selected.
+
+    >>> substitute('rate(a{job=~"$job"}[$__rate_interval])')
+    'rate(a{job=~".+"}[1m])'
+    """
+    for name, value in {**INTERVALS, **(values or {})}.items():
+        expr = expr.replace(name, value)
+    return re.sub(r"\$\{?[a-z]\w*\}?", ALL, expr)
+
+
+def metric_names(expr: str) -> set[str]:
+    """Names of all series that a PromQL expression reads. Raises ``ValueError`` when it is not PromQL."""
+    names: set[str] = set()
+    pending: list[Any] = [promql_parser.parse(expr)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, promql_parser.MatrixSelector):
+            node = node.vector_selector
+        if isinstance(node, promql_parser.VectorSelector):
+            names.add(str(node.name))
+            continue
+        children = [getattr(node, attribute, None) for attribute in ("lhs", "rhs", "expr", "param")]
+        children += getattr(node, "args", None) or ()
+        pending.extend(child for child in children if isinstance(child, promql_parser.Expr))
+    return names
+
+
+def base_name(series: str, histograms: frozenset[str]) -> str:
+    """``x_bucket`` is ``x`` when ``x`` is a histogram; other names are themselves."""
+    for suffix in _SUFFIXES:
+        if series.endswith(suffix) and series.removesuffix(suffix) in histograms:
+            return series.removesuffix(suffix)
+    return series
+
+
+def static_problems(dashboard: dict[str, Any], known: frozenset[str]) -> list[str]:
+    """Ids, units, descriptions, PromQL and metric names (``known`` has the names of series, ``_bucket`` included)."""
+    found: list[str] = []
+    ids = [panel["id"] for panel in panels(dashboard)] + [p["id"] for p in dashboard["panels"] if p["type"] == "row"]
+    if len(set(ids)) != len(ids):
+        found.append(f"panel ids are not unique: {sorted(i for i in set(ids) if ids.count(i) > 1)}")
+    for panel in panels(dashboard):
+        if not panel.get("description"):
+            found.append(f"{panel['title']}: no description")
+        if not panel["fieldConfig"]["defaults"].get("unit"):
+            found.append(f"{panel['title']}: no unit")
+        if not panel.get("targets"):
+            found.append(f"{panel['title']}: no query")
+    sources = [(query.panel, query.expr) for query in queries(dashboard)]
+    sources += [("annotation", expr) for expr in annotation_expressions(dashboard)]
+    for place, expr in sources:
+        try:
+            names = metric_names(substitute(expr))
+        except ValueError as error:
+            found.append(f"{place}: not PromQL ({error}): {expr}")
+            continue
+        found.extend(f"{place}: unknown metric {name}" for name in sorted(names - known))
+    return found

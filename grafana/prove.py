@@ -1,0 +1,112 @@
+"""Prove a dashboard: every panel's query must return data from a real Prometheus that scrapes real processes.
+
+``python -m grafana.prove --target afterplay-learner=127.0.0.1:9401 …`` starts a Prometheus of its own;
+``--url http://127.0.0.1:9090`` asks one that runs already. Exit code 1 and a list of problems otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grafana.dashboard_lint import metric_names, queries, substitute, variable_queries
+from grafana.prometheus_process import Api, PrometheusProcess, Target
+
+OVERVIEW = Path(__file__).parent / "dashboards" / "afterplay-overview.json"
+_LEGEND = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+
+
+def prove(
+    dashboard: dict[str, Any],
+    api: Api,
+    without_data: Iterable[str] = (),
+    window_seconds: float = 120.0,
+) -> list[str]:
+    """Problems found at this moment; empty when every query returns at least one number.
+
+    A query that reads a metric of ``without_data`` need not return data (metrics that only vLLM exports, while the run
+    uses the embedded engine). NaN is not data. A legend that names a label which no series has is a problem too.
+    """
+    exempt = frozenset(without_data)
+    end = time.time()
+    found: list[str] = []
+    for name, source in variable_queries(dashboard).items():
+        if not _variable_values(api, source):
+            found.append(f"variable {name}: no values from {source}")
+    for query in queries(dashboard):
+        expr = substitute(query.expr)
+        names = metric_names(expr)
+        if names and names & exempt:
+            continue
+        result = api.get("/api/v1/query_range", query=expr, start=end - window_seconds, end=end, step=2)["result"]
+        numbers = [v for series in result for v in series["values"] if not math.isnan(float(v[1]))]
+        if not numbers:
+            found.append(f"{query.panel}: no data from {expr}")
+            continue
+        labels = set().union(*(series["metric"] for series in result))
+        for label in _LEGEND.findall(query.legend):
+            if label not in labels:
+                found.append(f"{query.panel}: legend names label {label}, series have {sorted(labels)}")
+    return found
+
+
+def prove_within(
+    dashboard: dict[str, Any], api: Api, seconds: float, without_data: Iterable[str] = (), pause_seconds: float = 1.0
+) -> list[str]:
+    """Problems that are left when ``seconds`` have passed, or nothing as soon as there are none."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    exempt = frozenset(without_data)
+    while True:
+        found = prove(dashboard, api, exempt)
+        if not found or time.monotonic() > deadline:
+            return found
+        pause.wait(pause_seconds)
+
+
+def _variable_values(api: Api, query: str) -> list[str]:
+    match = re.fullmatch(r"label_values\((.+),\s*(\w+)\)", query)
+    if match is None:
+        raise ValueError(f"expected label_values(metric, label), got {query}")
+    values = api.get(f"/api/v1/label/{match[2]}/values", **{"match[]": substitute(match[1])})
+    return [str(value) for value in values]
+
+
+def parse_target(text: str) -> Target:
+    job, _, address = text.partition("=")
+    if not address or ":" not in address:
+        raise argparse.ArgumentTypeError(f"expected JOB=HOST:PORT, got {text!r}")
+    return Target(job, address)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="a Prometheus that runs already")
+    where.add_argument("--target", type=parse_target, action="append", help="JOB=HOST:PORT to scrape; may be repeated")
+    parser.add_argument("--dashboard", type=Path, default=OVERVIEW)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to wait for the last query to have data")
+    parser.add_argument("--without-data", action="append", default=[], metavar="METRIC", help="need not have data")
+    options = parser.parse_args(arguments)
+    dashboard = json.loads(options.dashboard.read_text())
+    if options.url:
+        found = prove_within(dashboard, Api(options.url), options.seconds, options.without_data)
+    else:
+        with PrometheusProcess(options.target) as prometheus:
+            found = prove_within(dashboard, Api(prometheus.url), options.seconds, options.without_data)
+    n_queries = len(queries(dashboard))
+    print(f"{options.dashboard.name}: {n_queries} queries, {len(found)} problems")
+    for problem in found:
+        print(f" - {problem}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Which addresses of a run Prometheus should scrape: ``python -m grafana.targets RUN_DIRECTORY [-o targets.json]``.
+
+The output is Prometheus' ``file_sd`` format, read by ``grafana/prometheus/local.yml``; write it again after a restart, when
+``metrics.port`` is 0 (free ports).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from grafana.prometheus_process import Target
+from pipeline.config import RunConfig
+from pipeline.rundir import RunDirectory
+
+OUTPUT = Path(__file__).parent / "prometheus" / "targets.json"
+
+
+def targets_of_run(directory: Path) -> list[Target]:
+    """Every process of a run that lives, engines included.
+
+    Raises ``FileNotFoundError`` when the folder is no run directory.
+    """
+    run = RunDirectory(directory)
+    config = RunConfig.model_validate(yaml.safe_load(run.config_file.read_text()))
+    host = "127.0.0.1" if config.metrics.host in ("0.0.0.0", "::") else config.metrics.host
+    found = []
+    for path in sorted(run.processes.glob("*.json")):
+        role = path.stem.split("-")[0]
+        port = json.loads(path.read_text()).get("metrics_port")
+        if port and role != "engine":
+            found.append(Target(f"afterplay-{role}", f"{host}:{port}"))
+    found += [Target("afterplay-engine", urlsplit(url).netloc) for url in config.engine.addresses()]
+    return found
+
+
+def file_sd(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """The list as ``file_sd`` reads it: one entry per job."""
+    jobs: dict[str, list[str]] = {}
+    for target in targets:
+        jobs.setdefault(target.job, []).append(target.address)
+    return [{"targets": addresses, "labels": {"job": job}} for job, addresses in jobs.items()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="the run directory, for example runs/quickstart")
+    parser.add_argument("-o", "--output", type=Path, default=OUTPUT)
+    options = parser.parse_args(arguments)
+    targets = targets_of_run(options.directory)
+    if not targets:
+        print(f"expected processes of a live run in {options.directory}, found none: is it running?", file=sys.stderr)
+        return 1
+    temporary = options.output.with_suffix(".tmp")
+    temporary.write_text(json.dumps(file_sd(targets), indent=2) + "\n")
+    temporary.replace(options.output)
+    print(f"{len(targets)} targets in {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

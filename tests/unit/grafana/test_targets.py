@@ -1,0 +1,38 @@
+"""Prometheus is pointed at exactly the processes of a run that live."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grafana.targets import file_sd, main, targets_of_run
+from pipeline.rundir import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run").create()
+    directory.config_file.write_text(yaml.safe_dump({"engine": {"kind": "embedded", "port": 8123, "replicas": 2}}))
+    for name, port in (("actor-0", 41), ("actor-1", 42), ("learner", 43), ("replay", 44)):
+        directory.process_file(name).write_text(json.dumps({"pid": 1, "metrics_port": port}))
+    return directory
+
+
+def test_every_live_process_and_every_engine_is_scraped_under_its_role(run: RunDirectory) -> None:
+    assert file_sd(targets_of_run(run.path)) == [
+        {"targets": ["127.0.0.1:41", "127.0.0.1:42"], "labels": {"job": "afterplay-actor"}},
+        {"targets": ["127.0.0.1:43"], "labels": {"job": "afterplay-learner"}},
+        {"targets": ["127.0.0.1:44"], "labels": {"job": "afterplay-replay"}},
+        {"targets": ["127.0.0.1:8123", "127.0.0.1:8124"], "labels": {"job": "afterplay-engine"}},
+    ]
+
+
+def test_targets_file_is_written_for_file_sd(run: RunDirectory, tmp_path: Path) -> None:
+    output = tmp_path / "targets.json"
+    assert main([str(run.path), "-o", str(output)]) == 0
+    assert [entry["labels"]["job"] for entry in json.loads(output.read_text())] == [
+        "afterplay-actor", "afterplay-learner", "afterplay-replay", "afterplay-engine",
+    ]  # fmt: skip
