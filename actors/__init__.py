@@ -1,0 +1,1 @@
+"""Actors: agent loops, engine client, sticky routing, rendering, environments."""

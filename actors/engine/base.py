@@ -1,0 +1,78 @@
+"""What the agent loop needs of an inference engine. The HTTP client and the stub both satisfy it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.schema import FinishReason, TokenSpan, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one turn is sampled. There is no seed on purpose: a per-request seed kills a CPU vLLM, and a group must differ."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine sampled, checked. All lengths are n, the number of sampled tokens (the stop token included)."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    """Nats, under the distribution sampled from."""
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    """``ABORT``: the engine gave the request up; its tokens are to be discarded and the request made again."""
+
+    def as_span(self) -> TokenSpan:
+        """The SAMPLED span of a turn."""
+        return TokenSpan.sampled(self.token_ids, self.logprobs, self.version_spans)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCache:
+    """An engine's own counters since it started, in tokens."""
+
+    queries: float
+    hits: float
+
+
+class Engine(Protocol):
+    """One replica. Methods raise :class:`EngineUnavailable` (does not answer), :class:`EngineRefused` (the request is wrong)
+    or :class:`EngineProtocolError` (the answer is), each naming the engine."""
+
+    @property
+    def name(self) -> str:
+        """Its base URL."""
+        ...
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, session_id: str = "", cache_salt: str = ""
+    ) -> Generation:
+        """Continue ``token_ids``."""
+        ...
+
+    async def weight_version(self) -> int | None:
+        """Policy version of the weights it has now; None when nobody has stamped it since it started."""
+        ...
+
+    async def health(self) -> None:
+        """Return if it can serve requests."""
+        ...
+
+    async def prefix_cache(self) -> PrefixCache | None:
+        """None where the engine does not count."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,196 @@
+"""The HTTP client of one engine: vLLM's routes, token ids in and out. The only place in actors that speaks HTTP.
+
+``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the client goes over to
+``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET /weight_info``, asked before
+and after each request. If the version changed under the request, the boundary is unknown and all its tokens get the older
+version: staleness is never understated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from actors.engine.answers import read_completion, read_generate, read_prefix_cache, read_version
+from actors.engine.base import Generation, PrefixCache, Sampling
+from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+CONNECT_SECONDS_MAX = 5.0
+PROBE_SECONDS_MAX = 5.0
+KEEPALIVE_SECONDS = 3.0
+"""Below the 5 s after which vLLM closes idle connections: a request on a connection that is being closed would fail."""
+_JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+class EngineClient:
+    """One engine at ``url`` (``http://host:port``). Use inside an event loop and ``await close()`` it, or ``async with``.
+
+    ``vocabulary``: size of the model's vocabulary, when known; ids at or above it are refused as garbage.
+    """
+
+    def __init__(self, url: str, *, request_seconds_max: float = 120.0, vocabulary: int | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._vocabulary = vocabulary
+        self._request_timeout = aiohttp.ClientTimeout(total=request_seconds_max, sock_connect=CONNECT_SECONDS_MAX)
+        self._probe_timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS_MAX, sock_connect=CONNECT_SECONDS_MAX)
+        self._session: aiohttp.ClientSession | None = None
+        self._has_generate = True
+
+    @property
+    def name(self) -> str:
+        return self._url
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Requests in flight fail."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, session_id: str = "", cache_salt: str = ""
+    ) -> Generation:
+        """Continue ``token_ids``. ``session_id`` goes to the engine as a hint; ``cache_salt`` separates prefix caches."""
+        parameters = _sampling_parameters(sampling)
+        if self._has_generate:
+            body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": parameters}
+            if cache_salt:
+                body["cache_salt"] = cache_salt
+            status, answer = await self._post(GENERATE, body, session_id)
+            if status != 404 or _error_object(answer) is not None:
+                return read_generate(self._url, self._accepted(status, answer), sampling.max_tokens, self._vocabulary)
+            self._has_generate = False
+        return await self._complete(token_ids, sampling, parameters, session_id, cache_salt)
+
+    async def _complete(
+        self, token_ids: Sequence[int], sampling: Sampling, parameters: dict[str, Any], session_id: str, cache_salt: str
+    ) -> Generation:
+        before = await self.weight_version()
+        if before is None:
+            raise EngineUnavailable(f"engine {self._url} has weights that nobody stamped")
+        body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters}
+        if cache_salt:
+            body["cache_salt"] = cache_salt
+        status, answer = await self._post(COMPLETIONS, body, session_id)
+        accepted = self._accepted(status, answer)
+        after = await self.weight_version()
+        if after is None or after < before:
+            raise EngineUnavailable(f"engine {self._url} was restarted under a request")
+        return read_completion(self._url, accepted, sampling.max_tokens, self._vocabulary, before)
+
+    async def weight_version(self) -> int | None:
+        status, answer = await self._request("GET", "/weight_info", None, self._probe_timeout)
+        if status == 404:
+            raise EngineProtocolError(
+                f"engine {self._url}: expected a route /weight_info, got 404; start vLLM with VLLM_SERVER_DEV_MODE=1 on loopback"
+            )
+        info = self._accepted(status, answer)
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise EngineProtocolError(f"engine {self._url}: expected weight_info to hold weight_version, got {str(info)[:160]}")
+        return read_version(self._url, info["weight_version"])
+
+    async def health(self) -> None:
+        status, answer = await self._request("GET", "/health", None, self._probe_timeout)
+        if status != 200:
+            raise EngineUnavailable(f"engine {self._url} is not healthy: HTTP {status} {_text(answer)}")
+
+    async def prefix_cache(self) -> PrefixCache | None:
+        status, answer = await self._request("GET", "/metrics", None, self._probe_timeout)
+        return read_prefix_cache(answer.decode("utf-8", "replace")) if status == 200 else None
+
+    async def _post(self, path: str, body: dict[str, Any], session_id: str) -> tuple[int, bytes]:
+        headers = {**_JSON_HEADERS, "X-Session-ID": session_id} if session_id else _JSON_HEADERS
+        return await self._request("POST", path, orjson.dumps(body), self._request_timeout, headers)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        timeout: aiohttp.ClientTimeout,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        try:
+            async with self._open().request(
+                method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                return response.status, await _read(self._url, response)
+        except TimeoutError as error:
+            raise EngineUnavailable(f"engine {self._url} did not answer {path} within {timeout.total:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"engine {self._url} failed on {path}: {type(error).__name__}: {error}") from error
+
+    def _accepted(self, status: int, answer: bytes) -> Any:
+        """The JSON of a good answer; raises what a bad status means."""
+        if 500 <= status or status in (408, 425, 429):
+            raise EngineUnavailable(f"engine {self._url} answered HTTP {status}: {_text(answer)}")
+        if 400 <= status:
+            raise EngineRefused(f"engine {self._url} refused the request (HTTP {status}): {_error_object(answer) or _text(answer)}")
+        if status != 200:
+            raise EngineProtocolError(f"engine {self._url}: expected HTTP 200, got {status} {_text(answer)}")
+        try:
+            return orjson.loads(answer)
+        except orjson.JSONDecodeError as error:
+            raise EngineProtocolError(f"engine {self._url}: expected JSON, got {_text(answer)!r} ({error})") from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
+        return self._session
+
+
+def _sampling_parameters(sampling: Sampling) -> dict[str, Any]:
+    """All of them, also where they equal vLLM's defaults: a model's generation_config.json would change those."""
+    parameters: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    if sampling.stop:
+        parameters["stop"] = list(sampling.stop)
+    return parameters
+
+
+async def _read(engine: str, response: aiohttp.ClientResponse) -> bytes:
+    if response.content_length is not None and response.content_length <= ANSWER_BYTES_MAX:
+        return await response.read()
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > ANSWER_BYTES_MAX:
+            raise EngineProtocolError(f"engine {engine}: expected an answer of at most {ANSWER_BYTES_MAX} bytes, got more")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _error_object(answer: bytes) -> str | None:
+    """The message of vLLM's JSON error object; None when the answer is not one (a route that does not exist)."""
+    try:
+        error = orjson.loads(answer).get("error")
+    except (orjson.JSONDecodeError, AttributeError):
+        return None
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return str(error["message"])[:1000]
+    return None
+
+
+def _text(answer: bytes) -> str:
+    return answer[:300].decode("utf-8", "replace").strip()

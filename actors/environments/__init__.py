@@ -1,0 +1,5 @@
+"""What agents play. A new environment is one class; see :mod:`actors.environments.base` for an example of the whole of it."""
+
+from actors.environments.base import Episode, Environment, Reply, Step
+
+__all__ = ["Environment", "Episode", "Reply", "Step"]

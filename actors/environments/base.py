@@ -1,0 +1,87 @@
+"""The interface between an environment and the agent loop.
+
+An :class:`Environment` is built once per actor from the options of its section; :meth:`Environment.start` makes one
+:class:`Episode` per order, and the episode owns all state of that one play. Every method may be ``def`` or ``async def``.
+A plain ``def`` runs on the event loop, so it must return within a millisecond, or the section says ``blocking: true``
+and it runs in a thread.
+
+A complete environment, in a file that nobody else has to know::
+
+    from dataclasses import dataclass
+    from actors.environments import Environment, Episode, Reply, Step
+    from pipeline.schema import Message, Task
+
+    @dataclass
+    class Echo(Environment):
+        word: str = "hello"
+
+        def start(self, task: Task) -> Episode:
+            return EchoEpisode(self.word)
+
+    class EchoEpisode(Episode):
+        def __init__(self, word: str) -> None:
+            self.messages = (Message("user", f"Say {word}."),)
+            self.word = word
+
+        def step(self, reply: Reply) -> Step:
+            return Step(reward=float(self.word in reply), done=True)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+
+from pipeline.schema import FinishReason, Message, Task
+
+
+class Reply(str):
+    """What the policy said in one turn, without its end-of-turn token: a ``str`` that knows how it ended."""
+
+    finish_reason: FinishReason
+    """``LENGTH`` means that the reply was cut off by the limit of one turn."""
+
+    __slots__ = ("finish_reason",)
+
+    def __new__(cls, text: str, finish_reason: FinishReason = FinishReason.STOP) -> Reply:
+        self = super().__new__(cls, text)
+        self.finish_reason = finish_reason
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the environment answers to one reply."""
+
+    messages: tuple[Message, ...] = ()
+    """What the policy sees next. Needed unless ``done``."""
+    reward: float = 0.0
+    """Reward of this turn; the episode's score is the undiscounted sum."""
+    done: bool = False
+    """The episode ended by itself. A limit on turns or tokens is not ``done``: the loop calls that truncated."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    """Numbers about this turn for metrics, for example ``{"first_right": 1.0}``; they are not rewards."""
+
+
+class Episode(ABC):
+    """One play of one task, and all its state."""
+
+    messages: tuple[Message, ...]
+    """The start of the conversation, set before :meth:`Environment.start` returns."""
+
+    @abstractmethod
+    def step(self, reply: Reply) -> Step | Awaitable[Step]:
+        """Answer one reply of the policy."""
+
+    def close(self) -> None | Awaitable[None]:
+        """Free what the episode holds. Called exactly once, however the episode ended."""
+        return None
+
+
+class Environment(ABC):
+    """A family of tasks. The same ``Task`` must give the same start: draw everything random from ``task.seed``."""
+
+    @abstractmethod
+    def start(self, task: Task) -> Episode | Awaitable[Episode]:
+        """Begin one play of ``task``."""

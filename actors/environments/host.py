@@ -1,0 +1,143 @@
+"""Runs one environment section for the agent loop: sync or async, inline or in threads, timed, and never trusted.
+
+Everything that plug-in code raises, returns wrongly or takes too long for becomes a :class:`PlugInError` with the
+boundary ``environment start``, ``environment step`` or ``environment close``, and a message that names the section.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+
+from actors.environments.base import Environment, Episode, Reply, Step
+from actors.environments.discovery import build
+from actors.environments.threads import BlockingCalls
+from pipeline.config.play import EnvironmentConfig
+from pipeline.errors import PlugInError, PlugInTimeout, boundary
+from pipeline.schema import Message, Task
+
+logger = logging.getLogger(__name__)
+
+START, STEP, CLOSE = "environment start", "environment step", "environment close"
+INLINE_SECONDS_MAX = 0.05
+"""A plain ``def`` that holds the event loop for longer is worth a warning, once per section."""
+CLOSE_SECONDS_MAX = 5.0
+
+
+class EnvironmentHost:
+    """One section of ``environments``, constructed once per actor. Raises :class:`ConfigurationError`."""
+
+    def __init__(self, section: str, config: EnvironmentConfig, threads_max: int = 64, environment: Environment | None = None) -> None:
+        self.section = section
+        self.config = config
+        self._environment = environment if environment is not None else build(section, config)
+        self._threads = BlockingCalls(threads_max)
+        self._warned = False
+
+    async def start(self, task: Task) -> Episode:
+        """A new play of ``task`` whose messages have been checked. Raises :class:`PlugInError`."""
+        episode = await self._call(START, self._environment.start, task)
+        if not callable(getattr(episode, "step", None)):
+            raise self._wrong(START, "start() to return an Episode (an object with messages and step)", episode)
+        try:
+            messages = self._messages(START, getattr(episode, "messages", None), "Episode.messages")
+            if not messages:
+                raise self._wrong(START, "Episode.messages to hold at least one message", messages)
+            episode.messages = messages
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.close(episode)
+            raise
+        return episode
+
+    async def step(self, episode: Episode, reply: Reply) -> Step:
+        """The checked answer of the environment. Raises :class:`PlugInError`."""
+        step = await self._call(STEP, episode.step, reply)
+        if not isinstance(step, Step):
+            raise self._wrong(STEP, "step() to return a Step", step)
+        messages = self._messages(STEP, step.messages, "Step.messages")
+        if not isinstance(step.done, bool):
+            raise self._wrong(STEP, "Step.done to be True or False", step.done)
+        if not messages and not step.done:
+            raise self._wrong(STEP, "Step.messages to say something unless the episode is done", messages)
+        reward = self._number(step.reward, "Step.reward")
+        if not isinstance(step.signals, Mapping):
+            raise self._wrong(STEP, "Step.signals to be a mapping of names to numbers", step.signals)
+        signals = {str(name): self._number(value, f"Step.signals[{name!r}]") for name, value in step.signals.items()}
+        return Step(messages, reward, step.done, signals)
+
+    async def close(self, episode: Episode) -> None:
+        """Free the episode. A failure here is logged: the play is over, and its result stands."""
+        close = getattr(episode, "close", None)
+        if not callable(close):
+            return
+        try:
+            await self._call(CLOSE, close, seconds_max=CLOSE_SECONDS_MAX)
+        except PlugInError as error:
+            logger.warning("environment %s: %s", self.section, error)
+
+    async def _call(self, where: str, function: Callable[..., Any], *args: Any, seconds_max: float | None = None) -> Any:
+        seconds_max = self.config.step_seconds_max if seconds_max is None else seconds_max
+        is_async = inspect.iscoroutinefunction(function)
+        with boundary(where):
+            if not (self.config.blocking or is_async):
+                result = self._timed(where, function, *args)
+                if not inspect.isawaitable(result):
+                    return result
+                function, args, is_async = _identity, (result,), True
+            with anyio.move_on_after(seconds_max) as scope:
+                if is_async:
+                    return await function(*args)
+                result = await self._threads.run(function, *args)
+                return await result if inspect.isawaitable(result) else result
+            assert scope.cancelled_caught
+        raise PlugInTimeout(
+            where,
+            "TimeoutError",
+            f"environment {self.section}: no answer within {seconds_max:g} s (environments.{self.section}.step_seconds_max)",
+        )
+
+    def _timed(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args)
+        finally:
+            seconds = time.perf_counter() - started
+            if seconds > INLINE_SECONDS_MAX and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "environment %s: %s held the event loop for %.0f ms; set environments.%s.blocking: true",
+                    self.section, where, seconds * 1e3, self.section,
+                )  # fmt: skip
+
+    def _messages(self, where: str, messages: Any, what: str) -> tuple[Message, ...]:
+        if not isinstance(messages, tuple | list) or not all(isinstance(m, Message) for m in messages):
+            raise self._wrong(where, f"{what} to be a tuple of Message", messages)
+        for message in messages:
+            if not (isinstance(message.role, str) and isinstance(message.content, str)):
+                raise self._wrong(where, f"{what} to have text as role and content", message)
+        return tuple(messages)
+
+    def _number(self, value: Any, what: str) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise self._wrong(STEP, f"{what} to be a number", value) from None
+        if not math.isfinite(number):
+            raise self._wrong(STEP, f"{what} to be finite", value)
+        return number
+
+    def _wrong(self, where: str, expected: str, came: Any) -> PlugInError:
+        shown = repr(came)
+        shown = shown if len(shown) <= 200 else shown[:200] + "…"
+        return PlugInError(where, "WrongValue", f"environment {self.section}: expected {expected}, got {shown}")
+
+
+async def _identity(awaitable: Any) -> Any:
+    return await awaitable

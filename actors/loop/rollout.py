@@ -1,0 +1,204 @@
+"""The agent loop: one order becomes one trajectory.
+
+*Consumes* an :class:`Order`; *produces* exactly one :class:`Trajectory`, unless it is cancelled: then the caller may ask for the
+trajectory as far as it got (:meth:`Rollout.aborted`). *Waits* for engines and for the environment, both under a timeout.
+
+How it ends:
+
+=============  ================================================================================================
+COMPLETE       the environment said done
+TRUNCATED      a limit on turns, tokens, context or time, after at least one turn that the environment judged
+ERROR          anything failed, or a limit came before the first judged turn: there is nothing to score
+ABORTED        the caller ended it
+=============  ================================================================================================
+
+Every turn of a COMPLETE or TRUNCATED trajectory was judged by the environment: a completion that a time limit cut off from its
+judgement is dropped and its tokens are counted as discarded. ``rewards["environment"]`` is the undiscounted sum of step rewards;
+``reward`` stays None until the scorer has spoken, and an ERROR has neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from dataclasses import replace
+
+import anyio
+
+from actors.environments.base import Episode, Reply
+from actors.environments.host import EnvironmentHost
+from actors.loop.generate import Completion, complete
+from actors.loop.limits import Budget, Limit
+from actors.loop.services import Services
+from actors.rendering.renderer import Completed, Conversation
+from pipeline.errors import AfterplayError, ConfigurationError, EngineError, EngineUnavailable, EpisodeLimit, PlugInError
+from pipeline.schema import (
+    EngineRecord,
+    Failure,
+    Message,
+    Order,
+    Timings,
+    TokenSpan,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+)
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX = 6.0
+
+
+class Rollout:
+    """One play of one order. ``await play()`` once."""
+
+    def __init__(self, order: Order, services: Services) -> None:
+        self.order = order
+        self._services = services
+        self._turns: list[Turn] = []
+        self._judged = 0
+        self._score = 0.0
+        self._engines: list[str] = []
+        self._version = order.policy_version
+        self._started_at = services.now()
+        self._generate_seconds = 0.0
+        self._environment_seconds = 0.0
+        self._asking_engine = False
+
+    async def play(self) -> Trajectory:
+        """The trajectory, whatever happens but cancellation."""
+        try:
+            return await self._limited_by_time()
+        except Exception as error:
+            if not isinstance(error, AfterplayError):
+                logger.exception("order %s failed in the agent loop", self.order.order_id)
+            return self._finished(TrajectoryStatus.ERROR, _classified(error))
+        finally:
+            self._services.pool.finish(self.order.order_id)
+
+    def aborted(self, reason: str) -> Trajectory:
+        """What was played until the caller cancelled :meth:`play`."""
+        return self._finished(TrajectoryStatus.ABORTED, Failure("actor", "Aborted", reason))
+
+    async def _limited_by_time(self) -> Trajectory:
+        host = self._services.environments.get(self.order.task.environment)
+        if host is None:
+            raise ConfigurationError(
+                f"expected a task of one of the environments {sorted(self._services.environments)}, got one of "
+                f"{self.order.task.environment!r}: every role must read the same run file"
+            )
+        seconds_max = min(host.config.max_seconds, self.order.seconds_max)
+        with anyio.move_on_after(seconds_max):
+            return await self._with_episode(host)
+        trouble = self._services.pool.trouble(self._version) if self._asking_engine else ""
+        if trouble:
+            raise EngineUnavailable(f"the episode's {seconds_max:g} s ended while it waited for {trouble}")
+        return self._limited(Limit.SECONDS)
+
+    async def _with_episode(self, host: EnvironmentHost) -> Trajectory:
+        started = time.perf_counter()
+        episode = await host.start(self.order.task)
+        self._environment_seconds += time.perf_counter() - started
+        try:
+            return await self._turn_by_turn(host, episode)
+        finally:
+            with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
+                await host.close(episode)
+
+    async def _turn_by_turn(self, host: EnvironmentHost, episode: Episode) -> Trajectory:
+        services, renderer = self._services, self._services.renderer
+        budget = Budget(
+            host.config.max_turns, host.config.max_tokens, services.model_length_max, services.sampling.max_tokens
+        )
+        conversation, added = renderer.start(episode.messages), tuple(episode.messages)
+        while True:
+            room = budget.room(len(conversation.prompt_ids), len(conversation.added_ids))
+            if isinstance(room, Limit):
+                return self._limited(room)
+            completion = await self._complete(conversation, room)
+            budget.spend(len(conversation.added_ids), len(completion.generation.token_ids))
+            ids = completion.generation.token_ids.tolist()
+            said = renderer.completed(ids)
+            self._turns.append(self._turn(conversation, added, completion, said))
+            started = time.perf_counter()
+            step = await host.step(episode, Reply(said.text, completion.generation.finish_reason))
+            seconds = time.perf_counter() - started
+            self._environment_seconds += seconds
+            services.metrics.env_step_duration_seconds.labels(env=host.section).observe(seconds)
+            self._turns[-1] = replace(self._turns[-1], signals=step.signals)
+            self._judged = len(self._turns)
+            self._score += step.reward
+            if step.done:
+                return self._finished(TrajectoryStatus.COMPLETE)
+            if budget.turns >= budget.turns_max:
+                return self._limited(Limit.TURNS)
+            added = step.messages
+            forked_from = conversation.branch
+            conversation = renderer.extend(conversation, ids, said, added)
+            if conversation.branch != forked_from:
+                added = conversation.messages
+
+    async def _complete(self, conversation: Conversation, tokens_max: int) -> Completion:
+        self._asking_engine = True
+        completion = await complete(
+            self._services, self.order.order_id, conversation.prompt_ids, tokens_max, self._version
+        )
+        self._asking_engine = False
+        self._version = max(self._version, completion.generation.version_spans[-1].policy_version)
+        self._generate_seconds += completion.seconds
+        if completion.engine not in self._engines[-1:]:
+            self._engines.append(completion.engine)
+        return completion
+
+    def _turn(
+        self, conversation: Conversation, added: tuple[Message, ...], completion: Completion, said: Completed
+    ) -> Turn:
+        generation = completion.generation
+        return Turn(
+            context=TokenSpan.context(conversation.added_ids),
+            completion=generation.as_span(),
+            context_messages=added,
+            completion_message=Message("assistant", said.text),
+            finish_reason=generation.finish_reason,
+            temperature=self._services.sampling.temperature,
+            branch=conversation.branch,
+        )
+
+    def _limited(self, limit: Limit) -> Trajectory:
+        """TRUNCATED after what was judged; without that there is nothing to score."""
+        unjudged = self._turns[self._judged :]
+        self._services.metrics.tokens_total.labels(kind="discarded").inc(sum(len(t.completion) for t in unjudged))
+        if self._judged == 0:
+            raise EpisodeLimit(f"the limit {limit.value} was reached before the environment judged a first turn")
+        del self._turns[self._judged :]
+        return self._finished(TrajectoryStatus.TRUNCATED)
+
+    def _finished(self, status: TrajectoryStatus, failure: Failure | None = None) -> Trajectory:
+        return Trajectory(
+            trajectory_id=self.order.order_id,
+            group_id=self.order.group_id,
+            task=self.order.task,
+            turns=tuple(self._turns),
+            status=status,
+            failure=failure,
+            rewards={} if failure is not None else {"environment": self._score},
+            actor_id=self._services.actor_id,
+            engine=EngineRecord(self._services.backend, self._services.model, tuple(self._engines)),
+            timings=Timings(
+                self._started_at, self._services.now(), self._generate_seconds, self._environment_seconds
+            ),
+        )
+
+
+def _classified(error: Exception) -> Failure:
+    """Which boundary an error belongs to."""
+    if isinstance(error, PlugInError):
+        return Failure(error.boundary, error.kind, error.message, error.details)
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, EngineError):
+        return Failure("engine", kind, message)
+    if isinstance(error, ConfigurationError):
+        return Failure("actor", kind, message)
+    details = "" if isinstance(error, EpisodeLimit) else "".join(traceback.format_exception(error))
+    return Failure("agent loop", kind, message, details)

