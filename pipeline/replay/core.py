@@ -1,0 +1,344 @@
+"""The replay stage as one pure state machine: events in, rows and messages out. It owns no task, socket, file or clock.
+
+*consumes* what actors and learner say, scores and the time; *produces* (:meth:`StageCore.collect`) the rows that one transaction
+must write and the messages that may be sent once it is durable. *waits for*: nothing. Whoever runs it keeps this order:
+apply events, :meth:`StageCore.plan`, :meth:`StageCore.collect`, commit, send.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.errors import WireError
+from pipeline.replay.dispatch import Dispatch
+from pipeline.replay.groups import Groups
+from pipeline.replay.ingest import Unreadable, examine
+from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
+from pipeline.replay.leases import Leases
+from pipeline.replay.records import (
+    CancelReason,
+    Drop,
+    GroupRecord,
+    GroupState,
+    OrderKey,
+    OrderRecord,
+    OrderState,
+    TrajectoryRecord,
+)
+from pipeline.replay.snapshot import Snapshot
+from pipeline.replay.state import StageState, log
+from pipeline.replay.tasks import TaskSampler
+from pipeline.schema import SCHEMA_VERSION, Trajectory
+from pipeline.scorer.verdict import Verdict
+from pipeline.staleness import Batches, StalenessRule
+from pipeline.transport.base import Frames, Kind, Limits, Message
+
+ScoreNow = Callable[[Trajectory], Verdict]
+
+_ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED}
+
+
+class StageCore:
+    """All rules of docs/PROTOCOL.md on the side of the replay stage.
+
+    ``score_now`` scores without waiting (no user functions); None sends :class:`Score` effects instead.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        snapshot: Snapshot | None = None,
+        *,
+        now: float = 0.0,
+        wall: float = 0.0,
+        score_now: ScoreNow | None = None,
+    ) -> None:
+        snapshot = snapshot or Snapshot()
+        meta = snapshot.meta
+        groups = config.groups
+        rule = StalenessRule(config.staleness.max, groups.groups_per_step, config.run.total_steps)
+        batches = Batches(rule, meta.get("consumed", 0), meta.get("live"))
+        self._s = StageState(
+            config=config,
+            batches=batches,
+            journal=Journal(snapshot.counters),
+            groups=snapshot.groups,
+            next_group=meta.get("next_group", 0),
+            next_seq=snapshot.next_seq,
+            policy_version=meta.get("policy_version", -1),
+            now=now,
+            wall=wall,
+        )
+        self._limits = _limits(config)
+        self._score_now = score_now
+        self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"))
+        self.groups = Groups(self._s)
+        self.leases = Leases(self._s, self.groups)
+        self.learner = Dispatch(self._s, self.groups, meta.get("session"), meta.get("durable_updates", 0))
+        self._restore(meta)
+
+    @property
+    def batches(self) -> Batches:
+        return self._s.batches
+
+    @property
+    def journal(self) -> Journal:
+        return self._s.journal
+
+    @property
+    def policy_version(self) -> int:
+        return self._s.policy_version
+
+    @property
+    def records(self) -> Mapping[int, GroupRecord]:
+        """Groups in memory, by number."""
+        return self._s.groups
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has made all its updates."""
+        return self._s.batches.finished
+
+    def set_time(self, now: float, wall: float) -> None:
+        """Monotonic and Unix seconds for the events that follow."""
+        self._s.now, self._s.wall = now, wall
+
+    def peer_up(self, peer: str, hello: Mapping[str, Any]) -> None:
+        """A HELLO. Wrong ones are answered REFUSED with the reason."""
+        try:
+            role = hello.get("role")
+            if hello.get("schema_version") != SCHEMA_VERSION:
+                raise WireError(
+                    f"expected schema version {SCHEMA_VERSION}, got {hello.get('schema_version')!r}: run the same Afterplay everywhere"
+                )
+            if role == "actor":
+                self._actor_up(peer, hello)
+            elif role == "learner":
+                self._learner_up(peer, hello)
+            else:
+                raise WireError(f"expected role actor or learner, got {role!r}")
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            reason = (
+                str(error)
+                if isinstance(error, WireError)
+                else f"HELLO is not understood: {type(error).__name__}: {error}"
+            )
+            log.warning("refused %s: %s", peer, reason)
+            self.journal.count("peers.refused")
+            self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
+
+    def peer_down(self, peer: str, *, left: bool) -> None:
+        """A peer is silent, or ``left`` on purpose."""
+        self.leases.down(peer, left=left)
+        self.learner.down(peer)
+
+    def message(self, peer: str, message: Message) -> None:
+        """Any other message. One that cannot be understood is answered REFUSED; nothing else changes."""
+        header = message.header
+        try:
+            if peer == self.learner.peer:
+                self._learner_message(message)
+            elif message.kind is Kind.TRAJECTORY and peer in self.leases.actors:
+                self._trajectory(peer, header.get("trajectory_id"), message.frames)
+            else:
+                raise WireError(f"{message.kind.value} was not expected from {peer}: say HELLO first")
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            reason = f"{message.kind.value} is not understood: {type(error).__name__}: {error}"
+            log.warning("%s: %s", peer, reason)
+            self.journal.count("messages.refused")
+            self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
+
+    def corrupt(self, peer: str, reason: str) -> None:
+        """Bytes from ``peer`` that are no message at all."""
+        log.warning("%s sent what is no message: %s", peer, reason)
+        self.journal.count("messages.corrupt")
+
+    def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
+        """The scorer answered."""
+        if verdict.reward is not None:
+            self.journal.observe("reward", verdict.reward)
+        self.groups.scored(record, verdict.reward, verdict.rewards)
+
+    def plan(self) -> None:
+        """Everything that follows from the events and the time: expiry, cancellations, orders, dispatch."""
+        s = self._s
+        self.leases.tick()
+        self._give_up()
+        if self.finished:
+            for group in [g for g in s.groups.values() if g.open]:
+                self._cancel(group, CancelReason.FINISHED)
+        else:
+            for group in self.learner.dispatch():
+                self._cancel(group, CancelReason.LATE)
+        self._order()
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
+        return self.leases.next_deadline()
+
+    def collect(self) -> tuple[Changes, list[Effect]]:
+        """Rows to write in one transaction, and what to send after it."""
+        return self.journal.collect()
+
+    def _restore(self, meta: Mapping[str, Any]) -> None:
+        s = self._s
+        for group in list(s.groups.values()):
+            if group.state is GroupState.PLACED:
+                assert group.update is not None
+                s.batches.restore_placed(group.number, group.update)
+            elif group.open:
+                s.batches.restore(group.number, group.admitted_update, ready=group.state is GroupState.READY)
+        self.groups.restore()
+        self.leases.restore()
+        shape = {"n_rollout": s.config.groups.n_rollout, "groups_per_step": s.config.groups.groups_per_step}
+        if meta.get("shape") not in (None, shape):
+            self._reconfigure(meta["shape"]["groups_per_step"] != shape["groups_per_step"])
+        if meta.get("shape") != shape:
+            s.journal.meta("shape", shape)
+        for group in [g for g in s.groups.values() if g.open and g.task.environment not in s.config.environments]:
+            self._cancel(group, CancelReason.RECONFIGURED)
+        for group in s.groups.values():
+            for slot in group.slots:
+                if slot.trajectory is not None and slot.trajectory.reward is None:
+                    s.journal.effect(Score(slot.trajectory))
+
+    def _reconfigure(self, all_groups: bool) -> None:
+        """The run file changed what a batch is: groups of the old kind cannot be trained any more."""
+        s = self._s
+        for group in list(s.groups.values()):
+            if all_groups or group.n_rollout != s.config.groups.n_rollout:
+                if group.open:
+                    self._cancel(group, CancelReason.RECONFIGURED)
+                elif group.state is GroupState.TRAINED:
+                    self.learner.forget(group)
+
+    def _actor_up(self, peer: str, hello: Mapping[str, Any]) -> None:
+        slots, holding = int(hello["slots"]), [str(i) for i in hello["holding"]]
+        if slots < 1:
+            raise WireError(f"expected slots of at least 1, got {slots}")
+        header = {"credit_bytes": self._s.config.transport.credit_bytes, "policy_version": self._s.policy_version}
+        self.journal.effect(Send(peer, Kind.WELCOME, header))
+        self.leases.up(peer, slots, holding)
+
+    def _learner_up(self, peer: str, hello: Mapping[str, Any]) -> None:
+        if self.learner.peer not in (None, peer):
+            raise WireError(f"a learner is connected already under the name {self.learner.peer!r}: stop it first")
+        self.learner.up(peer, hello)
+
+    def _learner_message(self, message: Message) -> None:
+        header = message.header
+        match message.kind:
+            case Kind.CONSUMED:
+                self.learner.consumed(int(header["update"]), header["group_ids"])
+            case Kind.VERSION:
+                self.learner.version(int(header["policy_version"]), int(header["updates"]))
+            case Kind.CHECKPOINTED:
+                self.learner.checkpointed(int(header["updates"]))
+            case _:
+                raise WireError(f"{message.kind.value} was not expected from the learner")
+
+    def _trajectory(self, actor: str, trajectory_id: object, frames: Frames) -> None:
+        s = self._s
+        s.journal.count("trajectories.received")
+        key = OrderKey.parse(trajectory_id)
+        order = s.find_order(key) if key else None
+        if order is None or order.state is not OrderState.LEASED:
+            self._unexpected(actor, str(trajectory_id), key, order)
+            return
+        seen = examine(frames, self._limits, order.key, s.groups[order.key.group].task)
+        self.leases.ended([order])
+        if isinstance(seen, Unreadable):
+            log.warning("%s sent an unreadable trajectory %s: %s", actor, trajectory_id, seen.reason)
+            s.journal.refuse(actor, str(trajectory_id), f"{seen.drop.value}: {seen.reason}")
+            self.groups.failed(order, seen.drop, None, seen.reason)
+            return
+        s.journal.ack(actor, order.key.text)
+        s.journal.observe("bytes", seen.facts.n_bytes)
+        if seen.drop is not None:
+            failure = seen.facts.failure or {}
+            reason = f"{failure.get('boundary', '')}: {failure.get('kind', 'nothing was sampled')}"
+            self.groups.failed(order, seen.drop, seen.facts, reason)
+            return
+        self._hold(
+            order,
+            seen.trajectory,
+            self.groups.answered(order, seen.facts, frames, self._is_late(order, seen.facts.version_min)),
+        )
+
+    def _is_late(self, order: OrderRecord, version_min: int) -> bool:
+        late = version_min < order.policy_version
+        if late:
+            log.warning(
+                "trajectory %s was sampled by version %d, ordered from %d on",
+                order.key.text,
+                version_min,
+                order.policy_version,
+            )
+        return late
+
+    def _hold(self, order: OrderRecord, trajectory: Trajectory, record: TrajectoryRecord) -> None:
+        self.journal.count(f"inserted.{trajectory.task.environment}")
+        self.journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
+        self.journal.observe("tokens", record.facts.n_sampled)
+        self.journal.observe("duration", record.facts.duration_seconds)
+        if self._score_now is not None:
+            self.scored(record, self._score_now(trajectory))
+        else:
+            self.journal.effect(Score(record, trajectory))
+
+    def _unexpected(self, actor: str, trajectory_id: str, key: OrderKey | None, order: OrderRecord | None) -> None:
+        """An answer to an order that is not open: acknowledged again if it is here, refused otherwise."""
+        if order is None:
+            drop = (
+                Drop.ENDED
+                if key is not None and key.group < self._s.next_group and key.group not in self._s.groups
+                else Drop.UNKNOWN
+            )
+        else:
+            drop = _ENDED.get(order.state, Drop.DUPLICATE)
+        self.journal.count(f"trajectories.dropped.{drop.value}")
+        if drop is Drop.DUPLICATE:
+            self.journal.ack(actor, trajectory_id)
+        else:
+            self.journal.refuse(actor, trajectory_id, drop.value)
+
+    def _give_up(self) -> None:
+        while self.groups.given_up:
+            group = self.groups.given_up.pop()
+            if group.open:
+                self._cancel(group, CancelReason.ATTEMPTS)
+
+    def _cancel(self, group: GroupRecord, reason: CancelReason) -> None:
+        self.leases.ended(self.groups.cancel(group, reason), cancel=f"its group was cancelled: {reason.value}")
+        self.learner.cancelled(group)
+
+    def _order(self) -> None:
+        """Give free actors what is to be played: pending slots first, then new groups as far as admission allows."""
+        s = self._s
+        if s.policy_version < 0 or self.finished:
+            return
+        free = [(-actor.free, actor.name) for actor in self.leases.actors.values() if actor.free > 0]
+        heapq.heapify(free)
+        drawn = False
+        while free:
+            pending = self.groups.take_pending()
+            if pending is None:
+                if s.batches.capacity() < 1:
+                    break
+                self.groups.plan(self.sampler.draw())
+                drawn = True
+                continue
+            name = free[0][1]
+            actor = self.leases.actors[name]
+            self.leases.issue(*pending, actor)
+            heapq.heapreplace(free, (-actor.free, name)) if actor.free else heapq.heappop(free)
+        if drawn:
+            s.journal.meta("sampler", self.sampler.state())
+
+
+def _limits(config: RunConfig) -> Limits:
+    t = config.transport
+    return Limits(t.header_bytes_max, t.message_bytes_max, t.frames_max, t.tokens_max, t.queue_messages_max)

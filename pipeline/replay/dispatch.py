@@ -1,0 +1,234 @@
+"""The learner's side: which group goes to which update, what was trained, what must be trained again.
+
+*consumes* HELLO, CONSUMED, VERSION and CHECKPOINTED of the learner and complete groups; *produces* PLAN, DELIVERY, ACK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.codec import encode_plan
+from pipeline.replay.groups import Groups
+from pipeline.replay.journal import Send
+from pipeline.replay.records import CancelReason, GroupRecord, GroupState, TrajectoryState, group_id, parse_group_id
+from pipeline.replay.state import StageState, log
+from pipeline.schema import GroupPlan
+from pipeline.transport.base import Kind
+
+
+class Dispatch:
+    """At most ``credit`` groups are at the learner and not consumed; a group keeps the update it was promised to."""
+
+    def __init__(self, state: StageState, groups: Groups, session: str | None = None, durable_updates: int = 0) -> None:
+        self._s = state
+        self._groups = groups
+        self.peer: str | None = None
+        """Name of the learner that is connected."""
+        self.session = session
+        self.durable_updates = durable_updates
+        self.credit = 0
+        self.sent: set[int] = set()
+        """Groups that the connected learner has."""
+
+    def up(self, name: str, hello: Mapping[str, Any]) -> None:
+        """HELLO of the learner: agree on what it has trained, forget what it lost, repeat what it misses."""
+        s = self._s
+        updates = int(hello["updates"])
+        recorded = s.batches.consumed
+        s.journal.effect(Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": s.policy_version}))
+        self.peer = name
+        self.credit = max(int(hello["credit_groups"]), s.config.groups.groups_per_step)
+        for update, ids in hello.get("consumed", ()):
+            self.consumed(int(update), ids)
+        if hello["session"] != self.session:
+            self.session = hello["session"]
+            s.journal.meta("session", self.session)
+            self._agree(updates)
+        holding = {number for text in hello.get("holding", ()) if (number := parse_group_id(text)) is not None}
+        self.sent = {n for n in holding if n in s.batches.placed}
+        strange = sorted(holding - self.sent)
+        if strange:
+            self._cancel_at_learner(strange, "not planned for this learner")
+        self.checkpointed(min(int(hello.get("durable_updates", 0)), updates))
+
+    def down(self, name: str) -> None:
+        if name == self.peer:
+            self.peer, self.sent = None, set()
+
+    def version(self, policy_version: int, updates: int) -> None:
+        """Weights with ``updates`` updates are live as ``policy_version``: this is what admits new groups."""
+        s = self._s
+        if policy_version < s.policy_version:
+            log.warning("VERSION %d after %d: ignored, versions never go back", policy_version, s.policy_version)
+            return
+        s.policy_version, s.batches.live = policy_version, updates
+        s.journal.meta("policy_version", policy_version)
+        s.journal.meta("live", updates)
+
+    def consumed(self, update: int, ids: Sequence[str]) -> None:
+        """The learner made ``update`` from these groups. Repeating it changes nothing."""
+        s = self._s
+        assert self.peer is not None
+        named = {number for text in ids if (number := parse_group_id(text)) is not None}
+        members = [
+            g
+            for n in named
+            if (g := s.groups.get(n)) is not None and g.state is GroupState.PLACED and g.update == update
+        ]
+        for group in members:
+            self._train(group)
+        strange = [
+            n
+            for n in named
+            if (g := s.groups.get(n)) is None or g.state is not GroupState.TRAINED or g.update != update
+        ]
+        if strange:
+            s.journal.count("learner.consumed_unknown", len(strange))
+            log.warning(
+                "update %d was made from groups that were not planned for it: %s", update, list(map(group_id, strange))
+            )
+        if update >= s.batches.consumed:
+            placed = [s.groups[n] for n, u in s.batches.placed.items() if u == update]
+            for group in placed:
+                if group.state is GroupState.PLACED:
+                    self._groups.cancel(group, CancelReason.UNTRAINED)
+                    self.cancelled(group)
+        self._made(update, [g.number for g in members])
+        s.journal.effect(Send(self.peer, Kind.ACK, {"update": update}))
+
+    def checkpointed(self, updates: int) -> None:
+        """Everything before update ``updates`` is safe at the learner: forget it."""
+        s = self._s
+        self.durable_updates = max(self.durable_updates, updates)
+        s.journal.meta("durable_updates", self.durable_updates)
+        for group in list(s.groups.values()):
+            trained = group.state is GroupState.TRAINED and group.update is not None and group.update < updates
+            if trained or (group.state is GroupState.CANCELLED and group.admitted_update < updates):
+                self.forget(group)
+
+    def dispatch(self) -> list[GroupRecord]:
+        """Send groups while credits last; returns groups that are too late and must be dropped."""
+        s = self._s
+        if self.peer is None:
+            return []
+        for number, _ in sorted(
+            ((n, u) for n, u in s.batches.placed.items() if n not in self.sent), key=lambda p: (p[1], p[0])
+        ):
+            if len(self.sent) >= self.credit:
+                return []
+            self._send(s.groups[number])
+        dropped = []
+        while len(self.sent) < self.credit and (placement := s.batches.place_next()) is not None:
+            group = s.groups[placement.group]
+            group.state, group.update = GroupState.PLACED, placement.update
+            group.late |= placement.late
+            s.journal.group(group)
+            if group.late:
+                s.journal.count("groups.late")
+                s.journal.count("trajectories.late", group.n_rollout)
+                if s.config.staleness.late == "drop":
+                    dropped.append(group)
+                    continue
+            self._send(group)
+        return dropped
+
+    def cancelled(self, group: GroupRecord) -> None:
+        """A group that the learner may have was cancelled."""
+        if group.number in self.sent:
+            self.sent.discard(group.number)
+            self._cancel_at_learner([group.number], group.reason)
+
+    def _agree(self, updates: int) -> None:
+        """A new learner process starts from weights of ``updates`` updates."""
+        s = self._s
+        done = [s.groups[n] for n, u in s.batches.placed.items() if u < updates]
+        for group in done:
+            self._train(group)
+            self._made(group.update or 0, [group.number])
+        again = {}
+        for group in s.groups.values():
+            if group.state is GroupState.TRAINED and group.update is not None and group.update >= updates:
+                self._untrain(group)
+                again[group.number] = group.update
+        if s.batches.consumed > updates:
+            log.warning("the learner goes on from %d updates, %d were made: %d groups are trained again",
+                        updates, s.batches.consumed, len(again))  # fmt: skip
+        s.batches.roll_back(updates, again)
+        self.durable_updates = min(self.durable_updates, updates)
+        s.journal.meta("consumed", s.batches.consumed)
+        s.journal.meta("live", s.batches.live)
+
+    def _made(self, update: int, groups: list[int]) -> None:
+        self._s.batches.consume(update, groups)
+        self.sent.difference_update(groups)
+        self._s.journal.meta("consumed", self._s.batches.consumed)
+
+    def _train(self, group: GroupRecord) -> None:
+        s = self._s
+        group.state, group.ended_at = GroupState.TRAINED, s.wall
+        s.journal.group(group)
+        s.journal.count("groups.trained")
+        for record in self._members(group):
+            record.state = TrajectoryState.TRAINED
+            s.journal.trajectory(record)
+            s.journal.observe("trained", record.seq)
+        s.journal.count("trajectories.held", -group.n_rollout)
+        s.journal.count("trajectories.trained", group.n_rollout)
+
+    def _untrain(self, group: GroupRecord) -> None:
+        s = self._s
+        group.state, group.ended_at = GroupState.PLACED, None
+        s.journal.group(group)
+        s.journal.count("groups.trained", -1)
+        s.journal.count("groups.rolled_back")
+        for record in self._members(group):
+            record.state = TrajectoryState.HELD
+            s.journal.trajectory(record)
+        s.journal.count("trajectories.held", group.n_rollout)
+        s.journal.count("trajectories.trained", -group.n_rollout)
+        s.journal.count("trajectories.rolled_back", group.n_rollout)
+
+    def _send(self, group: GroupRecord) -> None:
+        s = self._s
+        assert self.peer is not None
+        self.sent.add(group.number)
+        plan = GroupPlan(
+            group.group_id, group.task, group.n_rollout, group.n_rollout, (), group.attempt, group.admitted_update
+        )
+        s.journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))
+        for index, record in enumerate(self._members(group)):
+            record.samples += 1
+            s.journal.trajectory(record)
+            header = {
+                "group_id": group.group_id,
+                "trajectory_id": record.key.text,
+                "reward": record.reward,
+                "rewards": dict(record.rewards),
+                "index": index,
+            }
+            s.journal.effect(Send(self.peer, Kind.DELIVERY, header, payload=record.seq))
+            s.journal.count("trajectories.sent")
+            s.journal.observe("sample_age", s.wall - record.received_at)
+            s.journal.observe("sample_staleness", max(0, s.policy_version - record.facts.version_min))
+
+    def forget(self, group: GroupRecord) -> None:
+        """Free what is kept of an ended group."""
+        s = self._s
+        for slot in group.slots:
+            if slot.trajectory is not None:
+                s.journal.forget_payload(slot.trajectory.seq)
+                s.journal.count("payload.bytes", -slot.trajectory.facts.n_bytes)
+                s.journal.observe("item_samples", slot.trajectory.samples)
+        s.journal.forget_group(group.number)
+        del s.groups[group.number]
+
+    def _members(self, group: GroupRecord) -> list[Any]:
+        records = [slot.trajectory for slot in group.slots]
+        assert all(r is not None for r in records), group
+        return records
+
+    def _cancel_at_learner(self, numbers: list[int], reason: str) -> None:
+        if self.peer is not None:
+            ids = [group_id(n) for n in numbers]
+            self._s.journal.effect(Send(self.peer, Kind.CANCEL, {"group_ids": ids, "reason": reason}))

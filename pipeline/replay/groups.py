@@ -1,0 +1,171 @@
+"""Groups from admission to completion: which slots want an order, what an answer does to its slot.
+
+*consumes* admissions, answers, scores; *produces* slots to order, complete groups, cancelled groups.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from pipeline.replay.records import (
+    CancelReason,
+    Drop,
+    Facts,
+    GroupRecord,
+    GroupState,
+    OrderRecord,
+    OrderState,
+    Slot,
+    TrajectoryRecord,
+    TrajectoryState,
+)
+from pipeline.replay.state import StageState, log
+from pipeline.schema import Task
+from pipeline.transport.base import Frames
+
+
+class Groups:
+    """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
+
+    def __init__(self, state: StageState) -> None:
+        self._s = state
+        self._pending: list[tuple[int, int, int]] = []
+        self.given_up: list[GroupRecord] = []
+        """Groups to cancel because a slot failed too often; the core empties it."""
+
+    def restore(self) -> None:
+        """Rebuild what is derived, from the groups in memory."""
+        self._pending = []
+        for group in self._s.groups.values():
+            if group.state is GroupState.PLAYING:
+                for index, slot in enumerate(group.slots):
+                    if not slot.leased and slot.trajectory is None:
+                        self.want(group, index)
+
+    def plan(self, task: Task) -> GroupRecord:
+        """Admit a new group (the caller has checked the capacity)."""
+        s = self._s
+        number = s.next_group
+        s.next_group += 1
+        admitted = s.batches.admit(number)
+        slots = [Slot() for _ in range(s.config.groups.n_rollout)]
+        group = s.groups[number] = GroupRecord(number, task, admitted, s.wall, slots)
+        s.journal.group(group)
+        s.journal.meta("next_group", s.next_group)
+        s.journal.count("groups.planned")
+        for index in range(len(slots)):
+            self.want(group, index)
+        return group
+
+    def want(self, group: GroupRecord, slot: int) -> None:
+        """The slot needs an order. Older groups are served first."""
+        heapq.heappush(self._pending, (group.admitted_update, group.number, slot))
+
+    def take_pending(self) -> tuple[GroupRecord, int] | None:
+        """The most urgent slot that needs an order, or None."""
+        while self._pending:
+            _, number, index = heapq.heappop(self._pending)
+            group = self._s.groups.get(number)
+            if group is not None and group.state is GroupState.PLAYING:
+                slot = group.slots[index]
+                if not slot.leased and slot.trajectory is None:
+                    return group, index
+        return None
+
+    def answered(self, order: OrderRecord, facts: Facts, frames: Frames, late: bool) -> TrajectoryRecord:
+        """A usable trajectory came: hold it until it is scored."""
+        s = self._s
+        group = s.groups[order.key.group]
+        record = self._record(order, facts)
+        group.slots[order.key.slot].trajectory = record
+        group.late |= late
+        s.end_order(order, OrderState.DELIVERED)
+        s.journal.trajectory(record, frames)
+        s.journal.count("trajectories.held")
+        s.journal.count("payload.bytes", facts.n_bytes)
+        s.journal.group(group)
+        return record
+
+    def failed(self, order: OrderRecord, drop: Drop, facts: Facts | None, reason: str) -> None:
+        """The rollout gave nothing to train; its slot is ordered again, or the group given up."""
+        s = self._s
+        aborted = drop is Drop.ABORTED
+        if facts is not None:
+            record = self._record(order, facts)
+            record.state, record.reason = TrajectoryState.DROPPED, drop.value
+            s.journal.trajectory(record)
+        s.journal.count(f"trajectories.dropped.{drop.value}")
+        s.end_order(order, OrderState.ABORTED if aborted else OrderState.FAILED, reason, failure=not aborted)
+        self._again(order)
+
+    def lost(self, order: OrderRecord, reason: str, *, failure: bool) -> None:
+        """No answer will come to this order."""
+        self._s.end_order(order, OrderState.EXPIRED, reason, failure=failure)
+        self._again(order)
+
+    def scored(self, record: TrajectoryRecord, reward: float | None, rewards: Mapping[str, float | None]) -> None:
+        """The scorer's verdict on a held trajectory."""
+        s = self._s
+        group = s.groups.get(record.key.group)
+        if group is None or record.state is not TrajectoryState.HELD or record.reward is not None:
+            return
+        record.reward, record.rewards = reward, dict(rewards)
+        if reward is None:
+            slot = group.slots[record.key.slot]
+            slot.trajectory = None
+            slot.failures += 1
+            order = group.orders[record.key]
+            order.failure = True
+            s.journal.order(order)
+            self._drop(record, Drop.UNSCORED)
+            self._again(order)
+            return
+        s.journal.trajectory(record)
+        if group.state is GroupState.PLAYING and group.complete:
+            group.state = GroupState.READY
+            s.journal.group(group)
+            s.batches.complete(group.number)
+
+    def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
+        """Give up an open group; returns the orders that actors must be told to stop."""
+        s = self._s
+        assert group.open, group
+        group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, s.wall
+        s.batches.cancel(group.number)
+        s.journal.group(group)
+        s.journal.count(f"groups.cancelled.{reason.value}")
+        stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
+        for order in stopped:
+            s.end_order(order, OrderState.CANCELLED, reason.value)
+        for slot in group.slots:
+            if slot.trajectory is not None:
+                self._drop(slot.trajectory, Drop.CANCELLED)
+                slot.trajectory = None
+        return stopped
+
+    def _again(self, order: OrderRecord) -> None:
+        group = self._s.groups[order.key.group]
+        if group.state is not GroupState.PLAYING:
+            return
+        if group.slots[order.key.slot].failures < self._s.config.groups.attempts_max:
+            self.want(group, order.key.slot)
+        else:
+            log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
+                        group.slots[order.key.slot].failures)  # fmt: skip
+            self.given_up.append(group)
+
+    def _record(self, order: OrderRecord, facts: Facts) -> TrajectoryRecord:
+        s = self._s
+        record = TrajectoryRecord(s.next_seq, order.key, facts, s.wall)
+        s.next_seq += 1
+        return record
+
+    def _drop(self, record: TrajectoryRecord, drop: Drop) -> None:
+        s = self._s
+        record.state, record.reason = TrajectoryState.DROPPED, drop.value
+        s.journal.trajectory(record)
+        s.journal.forget_payload(record.seq)
+        s.journal.count("payload.bytes", -record.facts.n_bytes)
+        s.journal.count("trajectories.held", -1)
+        s.journal.count(f"trajectories.dropped.{drop.value}")

@@ -1,0 +1,174 @@
+"""What one round of events changed, and what has to be said once that is durable."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.replay.records import GroupRecord, OrderRecord, TrajectoryRecord
+from pipeline.schema import Trajectory
+from pipeline.transport.base import Frames, Kind
+
+
+@dataclass(slots=True)
+class Send:
+    """A message for a peer. ``payload`` names the trajectory (by ``seq``) whose frames go with it."""
+
+    peer: str
+    kind: Kind
+    header: dict[str, Any]
+    payload: int | None = None
+
+
+@dataclass(slots=True)
+class Score:
+    """Ask the scorer for the reward of a stored trajectory (decoded already, unless the stage has just started)."""
+
+    record: TrajectoryRecord
+    trajectory: Trajectory | None = None
+
+
+Effect = Send | Score
+
+
+@dataclass(slots=True)
+class Changes:
+    """Rows of one transaction, copied so that the core may go on while they are written."""
+
+    groups: list[tuple[Any, ...]] = field(default_factory=list)
+    orders: list[tuple[Any, ...]] = field(default_factory=list)
+    trajectories: list[tuple[Any, ...]] = field(default_factory=list)
+    payloads: list[tuple[int, Frames]] = field(default_factory=list)
+    forgotten_payloads: list[int] = field(default_factory=list)
+    forgotten_groups: list[int] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(
+            (
+                self.groups,
+                self.orders,
+                self.trajectories,
+                self.payloads,
+                self.forgotten_payloads,
+                self.meta,
+                self.counters,
+            )
+        )
+
+
+class Journal:
+    """Collects changes, effects, counters and observations while the core applies events."""
+
+    def __init__(self, counters: dict[str, int] | None = None) -> None:
+        self.counters: Counter[str] = Counter(counters or {})
+        """The ledger: events by name, such as ``orders.issued`` or ``trajectories.dropped.duplicate``."""
+        self.observations: list[tuple[str, float]] = []
+        """Values for histograms: (name, value)."""
+        self._groups: dict[int, GroupRecord] = {}
+        self._orders: dict[int, OrderRecord] = {}
+        self._trajectories: dict[int, TrajectoryRecord] = {}
+        self._payloads: dict[int, Frames] = {}
+        self._forgotten_payloads: list[int] = []
+        self._forgotten_groups: list[int] = []
+        self._meta: dict[str, Any] = {}
+        self._counted: set[str] = set()
+        self._effects: list[Effect] = []
+        self._acks: defaultdict[str, tuple[list[str], dict[str, str]]] = defaultdict(lambda: ([], {}))
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.counters[name] += amount
+        self._counted.add(name)
+
+    def group(self, group: GroupRecord) -> None:
+        self._groups[group.number] = group
+
+    def order(self, order: OrderRecord) -> None:
+        self._orders[id(order)] = order
+
+    def trajectory(self, trajectory: TrajectoryRecord, frames: Frames | None = None) -> None:
+        self._trajectories[trajectory.seq] = trajectory
+        if frames is not None:
+            self._payloads[trajectory.seq] = frames
+
+    def forget_payload(self, seq: int) -> None:
+        if self._payloads.pop(seq, None) is None:
+            self._forgotten_payloads.append(seq)
+
+    def forget_group(self, number: int) -> None:
+        """The group leaves memory: it will not be asked for when the stage starts again."""
+        self._forgotten_groups.append(number)
+
+    def meta(self, key: str, value: Any) -> None:
+        self._meta[key] = value
+
+    def observe(self, name: str, value: float) -> None:
+        self.observations.append((name, value))
+
+    def effect(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def ack(self, actor: str, trajectory_id: str) -> None:
+        self._acks[actor][0].append(trajectory_id)
+
+    def refuse(self, actor: str, trajectory_id: str, reason: str) -> None:
+        self._acks[actor][1][trajectory_id] = reason
+
+    def collect(self) -> tuple[Changes, list[Effect]]:
+        """Everything since the last call; acknowledgements come first, one message per actor."""
+        changes = Changes(
+            groups=[group_row(g) for g in self._groups.values()],
+            orders=[order_row(o) for o in self._orders.values()],
+            trajectories=[trajectory_row(t) for t in self._trajectories.values()],
+            payloads=list(self._payloads.items()),
+            forgotten_payloads=self._forgotten_payloads,
+            forgotten_groups=self._forgotten_groups,
+            meta=self._meta,
+            counters={name: self.counters[name] for name in self._counted},
+        )
+        acks: list[Effect] = [
+            Send(actor, Kind.ACK, {"trajectory_ids": ids, "refused": refused})
+            for actor, (ids, refused) in self._acks.items()
+        ]
+        effects = acks + self._effects
+        self._groups, self._orders, self._trajectories, self._payloads = {}, {}, {}, {}
+        self._forgotten_payloads, self._forgotten_groups, self._meta, self._counted = [], [], {}, set()
+        self._effects = []
+        self._acks.clear()
+        return changes, effects
+
+
+def group_row(g: GroupRecord) -> tuple[Any, ...]:
+    task = {
+        "task_id": g.task.task_id,
+        "environment": g.task.environment,
+        "seed": g.task.seed,
+        "payload": dict(g.task.payload),
+    }
+    return (
+        g.number,
+        task,
+        g.n_rollout,
+        g.admitted_update,
+        g.state.value,
+        g.update,
+        g.late,
+        g.reason,
+        g.planned_at,
+        g.ended_at,
+    )
+
+
+def order_row(o: OrderRecord) -> tuple[Any, ...]:
+    return (*o.key, o.actor, o.attempt, o.policy_version, o.state.value, o.reason, o.failure, o.issued_at, o.ended_at)
+
+
+def trajectory_row(t: TrajectoryRecord) -> tuple[Any, ...]:
+    f = t.facts
+    return (
+        t.seq, t.key.text, *t.key, t.state.value, t.reason, t.reward, dict(t.rewards), t.samples, t.received_at,
+        f.status, f.n_turns, f.n_tokens, f.n_sampled, f.version_min, f.version_max, f.duration_seconds, f.actor, f.n_bytes,
+        dict(f.failure) if f.failure else None,
+    )  # fmt: skip

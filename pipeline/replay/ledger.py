@@ -1,0 +1,123 @@
+"""The accounts of a run: every order, trajectory and group in exactly one state, readable by anyone while the stage runs."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from pipeline.errors import StoreError
+from pipeline.replay import store_file
+
+ORDER_ENDS = ("delivered", "failed", "aborted", "expired", "cancelled")
+GROUP_OPEN = ("playing", "ready", "placed")
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Counts since the start of the run, over all restarts.
+
+    ``orders``: ``issued``, :data:`ORDER_ENDS`, ``in_flight``. ``trajectories``: ``received``, ``trained``, ``held``,
+    ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``, ``rolled_back``, ``cancelled.<reason>`` and
+    ``playing``, ``ready``, ``placed``.
+    """
+
+    orders: Mapping[str, int] = field(default_factory=dict)
+    trajectories: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    updates: int = 0
+    policy_version: int = -1
+    rows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The same, counted from the rows of the store."""
+
+    def audit(self) -> list[str]:
+        """Every sum that does not add up, in words; empty when all do."""
+        o, t, g = self.orders, self.trajectories, self.groups
+        dropped = _sum(t, "dropped.")
+        cancelled = _sum(g, "cancelled.")
+        sums = [
+            ("orders issued", o.get("issued", 0), sum(o.get(k, 0) for k in ORDER_ENDS) + o.get("in_flight", 0)),
+            ("trajectories received", t.get("received", 0), t.get("trained", 0) + t.get("held", 0) + dropped),
+            (
+                "groups planned",
+                g.get("planned", 0),
+                g.get("trained", 0) + cancelled + sum(g.get(k, 0) for k in GROUP_OPEN),
+            ),
+        ]
+        wrong = [
+            f"{what}: {total}, but their states add up to {parts}" for what, total, parts in sums if total != parts
+        ]
+        return wrong + self._audit_rows()
+
+    def _audit_rows(self) -> list[str]:
+        if not self.rows:
+            return []
+        pairs = [("orders", k, self.orders.get(k, 0), self.rows["orders"].get(k, 0)) for k in ORDER_ENDS]
+        pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
+        for k in ("trained", "held"):
+            pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
+        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored"):
+            pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
+        pairs.append(("groups", "trained", self.groups.get("trained", 0), self.rows["groups"].get("trained", 0)))
+        return [f"{what} {state}: counted {a}, rows {b}" for what, state, a, b in pairs if a != b]
+
+
+def read_ledger(path: Path, *, rows: bool = False) -> Ledger:
+    """The accounts in the store at ``path``; ``rows`` also counts them from the rows (slower on long runs).
+
+    Opens the file read-only, in one transaction. Raises :class:`StoreError` when there is none or it is not ours.
+    """
+    if not store_file.check_header(path):
+        raise StoreError(f"there is no replay store at {path}: has the run been started?")
+    try:
+        connection = store_file.connect(path, read_only=True)
+    except sqlite3.Error as error:
+        raise StoreError(f"the replay store {path} could not be read: {error}") from error
+    try:
+        connection.execute("BEGIN")
+        counters = dict(connection.execute("SELECT name, value FROM counters"))
+        meta = {key: orjson.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+        groups = dict(connection.execute("SELECT state, count(*) FROM groups WHERE kept = 1 GROUP BY state"))
+        counted = _count_rows(connection) if rows else {}
+    except sqlite3.Error as error:
+        raise StoreError(f"the replay store {path} could not be read: {error}") from error
+    finally:
+        connection.close()
+    return build_ledger(counters, {k: groups.get(k, 0) for k in GROUP_OPEN}, meta, counted)
+
+
+def build_ledger(
+    counters: Mapping[str, int],
+    open_groups: Mapping[str, int],
+    meta: Mapping[str, int],
+    rows: Mapping[str, Mapping[str, int]] | None = None,
+) -> Ledger:
+    """From counters named ``orders.issued`` and the like."""
+    return Ledger(
+        orders=_under(counters, "orders."),
+        trajectories=_under(counters, "trajectories."),
+        groups={**_under(counters, "groups."), **open_groups},
+        updates=meta.get("consumed", 0),
+        policy_version=meta.get("policy_version", -1),
+        rows=rows or {},
+    )
+
+
+def _count_rows(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
+    state = "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END"
+    return {
+        "orders": dict(connection.execute("SELECT state, count(*) FROM orders GROUP BY state")),
+        "groups": dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state")),
+        "trajectories": dict(connection.execute(f"SELECT {state}, count(*) FROM trajectories GROUP BY 1")),
+    }
+
+
+def _under(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): value for name, value in counters.items() if name.startswith(prefix)}
+
+
+def _sum(counts: Mapping[str, int], prefix: str) -> int:
+    return sum(value for name, value in counts.items() if name.startswith(prefix))

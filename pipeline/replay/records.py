@@ -1,0 +1,221 @@
+"""What the stage keeps: groups, orders and trajectories, each in one named state at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from pipeline.schema import Task
+
+_ORDER_ID = re.compile(r"g(\d{6,18})\.(\d{1,9})\.(\d{1,9})")
+_GROUP_ID = re.compile(r"g(\d{6,18})")
+
+
+class GroupState(StrEnum):
+    PLAYING = "playing"
+    """Some rollouts are missing or not scored."""
+    READY = "ready"
+    """Complete and scored; no update chosen yet."""
+    PLACED = "placed"
+    """Promised to one update; sent, or to be sent, to the learner."""
+    TRAINED = "trained"
+    """Terminal: an update was made from it."""
+    CANCELLED = "cancelled"
+    """Terminal; ``reason`` says why."""
+
+
+class OrderState(StrEnum):
+    LEASED = "leased"
+    """In flight: an actor has it."""
+    DELIVERED = "delivered"
+    """Terminal: its trajectory is stored."""
+    FAILED = "failed"
+    """Terminal: the rollout failed, or its trajectory could not be understood."""
+    ABORTED = "aborted"
+    """Terminal: the actor ended it on purpose."""
+    EXPIRED = "expired"
+    """Terminal: no answer in time, or its actor has gone."""
+    CANCELLED = "cancelled"
+    """Terminal: its group was cancelled."""
+
+
+class TrajectoryState(StrEnum):
+    HELD = "held"
+    """Stored; waits for its score, its group or its update."""
+    TRAINED = "trained"
+    """Terminal: an update was made from it."""
+    DROPPED = "dropped"
+    """Terminal: ``reason`` is one of :class:`Drop`."""
+
+
+class Drop(StrEnum):
+    """Why a trajectory that arrived is not trained."""
+
+    DUPLICATE = "duplicate"
+    """It was stored already."""
+    FAILED = "failed"
+    """The rollout failed (status error), or nothing was sampled in it."""
+    ABORTED = "aborted"
+    UNSCORED = "unscored"
+    """No reward could be computed."""
+    CANCELLED = "cancelled"
+    """Its group was cancelled (before or after it arrived)."""
+    EXPIRED = "expired"
+    """It came after its order had expired."""
+    ENDED = "ended"
+    """Its group ended before the last checkpoint and is forgotten."""
+    UNKNOWN = "unknown"
+    """No such order was ever issued here."""
+    CORRUPT = "corrupt"
+    """Its bytes are no trajectory, or not the one that was ordered."""
+    SCHEMA = "schema"
+    """Its values break the data model, or it has another schema version."""
+
+
+class CancelReason(StrEnum):
+    """Why a group is not trained."""
+
+    ATTEMPTS = "attempts"
+    """One of its slots failed ``groups.attempts_max`` times."""
+    LATE = "late"
+    """Over the staleness bound, with ``staleness.late: drop``."""
+    FINISHED = "finished"
+    """The run has made all its updates."""
+    RECONFIGURED = "reconfigured"
+    """The run file changed group size, batch size or environments while the group was open."""
+    UNTRAINED = "untrained"
+    """The learner made its update without it."""
+
+
+class OrderKey(NamedTuple):
+    """An order, and the trajectory that answers it: ``g000012.3.0`` is group 12, slot 3, first order of the slot."""
+
+    group: int
+    slot: int
+    serial: int
+
+    @property
+    def text(self) -> str:
+        return f"{group_id(self.group)}.{self.slot}.{self.serial}"
+
+    @classmethod
+    def parse(cls, text: object) -> OrderKey | None:
+        """None for anything that is not an order id."""
+        match = _ORDER_ID.fullmatch(text) if isinstance(text, str) else None
+        key = cls(*map(int, match.groups())) if match else None
+        return key if key is not None and key.text == text else None
+
+
+def group_id(number: int) -> str:
+    return f"g{number:06d}"
+
+
+def parse_group_id(text: object) -> int | None:
+    match = _GROUP_ID.fullmatch(text) if isinstance(text, str) else None
+    return int(match.group(1)) if match else None
+
+
+@dataclass(slots=True)
+class OrderRecord:
+    """One lease."""
+
+    key: OrderKey
+    actor: str
+    attempt: int
+    policy_version: int
+    issued_at: float
+    """Unix seconds."""
+    state: OrderState = OrderState.LEASED
+    reason: str = ""
+    failure: bool = False
+    """Whether it used up one of the slot's attempts."""
+    ended_at: float | None = None
+    deadline: float = 0.0
+    """Clock of the running process, seconds; not stored."""
+
+
+@dataclass(slots=True, frozen=True)
+class Facts:
+    """What the stage knows of a trajectory without its arrays."""
+
+    status: str
+    n_turns: int
+    n_tokens: int
+    n_sampled: int
+    version_min: int
+    version_max: int
+    duration_seconds: float
+    actor: str
+    n_bytes: int
+    failure: Mapping[str, str] | None = None
+
+
+@dataclass(slots=True)
+class TrajectoryRecord:
+    """One trajectory that was stored."""
+
+    seq: int
+    """Order of arrival; key of the payload in the store."""
+    key: OrderKey
+    facts: Facts
+    received_at: float
+    """Unix seconds."""
+    state: TrajectoryState = TrajectoryState.HELD
+    reason: str = ""
+    reward: float | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    samples: int = 0
+    """Times it was sent to a learner."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One of the ``n_rollout`` places of a group: at most one order out, at most one trajectory in."""
+
+    serial: int = 0
+    """Orders issued for it so far."""
+    failures: int = 0
+    leased: bool = False
+    trajectory: TrajectoryRecord | None = None
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """One group, open or kept until a checkpoint covers its update."""
+
+    number: int
+    task: Task
+    admitted_update: int
+    planned_at: float
+    """Unix seconds."""
+    slots: list[Slot]
+    state: GroupState = GroupState.PLAYING
+    update: int | None = None
+    late: bool = False
+    reason: str = ""
+    ended_at: float | None = None
+    orders: dict[OrderKey, OrderRecord] = field(default_factory=dict)
+
+    @property
+    def group_id(self) -> str:
+        return group_id(self.number)
+
+    @property
+    def n_rollout(self) -> int:
+        return len(self.slots)
+
+    @property
+    def attempt(self) -> int:
+        """How many rollouts were ordered again."""
+        return sum(max(0, slot.serial - 1) for slot in self.slots)
+
+    @property
+    def complete(self) -> bool:
+        return all(slot.trajectory is not None and slot.trajectory.reward is not None for slot in self.slots)
+
+    @property
+    def open(self) -> bool:
+        return self.state in (GroupState.PLAYING, GroupState.READY, GroupState.PLACED)

@@ -1,0 +1,52 @@
+"""What the stage's state machines share: the groups in memory, the rule, the journal, the clock."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from pipeline.config import RunConfig
+from pipeline.replay.journal import Journal
+from pipeline.replay.records import GroupRecord, OrderKey, OrderRecord, OrderState
+from pipeline.schema import Task
+from pipeline.staleness import Batches
+
+log = logging.getLogger("afterplay.replay")
+
+
+@dataclass(slots=True)
+class StageState:
+    """Mutable and owned by the core; every duty class works on the same one."""
+
+    config: RunConfig
+    batches: Batches
+    journal: Journal
+    groups: dict[int, GroupRecord] = field(default_factory=dict)
+    """Open groups, and ended ones until a checkpoint covers them."""
+    next_group: int = 0
+    next_seq: int = 0
+    policy_version: int = -1
+    """Newest published version; -1 before the first."""
+    now: float = 0.0
+    """Monotonic clock of this process, seconds."""
+    wall: float = 0.0
+    """Unix seconds, at the same moment."""
+
+    def end_order(self, order: OrderRecord, state: OrderState, reason: str = "", *, failure: bool = False) -> None:
+        """Move a leased order into a terminal state and free its slot."""
+        assert order.state is OrderState.LEASED, order
+        order.state, order.reason, order.failure, order.ended_at = state, reason, failure, self.wall
+        slot = self.groups[order.key.group].slots[order.key.slot]
+        slot.leased = False
+        slot.failures += failure
+        self.journal.order(order)
+        self.journal.count(f"orders.{state.value}")
+        self.journal.count("orders.in_flight", -1)
+
+    def find_order(self, key: OrderKey) -> OrderRecord | None:
+        group = self.groups.get(key.group)
+        return group.orders.get(key) if group else None
+
+
+def task_header(task: Task) -> dict[str, object]:
+    return {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}

@@ -1,0 +1,131 @@
+"""Everything the stage knows, on disk: one SQLite database, one transaction per round of events.
+
+A killed process leaves a state that existed. Payloads are kept as they came over the wire. The store is written by one
+thread at a time and may be read by others meanwhile (WAL).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.errors import StoreError
+from pipeline.replay import store_file
+from pipeline.replay.journal import Changes
+from pipeline.replay.snapshot import Snapshot, build
+from pipeline.transport.base import Frames
+
+_GROUP = """
+INSERT INTO groups (number, task, n_rollout, admitted_update, state, update_number, late, reason, planned_at, ended_at)
+VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT (number) DO UPDATE SET state = excluded.state, update_number = excluded.update_number,
+late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
+_ORDER = f"INSERT OR REPLACE INTO orders VALUES ({','.join('?' * 11)})"
+_TRAJECTORY = f"""
+INSERT INTO trajectories VALUES ({",".join("?" * 21)}) ON CONFLICT (seq) DO UPDATE SET state = excluded.state,
+reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, samples = excluded.samples"""
+_GROUP_COLUMNS = "number, task, n_rollout, admitted_update, state, update_number, late, reason, planned_at, ended_at"
+
+
+class ReplayStore:
+    """Opens or creates ``path``; refuses a file that is foreign, corrupt, of another version, or in use.
+
+    Raises :class:`StoreError` everywhere something is wrong with the file; the message names the remedy.
+    """
+
+    def __init__(self, path: Path, synchronous: str = "FULL") -> None:
+        self.path = path
+        exists = store_file.check_header(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = store_file.Lock(path)
+        self._reading = threading.Lock()
+        try:
+            with self._explained("opened"):
+                if not exists:
+                    store_file.create(path)
+                self._writer = store_file.connect(path, synchronous=synchronous)
+                self._reader = store_file.connect(path, read_only=True)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> ReplayStore:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+        self._lock.release()
+
+    def load(self) -> Snapshot:
+        """What the stage goes on from."""
+        with self._explained("read"):
+            read = self._writer.execute
+            kept = "group_number IN (SELECT number FROM groups WHERE kept = 1)"
+            return build(
+                read(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE kept = 1 ORDER BY number"),
+                read(f"SELECT * FROM orders WHERE {kept}"),
+                read(f"SELECT * FROM trajectories WHERE {kept}"),
+                {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")},
+                dict(read("SELECT name, value FROM counters")),
+                read("SELECT coalesce(max(seq) + 1, 0) FROM trajectories").fetchone()[0],
+            )
+
+    def commit(self, changes: Changes) -> None:
+        """Write one round; when this returns it is as durable as ``replay.synchronous`` says."""
+        with self._explained("written"):
+            many = self._writer.executemany
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                many(_GROUP, ((row[0], orjson.dumps(row[1]), *row[2:]) for row in changes.groups))
+                many(_ORDER, changes.orders)
+                many(_TRAJECTORY, map(_packed, changes.trajectories))
+                many("INSERT INTO payloads VALUES (?,?,?,?,?)", ((seq, *frames) for seq, frames in changes.payloads))
+                many("DELETE FROM payloads WHERE seq = ?", ((seq,) for seq in changes.forgotten_payloads))
+                many("UPDATE groups SET kept = 0 WHERE number = ?", ((n,) for n in changes.forgotten_groups))
+                many(
+                    "INSERT OR REPLACE INTO meta VALUES (?,?)", ((k, orjson.dumps(v)) for k, v in changes.meta.items())
+                )
+                many("INSERT OR REPLACE INTO counters VALUES (?,?)", changes.counters.items())
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    def payloads(self, seqs: Iterable[int]) -> list[Frames]:
+        """Frames of stored trajectories, as they came. Raises :class:`StoreError` when one is not there."""
+        with self._reading, self._explained("read"):
+            return [self._payload(seq) for seq in seqs]
+
+    def _payload(self, seq: int) -> Frames:
+        row = self._reader.execute(
+            "SELECT header, token_ids, logprobs, spans FROM payloads WHERE seq = ?", (seq,)
+        ).fetchone()
+        if row is None:
+            raise StoreError(
+                f"{self.path} does not hold the payload of trajectory {seq}: it was changed by something else"
+            )
+        return tuple(row)
+
+    @contextmanager
+    def _explained(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"the replay store {self.path} could not be {done}: {error}. If the disk is full, free some and start again; if the file "
+                "is damaged, move it away to start with an empty store"
+            ) from error
+
+
+def _packed(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*row[:8], orjson.dumps(row[8]), *row[9:20], orjson.dumps(row[20]) if row[20] else None)

@@ -1,0 +1,127 @@
+"""The file of the store: its tables, what proves that it is ours, and opening it without ever harming one that is not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import struct
+from pathlib import Path
+
+from pipeline.errors import StoreError
+
+APPLICATION_ID = 0x41465250
+"""``AFRP`` in the SQLite header (bytes 68-71)."""
+STORE_VERSION = 1
+"""``user_version`` in the SQLite header (bytes 60-63). Raised when tables change; there is no migration from older ones yet."""
+PAGE_BYTES = 16384
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, admitted_update INTEGER NOT NULL,
+    state TEXT NOT NULL, update_number INTEGER, late INTEGER NOT NULL, reason TEXT NOT NULL,
+    planned_at REAL NOT NULL, ended_at REAL, kept INTEGER NOT NULL DEFAULT 1
+);
+CREATE INDEX groups_kept ON groups (number) WHERE kept = 1;
+CREATE TABLE orders (
+    group_number INTEGER NOT NULL, slot INTEGER NOT NULL, serial INTEGER NOT NULL, actor TEXT NOT NULL,
+    attempt INTEGER NOT NULL, policy_version INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+    failure INTEGER NOT NULL, issued_at REAL NOT NULL, ended_at REAL,
+    PRIMARY KEY (group_number, slot, serial)
+) WITHOUT ROWID;
+CREATE TABLE trajectories (
+    seq INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, group_number INTEGER NOT NULL, slot INTEGER NOT NULL,
+    serial INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, reward REAL, rewards BLOB NOT NULL,
+    samples INTEGER NOT NULL, received_at REAL NOT NULL, status TEXT NOT NULL, n_turns INTEGER NOT NULL,
+    n_tokens INTEGER NOT NULL, n_sampled INTEGER NOT NULL, version_min INTEGER NOT NULL, version_max INTEGER NOT NULL,
+    duration_seconds REAL NOT NULL, actor TEXT NOT NULL, n_bytes INTEGER NOT NULL, failure BLOB
+);
+CREATE UNIQUE INDEX trajectories_id ON trajectories (group_number, slot, serial);
+CREATE TABLE payloads (
+    seq INTEGER PRIMARY KEY, header BLOB NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL
+);
+"""
+
+
+class Lock:
+    """Held by the one stage that writes a store; freed by the kernel when the process dies, however it dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            raise StoreError(
+                f"{path} is used by another replay stage: stop that run, or set replay.store to another file"
+            ) from error
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def check_header(path: Path) -> bool:
+    """Whether ``path`` is one of our stores (False: there is nothing yet). Reads 100 bytes and changes nothing.
+
+    Raises :class:`StoreError` that names the remedy when it is anything else.
+    """
+    remedy = "Move it away to start with an empty store, or set replay.store to another file"
+    try:
+        with path.open("rb") as file:
+            header = file.read(100)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise StoreError(f"the replay store {path} cannot be read: {error}. {remedy}") from error
+    if not header:
+        return False
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        raise StoreError(f"expected {path} to be a replay store (an SQLite file), got something else. {remedy}")
+    version, application = struct.unpack(">I", header[60:64])[0], struct.unpack(">I", header[68:72])[0]
+    if application != APPLICATION_ID:
+        raise StoreError(
+            f"expected {path} to be a replay store of Afterplay, got an SQLite file of something else. {remedy}"
+        )
+    if version != STORE_VERSION:
+        age = "an older" if version < STORE_VERSION else "a newer"
+        raise StoreError(
+            f"{path} was written by {age} Afterplay (store version {version}, this one reads {STORE_VERSION}): go on with that "
+            f"Afterplay. {remedy}"
+        )
+    pages, page_bytes = struct.unpack(">I", header[28:32])[0], struct.unpack(">H", header[16:18])[0] or 65536
+    page_bytes = 65536 if page_bytes == 1 else page_bytes
+    if pages * page_bytes > path.stat().st_size and not path.with_name(path.name + "-wal").exists():
+        raise StoreError(f"{path} is cut off: expected {pages * page_bytes} bytes, got {path.stat().st_size}. {remedy}")
+    return True
+
+
+def create(path: Path) -> None:
+    """Make an empty store, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    connection = sqlite3.connect(part, isolation_level=None)
+    try:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
+        connection.executescript(f"BEGIN; {TABLES} COMMIT;")
+    finally:
+        connection.close()
+    os.replace(part, path)
+
+
+def connect(path: Path, *, read_only: bool = False, synchronous: str = "FULL") -> sqlite3.Connection:
+    """A connection with our settings. Usable from any one thread at a time."""
+    mode = "ro" if read_only else "rw"
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False, timeout=10.0
+    )
+    if not read_only:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute("PRAGMA wal_autocheckpoint = 2000")
+    connection.execute("PRAGMA cache_size = -32768")
+    return connection

@@ -1,0 +1,59 @@
+"""Which task is played next. All state is two kinds of counters, so it is small, exact and resumable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config.play import EnvironmentConfig
+from pipeline.schema import Task
+
+
+class TaskSampler:
+    """Draws tasks from weighted environments.
+
+    The environment of a draw is the one furthest behind its share (so every batch is mixed as the weights say, without
+    noise). Task ``i`` of environment ``E`` is ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N`` visits
+    its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
+    """
+
+    def __init__(
+        self, environments: Mapping[str, EnvironmentConfig], seed: int, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self._environments = dict(environments)
+        self._seed = seed
+        drawn = dict((state or {}).get("drawn", {}))
+        self._drawn: dict[str, int] = {name: int(drawn.get(name, 0)) for name in self._environments}
+        self._epochs: dict[str, tuple[int, list[int]]] = {}
+        base = dict((state or {}).get("base", {}))
+        self._base: dict[str, int] = {name: int(base.get(name, self._drawn[name])) for name in self._environments}
+        if set(base) != set(self._environments):
+            self._base = dict(self._drawn)
+
+    def draw(self) -> Task:
+        """The next task."""
+        name = self._next_environment()
+        index = self._drawn[name]
+        self._drawn[name] += 1
+        section = self._environments[name]
+        if section.tasks is not None:
+            index = self._shuffled(name, section.tasks, index // section.tasks)[index % section.tasks]
+        seed = section.seed + index
+        return Task(f"{name}/{seed}", name, seed)
+
+    def state(self) -> dict[str, Any]:
+        """JSON that :meth:`__init__` takes back."""
+        return {"drawn": dict(self._drawn), "base": dict(self._base)}
+
+    def _next_environment(self) -> str:
+        counts = {name: self._drawn[name] - self._base[name] for name in self._environments}
+        return min(counts, key=lambda name: (counts[name] + 0.5) / self._environments[name].weight)
+
+    def _shuffled(self, name: str, n_tasks: int, epoch: int) -> list[int]:
+        cached = self._epochs.get(name)
+        if cached is None or cached[0] != epoch or len(cached[1]) != n_tasks:
+            order = list(range(n_tasks))
+            random.Random(f"{self._seed}/{name}/{epoch}").shuffle(order)
+            cached = self._epochs[name] = (epoch, order)
+        return cached[1]

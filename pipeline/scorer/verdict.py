@@ -1,0 +1,48 @@
+"""What a scorer says about one trajectory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ENVIRONMENT = "environment"
+"""Name of the environment's own score among the rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreFailure:
+    """Why one part has no value."""
+
+    name: str
+    reason: str
+    """``raised``, ``timeout``, ``type``, ``nonfinite``, ``missing`` or ``crashed``."""
+    details: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The weighted sum of all parts; None as soon as one part with a weight has no value."""
+
+    reward: float | None
+    rewards: Mapping[str, float | None]
+    failures: tuple[ScoreFailure, ...] = field(default=())
+
+
+def combine(
+    parts: Mapping[str, float | None], weights: Mapping[str, float], failures: tuple[ScoreFailure, ...] = ()
+) -> Verdict:
+    """``reward = Σ weight · part`` over the parts whose weight is not 0."""
+    reward: float | None = 0.0
+    for name, weight in weights.items():
+        value = parts.get(name)
+        if weight == 0:
+            continue
+        if value is None:
+            reward = None
+            break
+        assert reward is not None
+        reward += weight * value
+    if reward is not None and not math.isfinite(reward):
+        return Verdict(None, parts, (*failures, ScoreFailure("reward", "nonfinite", f"the weighted sum is {reward}")))
+    return Verdict(reward, parts, failures)

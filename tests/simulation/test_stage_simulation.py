@@ -1,0 +1,68 @@
+"""The whole stage under seeded schedules of faults: exactly once, within the bound, and it goes on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.replay.ledger import read_ledger
+from pipeline.replay.simulation import Faults, Simulation
+
+SCHEDULES = 240
+PER_TEST = 20
+
+
+def run_schedule(seed: int, path: Path) -> Simulation:
+    rng = random.Random(seed)
+    config = RunConfig.model_validate(
+        {
+            "run": {"total_steps": rng.randint(3, 9), "seed": seed},
+            "groups": {
+                "n_rollout": rng.randint(1, 4),
+                "groups_per_step": rng.randint(1, 4),
+                "attempts_max": rng.randint(1, 4),
+            },
+            "staleness": {"max": rng.randint(0, 3)},
+            "checkpoint": {"every": rng.randint(1, 4)},
+            "environments": {"a": {"weight": 2, "max_seconds": 5}, "b": {"tasks": 3, "max_seconds": 5}},
+            "transport": {"silence_seconds_max": 4.0},
+        }
+    )
+    faults = Faults() if seed % 10 == 0 else Faults.drawn(rng, until=200.0)
+    sim = Simulation(config, path / "replay.sqlite", seed, faults, actors=rng.randint(1, 3), slots=rng.randint(1, 8))
+    sim.run()
+    return sim
+
+
+@pytest.mark.parametrize("block", range(SCHEDULES // PER_TEST))
+def test_exactly_once_under_faults(block: int, tmp_path: Path) -> None:
+    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        sim = run_schedule(seed, folder)
+        try:
+            check(sim)
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+        finally:
+            sim.close()
+
+
+def check(sim: Simulation) -> None:
+    weights = sim.learner.weights
+    assert weights.updates == sim.config.run.total_steps, f"no progress: {weights.updates} updates at {sim.now:.0f} s"
+    groups = [g for members, _ in weights.history for g in members]
+    trajectories = [t for _, ids in weights.history for t in ids]
+    assert len(groups) == len(set(groups)) == weights.updates * sim.config.groups.groups_per_step
+    assert len(trajectories) == len(set(trajectories)) == len(groups) * sim.config.groups.n_rollout
+    assert not any(peer.refused for peer in sim.peers), [peer.refused for peer in sim.peers]
+    ledger = read_ledger(sim.path, rows=True)
+    assert ledger.audit() == []
+    assert ledger.groups["trained"] == len(groups)
+    assert ledger.trajectories["trained"] == len(trajectories)
+    assert ledger.orders["in_flight"] == 0, ledger
+    assert ledger.groups["playing"] == ledger.groups["ready"] == ledger.groups["placed"] == 0
+    assert ledger.trajectories.get("held", 0) == 0
