@@ -49,7 +49,7 @@ class WireHub(Endpoint):
         return self
 
     async def __aexit__(self, *args: object) -> None:
-        self._mailbox.close("the hub was closed")
+        self._mailbox.close("the hub was closed", discard=True)
         await self._leave(self._say_bye, self._wire.close, *args)
 
     @property

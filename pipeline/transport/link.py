@@ -65,7 +65,7 @@ class WireLink(Endpoint):
         return self
 
     async def __aexit__(self, *args: object) -> None:
-        self._mailbox.close("the link was closed")
+        self._mailbox.close("the link was closed", discard=True)
         await self._leave(self._say_bye, self._wire.close, *args)
 
     @property

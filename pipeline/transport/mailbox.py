@@ -75,10 +75,13 @@ class Mailbox:
                 self._taken = anyio.Event()
             await self._taken.wait()
 
-    def close(self, reason: str) -> None:
-        """Let readers finish what is queued; then they get :class:`TransportClosed` with ``reason``."""
+    def close(self, reason: str, discard: bool = False) -> None:
+        """Let readers finish what is queued (unless ``discard``); then they get :class:`TransportClosed` with ``reason``."""
         if self._closed is None:
             self._closed = reason
+        if discard:
+            self._events.clear()
+            self._bytes = 0
         for event in (self._arrived, self._taken):
             if event is not None:
                 event.set()

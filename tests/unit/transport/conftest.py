@@ -1,0 +1,112 @@
+"""Both transports behind one face, so that one suite states the contract for both."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+import uvloop
+import zmq
+
+from pipeline.transport.base import EventKind, Kind, Limits, Message
+from pipeline.transport.hub import WireHub
+from pipeline.transport.link import WireLink
+from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.transport.memory_wire import MemoryLinkWire
+from pipeline.transport.zeromq import ZmqHub, ZmqLink
+
+HEARTBEAT_SECONDS = 0.05
+SILENCE_SECONDS_MAX = 0.3
+LIMITS = Limits(header_bytes_max=2000, message_bytes_max=200_000, frames_max=8, queue_messages_max=16)
+
+
+def pytest_asyncio_loop_factories(config, item):
+    return {"uvloop": uvloop.new_event_loop}
+
+
+class RawPeer:
+    """Sends whatever bytes it likes."""
+
+    def __init__(self, send, receive, close):
+        self.send, self.receive, self.close = send, receive, close
+
+
+class Face:
+    limits = LIMITS
+    silence_seconds_max = SILENCE_SECONDS_MAX
+
+    async def fix_address(self) -> None:
+        """Let all hubs from now on have one address."""
+
+    @staticmethod
+    async def greet(hub: WireHub, link: WireLink, **hello) -> None:
+        """HELLO, WELCOME and their events."""
+        link.describe({"role": "actor", **hello})
+        event = await hub.receive()
+        assert event.kind is EventKind.PEER_UP, event
+        await hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 1}))
+        event = await link.receive()
+        assert event.kind is EventKind.CONNECTED, event
+
+
+class ZmqFace(Face):
+    name = "zmq"
+
+    def __init__(self):
+        self.address = "tcp://127.0.0.1:0"
+
+    async def fix_address(self) -> None:
+        async with self.hub() as hub:
+            self.address = hub.address
+
+    def hub(self, limits: Limits = LIMITS) -> WireHub:
+        return ZmqHub(self.address, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+
+    def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
+        return ZmqLink(self.address if hub is None else hub.address, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+
+    def raw(self, hub: WireHub) -> RawPeer:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(hub.address)
+
+        async def receive():
+            def wait():
+                assert socket.poll(3000), "nothing came"
+                return socket.recv_multipart()
+
+            return await anyio.to_thread.run_sync(wait)
+
+        return RawPeer(socket.send_multipart, receive, lambda: (socket.close(0), context.term()))
+
+
+class MemoryFace(Face):
+    name = "memory"
+
+    def __init__(self):
+        self.network = MemoryNetwork(messages_max=LIMITS.queue_messages_max)
+
+    def hub(self, limits: Limits = LIMITS) -> WireHub:
+        return MemoryHub(self.network, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+
+    def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
+        return MemoryLink(self.network, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+
+    def raw(self, hub: WireHub) -> RawPeer:
+        wire = MemoryLinkWire(self.network, "raw")
+        wire.connect()
+
+        async def receive():
+            while True:
+                event = wire.signal.current()
+                frames = wire.receive()
+                if frames is not None:
+                    return [bytes(f) for f in frames]
+                await wire.wait(event)
+
+        return RawPeer(wire.send, receive, wire.disconnect)
+
+
+@pytest.fixture(params=[ZmqFace, MemoryFace], ids=lambda face: face.name)
+def face(request):
+    return request.param()

@@ -1,0 +1,348 @@
+"""What every transport promises (pipeline/transport/base.py), stated once for both."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from pipeline.errors import LimitExceeded, PeerGone, TransportClosed
+from pipeline.schema import SCHEMA_VERSION
+from pipeline.transport.base import EventKind, Kind, Message
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def numbered(n: int, size: int = 10) -> Message:
+    return Message(Kind.TRAJECTORY, {"n": n}, (bytes([n % 256]) * size,))
+
+
+async def test_hello_and_welcome_become_peer_up_and_connected(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        link.describe({"role": "actor", "slots": 4})
+        up = await hub.receive()
+        assert (up.kind, up.peer) == (EventKind.PEER_UP, "a")
+        assert up.message.header == {"role": "actor", "slots": 4, "name": "a", "schema_version": SCHEMA_VERSION}
+        assert hub.peers == ("a",) and not link.connected
+        await hub.send("a", Message(Kind.WELCOME, {"credit_bytes": 7}))
+        connected = await link.receive()
+        assert (connected.kind, connected.peer) == (EventKind.CONNECTED, "hub")
+        assert connected.message.header == {"credit_bytes": 7}
+        assert link.connected and link.trouble == ""
+
+
+async def test_no_hello_goes_out_before_describe(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        with anyio.move_on_after(0.1) as scope:
+            await hub.receive()
+        assert scope.cancelled_caught and "describe" in link.trouble
+
+
+async def test_messages_arrive_whole_and_in_order_both_ways(face):
+    n = 10 * face.limits.queue_messages_max
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+
+        async def up():
+            for i in range(n):
+                await link.send(numbered(i, size=1 + 577 * i))
+
+        async def down():
+            for i in range(n):
+                await hub.send("a", Message(Kind.ACK, {"n": i}, (b"x", b"", b"yz" * i)))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(up)
+            group.start_soon(down)
+            for i in range(n):
+                event = await hub.receive()
+                assert event.kind is EventKind.MESSAGE and event.message.header == {"n": i}
+                assert bytes(event.message.frames[0]) == bytes([i % 256]) * (1 + 577 * i)
+                event = await link.receive()
+                assert event.message.header == {"n": i}
+                assert [bytes(f) for f in event.message.frames] == [b"x", b"", b"yz" * i]
+        assert hub.statistics().messages_received == link.statistics().messages_sent == n
+        assert hub.statistics().bytes_received == link.statistics().bytes_sent
+
+
+async def test_a_reader_that_stops_makes_the_sender_wait_and_loses_nothing(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        sent = 0
+
+        async def send():
+            nonlocal sent
+            for i in range(400):
+                await link.send(numbered(i, size=100_000))
+                sent = i + 1
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(send)
+            await anyio.sleep(2 * face.silence_seconds_max)  # longer than the silence: back-pressure is no silence
+            assert sent < 400
+            assert hub.statistics().queued_messages <= face.limits.queue_messages_max
+            for i in range(400):
+                event = await hub.receive()
+                assert event.kind is EventKind.MESSAGE and event.message.header == {"n": i}, event
+        assert hub.statistics().peers_dropped == 0
+
+
+async def test_a_slow_peer_does_not_block_sending_to_another(face):
+    async with face.hub() as hub, face.link("slow", hub) as slow, face.link("fast", hub) as fast:
+        await face.greet(hub, slow)
+        await face.greet(hub, fast)
+        async with anyio.create_task_group() as group:
+
+            async def flood():
+                for i in range(1000):
+                    await hub.send("slow", numbered(i, size=100_000))
+
+            group.start_soon(flood)
+            for i in range(50):
+                await hub.send("fast", numbered(i))
+                assert (await fast.receive()).message.header == {"n": i}
+            group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("message", "limit"),
+    [
+        (Message(Kind.TRAJECTORY, {"x": "y" * 2000}), "header_bytes_max=2000"),
+        (Message(Kind.TRAJECTORY, {}, (b"x" * 200_000,)), "message_bytes_max=200000"),
+        (Message(Kind.TRAJECTORY, {}, (b"",) * 9), "frames_max=8"),
+    ],
+)
+async def test_a_message_over_a_limit_is_refused_at_the_sender_by_name_of_the_limit(face, message, limit):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        with pytest.raises(LimitExceeded, match=limit):
+            await link.send(message)
+        with pytest.raises(LimitExceeded, match=limit):
+            await hub.send("a", message)
+        await link.send(numbered(1))
+        assert (await hub.receive()).message.header == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"trajectory", b"{nonsense"], "not JSON"),
+        ([b"trajectory", b"[]"], "JSON object"),
+        ([b"no-such-kind", b"{}"], "message kinds"),
+        ([b"\xff\xfe", b"{}"], "message kinds"),
+        ([b"trajectory"], "at least 2 frames"),
+        ([b"trajectory", b"{}", b"x" * 200_001], "message_bytes_max=200000"),
+        ([b"trajectory", b'{"x":"' + b"y" * 2000 + b'"}'], "header_bytes_max=2000"),
+        ([b"trajectory", b"{}"] + [b""] * 9, "frames_max=8"),
+        ([b"trajectory", b"{}"] + [b""] * 999, "frames_max=8"),
+    ],
+)
+async def test_bytes_that_are_no_message_are_reported_and_the_connection_goes_on(face, frames, why):
+    async with face.hub() as hub:
+        raw = face.raw(hub)
+        try:
+            raw.send([b"hello", b'{"name":"raw","schema_version":%d}' % SCHEMA_VERSION])
+            assert (await hub.receive()).kind is EventKind.PEER_UP
+            raw.send(frames)
+            corrupt = await hub.receive()
+            assert (corrupt.kind, corrupt.peer, corrupt.message) == (EventKind.CORRUPT, "raw", None)
+            assert why in corrupt.reason
+            raw.send([b"trajectory", b'{"n":1}', b"fine"])
+            event = await hub.receive()
+            assert event.kind is EventKind.MESSAGE and event.message.header == {"n": 1}
+            assert hub.statistics().corrupt == 1
+        finally:
+            raw.close()
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"trajectory", b"{}"], "HELLO as the first"),
+        ([b"hello", b"{}"], "name in HELLO"),
+        ([b"hello", b'{"name":"x\\n","schema_version":%d}' % SCHEMA_VERSION], "name in HELLO"),
+        ([b"hello", b'{"name":"x","schema_version":77}'], "same Afterplay everywhere"),
+    ],
+)
+async def test_a_connection_that_begins_wrong_is_refused_with_the_reason(face, frames, why):
+    async with face.hub() as hub:
+        raw = face.raw(hub)
+        try:
+            raw.send(frames)
+            event = await hub.receive()
+            assert event.kind is EventKind.CORRUPT and why in event.reason
+            kind, header = await raw.receive()
+            assert kind == b"refused" and why.encode() in header
+            assert hub.peers == ()
+        finally:
+            raw.close()
+
+
+async def test_bye_of_a_link_is_peer_down_after_all_that_it_queued(face):
+    async with face.hub() as hub:
+        async with face.link("a", hub) as link:
+            await face.greet(hub, link)
+            for i in range(face.limits.queue_messages_max // 2):
+                await link.send(numbered(i, 100_000))
+            started = anyio.current_time()
+        assert anyio.current_time() - started < 1
+        for i in range(face.limits.queue_messages_max // 2):
+            assert (await hub.receive()).message.header == {"n": i}
+        down = await hub.receive()
+        assert (down.kind, down.peer) == (EventKind.PEER_DOWN, "a") and "bye" in down.reason
+        assert hub.peers == () and hub.statistics().peers_dropped == 0
+        with pytest.raises(PeerGone, match="a is not connected"):
+            await hub.send("a", numbered(1))
+
+
+async def test_bye_sent_by_the_user_ends_the_link_with_its_reason(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        await link.send(Message(Kind.BYE, {"reason": "drained"}))
+        down = await hub.receive()
+        assert down.kind is EventKind.PEER_DOWN and "drained" in down.reason
+        with pytest.raises(TransportClosed):
+            await link.send(numbered(1))
+        with pytest.raises(TransportClosed):
+            await link.receive()
+
+
+async def test_a_hub_that_closes_delivers_what_it_queued_and_links_find_the_next_one(face):
+    await face.fix_address()
+    async with face.link("a") as link:
+        async with face.hub() as hub:
+            await face.greet(hub, link)
+            for i in range(10):
+                await hub.send("a", numbered(i))
+            started = anyio.current_time()
+        assert anyio.current_time() - started < 1
+        for i in range(10):
+            assert (await link.receive()).message.header == {"n": i}
+        down = await link.receive()
+        assert down.kind is EventKind.DISCONNECTED and not link.connected and link.trouble
+        await link.send(numbered(99))  # dropped: CONNECTED is the time to send again
+        async with face.hub() as hub:
+            await face.greet(hub, link, again=True)
+            await link.send(numbered(100))
+            assert (await hub.receive()).message.header == {"n": 100}
+            assert link.statistics().peers_dropped == 1
+
+
+async def test_a_link_may_start_before_the_hub(face):
+    await face.fix_address()
+    async with face.link("early") as link:
+        link.describe({"role": "actor"})
+        await anyio.sleep(0.1)
+        async with face.hub() as hub:
+            await face.greet(hub, link)
+
+
+async def test_a_new_connection_under_a_known_name_replaces_the_old_one_and_tells_it(face):
+    async with face.hub() as hub, face.link("a", hub) as old, face.link("a", hub) as new:
+        await face.greet(hub, old)
+        await face.greet(hub, new)
+        refused = await old.receive()
+        assert refused.message.kind is Kind.REFUSED and "took its place" in refused.message.header["reason"]
+        with pytest.raises(TransportClosed, match="took its place"):
+            await old.receive()
+        with pytest.raises(TransportClosed, match="took its place"):
+            await old.send(numbered(1))
+        await hub.send("a", numbered(2))
+        assert (await new.receive()).message.header == {"n": 2}
+        assert hub.peers == ("a",)
+
+
+async def test_a_hello_refused_by_the_stage_ends_the_link_with_the_reason(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        link.describe({"role": "nobody"})
+        up = await hub.receive()
+        await hub.send(up.peer, Message(Kind.REFUSED, {"reason": "no such role"}))
+        refused = await link.receive()
+        assert refused.message.header == {"reason": "no such role"}
+        with pytest.raises(TransportClosed, match="no such role"):
+            await link.receive()
+        down = await hub.receive()
+        assert (down.kind, down.peer) == (EventKind.PEER_DOWN, "a")
+
+
+async def test_sending_to_an_unknown_peer_raises_peer_gone(face):
+    async with face.hub() as hub:
+        with pytest.raises(PeerGone, match="nobody"):
+            await hub.send("nobody", numbered(1))
+
+
+async def test_receiving_and_sending_after_close_raise_transport_closed(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+    for end in (hub, link):
+        with pytest.raises(TransportClosed):
+            await end.receive()
+    with pytest.raises(TransportClosed):
+        await hub.send("a", numbered(1))
+    with pytest.raises(TransportClosed):
+        await link.send(numbered(1))
+
+
+async def test_idle_peers_are_kept_alive_by_heartbeats(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        await anyio.sleep(2 * face.silence_seconds_max)
+        assert hub.peers == ("a",) and link.connected
+        assert hub.statistics().messages_received == 0
+
+
+async def test_a_peer_that_is_silent_too_long_is_dropped_and_counted(face):
+    async with face.hub() as hub:
+        raw = face.raw(hub)
+        try:
+            raw.send([b"hello", b'{"name":"mute","schema_version":%d}' % SCHEMA_VERSION])
+            assert (await hub.receive()).kind is EventKind.PEER_UP
+            started = anyio.current_time()
+            down = await hub.receive()
+            assert (down.kind, down.peer) == (EventKind.PEER_DOWN, "mute") and "silent" in down.reason
+            assert face.silence_seconds_max <= anyio.current_time() - started < 3 * face.silence_seconds_max
+            assert hub.statistics().peers_dropped == 1 and hub.statistics().peers == 0
+            raw.send([b"trajectory", b'{"n":1}'])  # late: told so, not reported as corrupt
+            replies = [await raw.receive()]
+            while replies[-1][0] == b"heartbeat":
+                replies.append(await raw.receive())
+            assert replies[-1][0] == b"bye"
+            assert hub.statistics().corrupt == 0
+        finally:
+            raw.close()
+
+
+async def test_cancelling_receive_loses_no_event(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        for n in range(20):
+            with anyio.move_on_after(0.001):
+                await hub.receive()
+            await link.send(numbered(n))
+            assert (await hub.receive()).message.header == {"n": n}
+
+
+async def test_an_exception_in_the_block_leaves_unwrapped_and_cancellation_passes(face):
+    with pytest.raises(KeyError):
+        async with face.hub():
+            raise KeyError("mine")
+    with anyio.move_on_after(0.05) as scope:
+        async with face.hub() as hub, face.link("a", hub):
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+async def test_a_hello_that_cannot_be_sent_ends_the_link_with_the_limit(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        link.describe({"holding": ["x" * 100] * 30})
+        with pytest.raises(TransportClosed, match="header_bytes_max"):
+            await link.receive()
+
+
+async def test_large_frames_are_views_of_what_arrived(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        await link.send(numbered(7, size=150_000))
+        frame = (await hub.receive()).message.frames[0]
+        assert frame[:3] == b"\x07\x07\x07" and len(frame) == 150_000
+        if face.name == "zmq":
+            assert isinstance(frame, memoryview)
