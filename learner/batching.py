@@ -1,0 +1,122 @@
+"""Micro-batches: rows of similar length under a budget of padded tokens, and their arrays.
+
+Dimensions: B rows, T padded length, S sampled tokens of the micro-batch.
+Rows are padded on the right. Under a causal mask no real token sees padding, so positions are ``0 … T-1`` in every row
+and no attention mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of one forward pass. Arrays ``_S`` follow the sampled tokens, row by row, in order of position."""
+
+    token_ids_BT: npt.NDArray[np.int64]
+    predictors_S: npt.NDArray[np.int64]
+    """Index into the flattened ``[B·T]`` of the position whose output predicts the sampled token (the one before
+    it)."""
+    targets_S: npt.NDArray[np.int64]
+    temperatures_S: npt.NDArray[np.float32]
+    behaviour_logprobs_S: npt.NDArray[np.float32]
+    policy_versions_S: npt.NDArray[np.int32]
+    advantages_S: npt.NDArray[np.float32]
+    weights_S: npt.NDArray[np.float32]
+    """Share of the token in the loss; sums to 1 over all micro-batches of an optimizer step."""
+    sequences_S: npt.NDArray[np.int32]
+    replayed_S: npt.NDArray[np.bool_]
+    guided_S: npt.NDArray[np.bool_]
+    tokens_S: npt.NDArray[np.int64]
+    """Number of the sampled token in the batch (``token_numbers``): the key that joins values of different passes."""
+    n_real: int
+    """Tokens that are not padding."""
+
+    @property
+    def n_padded(self) -> int:
+        return int(self.token_ids_BT.size)
+
+    @property
+    def n_sampled(self) -> int:
+        return len(self.targets_S)
+
+
+def plan_microbatches(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
+    """Row numbers of each micro-batch, longest rows first, so that rows × longest row stays within ``tokens_max``.
+
+    A row that is longer than the budget travels alone. The same lengths always give the same plan.
+
+    >>> plan_microbatches([10, 30, 29, 9], 60)
+    [[1, 2], [0, 3]]
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plan: list[list[int]] = []
+    for i in order:
+        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= tokens_max:
+            plan[-1].append(i)
+        else:
+            plan.append([i])
+    return plan
+
+
+def token_weights(rows: Sequence[Row], aggregation: Literal["token_mean", "sequence_mean"]) -> list[float]:
+    """Weight of each sampled token of each row, for one optimizer step over ``rows``; all tokens' weights sum to 1.
+
+    ``token_mean``: one over the number of sampled tokens. ``sequence_mean``: one over (sequences × the sequence's own
+    sampled tokens); the branches of a trajectory are one sequence. Tokens that the loss masks out later do not change
+    them.
+    """
+    if aggregation == "token_mean":
+        total = sum(row.n_sampled for row in rows)
+        return [1.0 / total] * len(rows)
+    of_sequence: dict[int, int] = {}
+    for row in rows:
+        of_sequence[row.sequence] = of_sequence.get(row.sequence, 0) + row.n_sampled
+    return [1.0 / (len(of_sequence) * of_sequence[row.sequence]) for row in rows]
+
+
+def token_numbers(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
+    """Number of each row's first sampled token when all rows' sampled tokens are counted in order, int64 ``[rows]``."""
+    counts = np.asarray([row.n_sampled for row in rows], dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)[:-1]]) if len(counts) else counts
+
+
+def collate(rows: Sequence[Row], weights: Sequence[float], first_tokens: Sequence[int], pad_id: int = 0) -> MicroBatch:
+    """Arrays of one micro-batch. ``pad_id`` may be any id of the vocabulary: nothing reads what it produces."""
+    longest = max(len(row) for row in rows)
+    token_ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
+    positions = [np.flatnonzero(row.loss_mask) for row in rows]
+    for b, row in enumerate(rows):
+        token_ids[b, : len(row)] = row.token_ids
+    counts = [len(p) for p in positions]
+
+    def per_token(values: Sequence[float | int | bool], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+        return np.repeat(np.asarray(values, dtype=dtype), counts)
+
+    return MicroBatch(
+        token_ids_BT=token_ids,
+        predictors_S=np.concatenate([b * longest + p - 1 for b, p in enumerate(positions)]),
+        targets_S=np.concatenate([row.token_ids[p] for row, p in zip(rows, positions, strict=True)]).astype(np.int64),
+        temperatures_S=np.concatenate([row.temperatures[p] for row, p in zip(rows, positions, strict=True)]),
+        behaviour_logprobs_S=np.concatenate(
+            [row.behaviour_logprobs[p] for row, p in zip(rows, positions, strict=True)]
+        ),
+        policy_versions_S=np.concatenate([row.policy_versions[p] for row, p in zip(rows, positions, strict=True)]),
+        advantages_S=per_token([row.advantage for row in rows], np.float32),  # type: ignore[arg-type]
+        weights_S=per_token(list(weights), np.float32),  # type: ignore[arg-type]
+        sequences_S=per_token([row.sequence for row in rows], np.int32),  # type: ignore[arg-type]
+        replayed_S=per_token([row.replayed for row in rows], np.bool_),  # type: ignore[arg-type]
+        guided_S=per_token([row.guided for row in rows], np.bool_),  # type: ignore[arg-type]
+        tokens_S=np.concatenate([np.arange(n) + first for n, first in zip(counts, first_tokens, strict=True)]).astype(
+            np.int64
+        ),
+        n_real=sum(len(row) for row in rows),
+    )

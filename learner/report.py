@@ -1,0 +1,73 @@
+"""What one update did: the numbers that go to metrics, to ``metrics.jsonl`` and to the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from learner.statistics import BatchStatistics
+
+Stage = Literal["prepare", "forward", "backward", "optimize"]
+NonFinite = Literal["loss", "gradient", "ratio"]
+
+
+class Stopwatch:
+    """Seconds by stage. On a GPU each stage ends with a synchronisation, so that its seconds are its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {"prepare": 0.0, "forward": 0.0, "backward": 0.0, "optimize": 0.0}
+        self._cuda = device.type == "cuda"
+
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._cuda:
+                torch.cuda.synchronize()
+            self.seconds[name] += time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One update. Times are Unix seconds, durations seconds, log-probs nats."""
+
+    update: int
+    policy_version: int
+    """The learner's version before the step: what staleness is counted from."""
+    statistics: BatchStatistics
+    loss: float
+    """Policy loss (and entropy bonus) over the batch, before the optimizer step; of the last optimizer step where
+    there are several."""
+    policy_loss: float
+    entropy_loss: float
+    grad_norm: float
+    """Global norm before clipping, of the last optimizer step; 0 where no token had an advantage."""
+    learning_rate: float
+    optimizer_steps: int
+    """Steps really applied: fewer than epochs × minibatches where one was skipped."""
+    nonfinite: dict[NonFinite, int]
+    """Skipped optimizer steps by what was not finite."""
+    n_rows: int
+    n_microbatches: int
+    tokens_trained: int
+    """Sampled tokens in the loss."""
+    tokens_masked: int
+    """Tokens seen by the forward pass that are not in the loss."""
+    tokens_padding: int
+    tokens_without_signal: int
+    """Sampled tokens whose advantage is exactly 0: scored for the statistics, without a backward pass."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the forward pass (context included, padding not) over the time of the step."""
+        return (self.tokens_trained + self.tokens_masked) / max(1e-9, self.finished_at - self.started_at)

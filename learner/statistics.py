@@ -1,0 +1,195 @@
+"""Numbers about a batch that know how they reduce: parts from micro-batches or ranks are added, not averaged.
+
+Everything here is numpy in float64, without gradient. Dimensions: S sampled tokens, N weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.floating]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean as sum and count."""
+
+    total: float = 0.0
+    count: int = 0
+
+    @classmethod
+    def of(cls, values: npt.ArrayLike) -> Mean:
+        array = np.asarray(values, dtype=np.float64)
+        return cls(float(array.sum()), int(array.size))
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float | None:
+        """None where nothing was counted."""
+        return self.total / self.count if self.count else None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Importance weights by their moments and extremes."""
+
+    count: int = 0
+    total: float = 0.0
+    total_squared: float = 0.0
+    smallest: float = math.inf
+    largest: float = -math.inf
+
+    @classmethod
+    def of(cls, weights_N: npt.ArrayLike) -> Weights:
+        w = np.asarray(weights_N, dtype=np.float64)
+        if not w.size:
+            return cls()
+        return cls(int(w.size), float(w.sum()), float(np.square(w).sum()), float(w.min()), float(w.max()))
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            self.count + other.count,
+            self.total + other.total,
+            self.total_squared + other.total_squared,
+            min(self.smallest, other.smallest),
+            max(self.largest, other.largest),
+        )
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    @property
+    def ess_ratio(self) -> float | None:
+        """Effective sample size over N, ``(Σw)² / (N Σw²)``, within [1/N, 1] (Kish 1965). None without weights."""
+        if not self.count or self.total_squared <= 0:
+            return None
+        return min(1.0, self.total**2 / (self.count * self.total_squared))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What a training pass saw at each sampled token, arrays ``[S]`` in one order."""
+
+    logprobs: FloatArray
+    """log π before the optimizer step."""
+    behaviour: FloatArray
+    """log μ."""
+    entropy: FloatArray
+    losses: FloatArray
+    """Weighted loss of each token: the sum is the batch's policy loss."""
+    trained: BoolArray
+    """False where the token was rejected from the loss."""
+    clipped_low: BoolArray
+    clipped_high: BoolArray
+    versions: npt.NDArray[np.int32]
+    sequences: npt.NDArray[np.int32]
+    replayed: BoolArray
+
+    @classmethod
+    def join(cls, parts: list[TokenValues]) -> TokenValues:
+        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def where(self, chosen: BoolArray) -> TokenValues:
+        return TokenValues(*(getattr(self, f.name)[chosen] for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatistics:
+    """One source of tokens (fresh, replay, or all)."""
+
+    tokens: int = 0
+    ratio: Weights = field(default_factory=Weights)
+    """π/μ of tokens, before clipping."""
+    sequence_ratio: Weights = field(default_factory=Weights)
+    """Product of π/μ over the tokens of a trajectory, each clamped in log to ± log_ratio_max."""
+    kl_k1: Mean = field(default_factory=Mean)
+    """KL(μ‖π): mean of log μ - log π over tokens of μ."""
+    kl_k3: Mean = field(default_factory=Mean)
+    """KL(μ‖π): mean of π/μ - 1 - log(π/μ), never negative (Schulman 2020)."""
+    entropy: Mean = field(default_factory=Mean)
+    clipped_low: Mean = field(default_factory=Mean)
+    clipped_high: Mean = field(default_factory=Mean)
+    loss: float = 0.0
+    rejected: int = 0
+    ratios_S: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """For histograms; not part of the sum."""
+    sequence_ratios: FloatArray = field(default_factory=lambda: np.zeros(0))
+
+    def __add__(self, other: SourceStatistics) -> SourceStatistics:
+        def joined(name: str) -> FloatArray:
+            return np.concatenate([getattr(self, name), getattr(other, name)])
+
+        added = {
+            f.name: getattr(self, f.name) + getattr(other, f.name)
+            for f in fields(self)
+            if f.name not in ("ratios_S", "sequence_ratios")
+        }
+        return SourceStatistics(**added, ratios_S=joined("ratios_S"), sequence_ratios=joined("sequence_ratios"))
+
+
+def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatistics:
+    """Statistics of the trained tokens of ``values``; rejected ones are only counted."""
+    rejected = int((~values.trained).sum())
+    values = values.where(values.trained)
+    if not len(values):
+        return SourceStatistics(rejected=rejected)
+    d = np.asarray(values.logprobs, np.float64) - np.asarray(values.behaviour, np.float64)
+    d = np.clip(d, -log_ratio_max, log_ratio_max)
+    ratios = np.exp(d)
+    _, place = np.unique(values.sequences, return_inverse=True)
+    sequence_ratios = np.exp(np.clip(np.bincount(place, weights=d), -log_ratio_max, log_ratio_max))
+    return SourceStatistics(
+        tokens=len(values),
+        ratio=Weights.of(ratios),
+        sequence_ratio=Weights.of(sequence_ratios),
+        kl_k1=Mean.of(-d),
+        kl_k3=Mean.of(ratios - 1.0 - d),
+        entropy=Mean.of(values.entropy),
+        clipped_low=Mean.of(values.clipped_low),
+        clipped_high=Mean.of(values.clipped_high),
+        loss=float(values.losses.sum()),
+        rejected=rejected,
+        ratios_S=ratios,
+        sequence_ratios=sequence_ratios,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatistics:
+    """All sources together and apart, and what does not depend on the source."""
+
+    all: SourceStatistics
+    by_source: dict[str, SourceStatistics]
+    """``fresh`` and ``replay``."""
+    staleness: npt.NDArray[np.int64]
+    """Learner version minus the oldest behaviour version, one entry per trajectory."""
+    logprob_differences: FloatArray
+    """|log π - log μ| of the tokens that the learner's own version sampled: what engine and learner disagree on."""
+
+    @property
+    def replay_share(self) -> float:
+        """Replayed tokens among trained ones."""
+        return self.by_source["replay"].tokens / self.all.tokens if self.all.tokens else 0.0
+
+
+def batch_statistics(values: TokenValues, policy_version: int, log_ratio_max: float) -> BatchStatistics:
+    """``policy_version`` is the learner's, before the step."""
+    fresh, replay = (source_statistics(values.where(values.replayed == r), log_ratio_max) for r in (False, True))
+    lag = policy_version - values.versions.astype(np.int64)
+    _, place = np.unique(values.sequences, return_inverse=True)
+    staleness = np.full(int(place.max()) + 1 if len(place) else 0, np.iinfo(np.int64).min)
+    np.maximum.at(staleness, place, lag)
+    same = (lag == 0) & values.trained
+    difference = np.abs(np.asarray(values.logprobs[same], np.float64) - np.asarray(values.behaviour[same], np.float64))
+    return BatchStatistics(fresh + replay, {"fresh": fresh, "replay": replay}, staleness, difference)
