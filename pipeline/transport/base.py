@@ -164,4 +164,6 @@ class Link(Protocol):
 
 def array_frame(array: np.ndarray[Any, Any]) -> memoryview:
     """The bytes of a contiguous array, without copying."""
+    if not array.size:
+        return memoryview(b"")  # a view with a zero in its shape cannot be cast
     return memoryview(np.ascontiguousarray(array)).cast("B")

@@ -1,0 +1,276 @@
+"""Orders in, trajectories out: the async shell of an actor around desk, outbox and rollouts.
+
+*Consumes* ORDER, CANCEL and ACK; *produces* exactly one TRAJECTORY for every order that was not cancelled, sent until it is
+acknowledged. *Waits* to begin an order while all places are taken or the outbox is full; *unblocked by* a finished rollout or
+an acknowledgement. Sending waits for credit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from actors.desk import Desk
+from actors.loop import Rollout, Services
+from actors.report import count_trajectory
+from pipeline.codec import check_limits, decode_order, encode_trajectory
+from pipeline.errors import LimitExceeded, SchemaError, WireError
+from pipeline.schema import SCHEMA_VERSION, Failure, Order, Trajectory, TrajectoryStatus
+from pipeline.transport.base import Event, EventKind, Frames, Kind, Limits, Link, Message
+from pipeline.transport.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+
+class Actor:
+    """One actor on one link. ``run`` serves until cancelled; ``drain`` ends the work first."""
+
+    def __init__(self, services: Services, link: Link, *, places: int, outbox_bytes_max: int, limits: Limits) -> None:
+        self._services = services
+        self._link = link
+        self._limits = limits
+        self._places = places
+        self._desk = Desk(places)
+        self._outbox: Outbox[Frames] = Outbox(outbox_bytes_max)
+        self._scopes: dict[str, anyio.CancelScope] = {}
+        self._cancelled: set[str] = set()
+        self._draining = False
+        self._connected = False
+        self._changed = anyio.Event()
+        self._group: TaskGroup | None = None
+        link.describe(_Hello(self))
+
+    @property
+    def playing(self) -> int:
+        """Episodes in progress."""
+        return self._desk.playing
+
+    @property
+    def unacknowledged(self) -> int:
+        """Finished trajectories that are not known to be durable."""
+        return len(self._outbox)
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def holding(self) -> list[str]:
+        """Every order that is waiting, played, or finished and unacknowledged."""
+        return [*self._desk.ids, *self._outbox.ids]
+
+    def waiting_for(self) -> str:
+        """What keeps this actor from working, in words; empty when it works."""
+        if not self._connected:
+            return f"the replay stage ({getattr(self._link, 'trouble', '') or 'not connected'})"
+        engine = self._services.pool.waiting_for()
+        if engine:
+            return engine
+        if self._outbox.full:
+            return f"acknowledgements ({len(self._outbox)} trajectories in the outbox)"
+        return "" if self._desk.playing else "orders"
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises :class:`TransportClosed` when the replay stage refuses this actor for good."""
+        async with anyio.create_task_group() as group:
+            self._group = group
+            group.start_soon(self._send)
+            await self._receive()
+
+    async def drain(self, seconds_max: float, flush_seconds_max: float = 1.5) -> bool:
+        """Begin nothing more, let episodes finish for ``seconds_max``, abort the others, and send what can be sent.
+
+        Orders that arrive meanwhile are kept unplayed and answered ``aborted`` at the end: answered at once, they would come
+        straight back. Returns whether every trajectory was acknowledged.
+        """
+        self._draining = True
+        with anyio.move_on_after(seconds_max):
+            while self._desk.playing:
+                await self._change()
+        for scope in self._scopes.values():
+            scope.cancel()
+        while self._desk.playing:
+            await self._change()
+        for order in self._desk.withdraw_all():
+            self._answer(Rollout(order, self._services).aborted("the actor stopped before it was begun"))
+        self._work()
+        with anyio.move_on_after(flush_seconds_max):
+            while len(self._outbox) and self._connected:
+                await self._change()
+        return not len(self._outbox)
+
+    async def _receive(self) -> None:
+        while True:
+            event = await self._link.receive()
+            try:
+                self._handle(event)
+            except (WireError, SchemaError, KeyError, TypeError) as error:
+                logger.error("a message of the replay stage is not understood and was left out: %r", error)
+            self._work()
+
+    def _handle(self, event: Event) -> None:
+        message = event.message
+        if event.kind is EventKind.CONNECTED:
+            assert message is not None
+            self._connected = True
+            self._outbox.reconnected()
+            self._outbox.grant(int(message.header["credit_bytes"]))
+            logger.info("connected to the replay stage, %d trajectories to send again", len(self._outbox))
+        elif event.kind is EventKind.DISCONNECTED:
+            self._connected = False
+            if self._outbox.in_flight_bytes:
+                self._services.metrics.send_failures_total.labels(reason="disconnected").inc()
+            self._outbox.reconnected()
+            logger.warning("lost the replay stage: %s", event.reason)
+        elif message is None:
+            return
+        elif message.kind is Kind.ORDER:
+            order = decode_order(message.header)
+            if order.order_id not in self._outbox:
+                self._desk.accept(order)
+        elif message.kind is Kind.CANCEL:
+            for order_id in message.header["order_ids"]:
+                self._cancel(str(order_id))
+        elif message.kind is Kind.ACK:
+            self._acknowledged(message)
+        else:
+            logger.warning("expected ORDER, CANCEL or ACK of the replay stage, got %s", message.kind)
+
+    def _acknowledged(self, message: Message) -> None:
+        for trajectory_id in message.header.get("trajectory_ids", ()):
+            self._outbox.acknowledge(trajectory_id)
+        for trajectory_id, reason in (message.header.get("refused") or {}).items():
+            if self._outbox.refuse(trajectory_id) is not None:
+                self._services.metrics.send_failures_total.labels(reason="rejected").inc()
+                logger.warning("trajectory %s was refused: %s", trajectory_id, reason)
+
+    def _cancel(self, order_id: str) -> None:
+        """Stop playing, send nothing."""
+        order = self._desk.withdraw(order_id)
+        if order is not None:
+            self._count(Rollout(order, self._services).aborted("cancelled before it was begun"))
+        elif order_id in self._scopes:
+            self._cancelled.add(order_id)
+            self._scopes[order_id].cancel()
+        else:
+            self._outbox.refuse(order_id)
+
+    def _work(self) -> None:
+        """Begin what can be begun, and wake whoever waits for a change."""
+        assert self._group is not None
+        while not (self._draining or self._outbox.full):
+            order = self._desk.begin()
+            if order is None:
+                break
+            scope = self._scopes[order.order_id] = anyio.CancelScope()
+            self._group.start_soon(self._play, order, scope)
+        self._services.metrics.inflight_episodes.set(self._desk.playing)
+        self._services.metrics.send_queue_trajectories.set(len(self._outbox))
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _play(self, order: Order, scope: anyio.CancelScope) -> None:
+        rollout = Rollout(order, self._services)
+        trajectory: Trajectory | None = None
+        with scope:
+            trajectory = await rollout.play()
+        del self._scopes[order.order_id]
+        cancelled = order.order_id in self._cancelled
+        self._cancelled.discard(order.order_id)
+        self._desk.finish(order.order_id)
+        if cancelled:
+            self._count(rollout.aborted("cancelled by the replay stage"))
+        else:
+            self._answer(trajectory or rollout.aborted("the actor was stopped"))
+        self._work()
+
+    def _answer(self, trajectory: Trajectory) -> None:
+        """Put it in the outbox; one that no message can carry is answered as an error."""
+        try:
+            frames = self._encoded(trajectory)
+        except (LimitExceeded, SchemaError) as error:
+            logger.error("trajectory %s cannot be sent: %s", trajectory.trajectory_id, error)
+            self._services.metrics.send_failures_total.labels(reason="rejected").inc()
+            trajectory = Trajectory(
+                trajectory.trajectory_id,
+                trajectory.group_id,
+                trajectory.task,
+                (),
+                TrajectoryStatus.ERROR,
+                Failure("actor", type(error).__name__, str(error)),
+                actor_id=trajectory.actor_id,
+                engine=trajectory.engine,
+                timings=trajectory.timings,
+            )
+            frames = self._encoded(trajectory)
+        self._count(trajectory)
+        self._outbox.add(trajectory.trajectory_id, frames, sum(memoryview(f).nbytes for f in frames))
+
+    def _encoded(self, trajectory: Trajectory) -> Frames:
+        if trajectory.n_tokens > self._limits.tokens_max:
+            raise LimitExceeded(
+                f"trajectory has {trajectory.n_tokens} tokens, more than transport.tokens_max={self._limits.tokens_max}: "
+                f"raise it, or lower environments.{trajectory.task.environment}.max_tokens"
+            )
+        frames = encode_trajectory(trajectory)
+        check_limits([b"trajectory", trajectory.trajectory_id.encode(), *frames], self._limits)
+        return frames
+
+    def _count(self, trajectory: Trajectory) -> None:
+        if trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None:
+            logger.warning(
+                "order %s failed: %s: %s: %s",
+                trajectory.trajectory_id,
+                trajectory.failure.boundary,
+                trajectory.failure.kind,
+                trajectory.failure.message,
+            )
+        count_trajectory(self._services.metrics, self._services.environments, trajectory)
+
+    async def _send(self) -> None:
+        blocked = self._services.metrics.send_blocked_seconds_total
+        while True:
+            taken = self._outbox.take()
+            started = time.perf_counter()
+            if taken is None:
+                out_of_credit = self._outbox.n_bytes > self._outbox.in_flight_bytes
+                await self._change()
+                if out_of_credit:
+                    blocked.inc(time.perf_counter() - started)
+                continue
+            trajectory_id, frames = taken
+            await self._link.send(Message(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
+            blocked.inc(time.perf_counter() - started)
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+
+
+class _Hello(Mapping[str, Any]):
+    """The header of HELLO, true at the moment it is sent."""
+
+    _KEYS = ("role", "name", "schema_version", "slots", "holding")
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "holding":
+            return self._actor.holding
+        return {
+            "role": "actor",
+            "name": self._actor._services.actor_id,
+            "schema_version": SCHEMA_VERSION,
+            "slots": self._actor._places,
+        }[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._KEYS)
+
+    def __len__(self) -> int:
+        return len(self._KEYS)

@@ -1,0 +1,198 @@
+"""Every order is answered exactly once, or cancelled, over connections that break and processes that stop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.actor import Actor
+from actors.engine.stub import StubEngine
+from actors.loop import Services
+from pipeline.codec import decode_trajectory, encode_order
+from pipeline.schema import Order, Trajectory, TrajectoryStatus
+from pipeline.transport.base import EventKind, Kind, Limits, Message
+from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+
+MakeServices = Callable[..., Services]
+MakeOrder = Callable[..., Order]
+
+
+class Stage:
+    """A replay stage of one page: welcomes, remembers, acknowledges when told."""
+
+    def __init__(self, hub: MemoryHub, credit_bytes: int = 10**6) -> None:
+        self.hub = hub
+        self.credit_bytes = credit_bytes
+        self.acknowledging = True
+        self.received: Counter[str] = Counter()
+        self.trajectories: dict[str, Trajectory] = {}
+        self.hellos: list[dict[str, Any]] = []
+        self.changed = anyio.Event()
+
+    async def serve(self) -> None:
+        while True:
+            event = await self.hub.receive()
+            if event.kind is EventKind.PEER_UP:
+                assert event.message is not None
+                self.hellos.append(dict(event.message.header))
+                await self.hub.send(
+                    event.peer, Message(Kind.WELCOME, {"credit_bytes": self.credit_bytes, "policy_version": 0})
+                )
+            elif event.kind is EventKind.MESSAGE and event.message is not None:
+                trajectory = decode_trajectory(event.message.frames)
+                self.received[trajectory.trajectory_id] += 1
+                self.trajectories[trajectory.trajectory_id] = trajectory
+                if self.acknowledging:
+                    await self.acknowledge(trajectory.trajectory_id)
+            self.changed.set()
+            self.changed = anyio.Event()
+
+    async def acknowledge(self, *ids: str) -> None:
+        await self.hub.send("actor-0", Message(Kind.ACK, {"trajectory_ids": list(ids), "refused": {}}))
+
+    async def order(self, *orders: Order) -> None:
+        for order in orders:
+            await self.hub.send("actor-0", Message(Kind.ORDER, encode_order(order)))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.fail_after(5):
+            while not condition():
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def playing(
+    services: Services, *, places: int = 8, credit_bytes: int = 10**6, limits: Limits | None = None, outbox: int = 10**7
+) -> AsyncIterator[tuple[Stage, Actor, MemoryNetwork]]:
+    network = MemoryNetwork()
+    async with MemoryHub(network) as hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
+        stage = Stage(hub, credit_bytes)
+        group.start_soon(stage.serve)
+        actor = Actor(services, link, places=places, outbox_bytes_max=outbox, limits=limits or Limits())
+        group.start_soon(services.pool.watch)
+        group.start_soon(actor.run)
+        await stage.until(lambda: bool(stage.hellos))
+        yield stage, actor, network
+        group.cancel_scope.cancel()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(5):
+        while not condition():
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_each_order_is_answered_by_one_trajectory_of_its_id(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    engine = StubEngine(latency_seconds=0.001)
+    orders = [make_order(seed) for seed in range(50)]
+    async with playing(make_services([engine]), places=8) as (stage, actor, _):
+        await stage.order(*orders, orders[0])
+        await stage.until(lambda: len(stage.received) == 50)
+        await until(lambda: actor.unacknowledged == 0)
+        assert actor.holding == []
+    assert set(stage.received.values()) == {1}
+    assert engine.in_flight_max <= 8
+    assert stage.hellos[0]["slots"] == 8 and stage.hellos[0]["role"] == "actor"
+
+
+async def test_unacknowledged_trajectories_are_sent_again_after_a_reconnection(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    async with playing(make_services([StubEngine()])) as (stage, actor, network):
+        stage.acknowledging = False
+        await stage.order(make_order(1), make_order(2))
+        await stage.until(lambda: len(stage.received) == 2)
+        stage.acknowledging = True
+        network.disconnect("actor-0")
+        await stage.until(lambda: all(n == 2 for n in stage.received.values()))
+        assert sorted(stage.hellos[1]["holding"]) == sorted(stage.received)
+        await until(lambda: actor.unacknowledged == 0)
+
+
+async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    engine = StubEngine()
+    async with playing(make_services([engine]), places=1, credit_bytes=1, outbox=1) as (stage, actor, _):
+        stage.acknowledging = False
+        await stage.order(*(make_order(seed) for seed in range(5)))
+        await stage.until(lambda: len(stage.received) == 1)
+        await until(lambda: actor.unacknowledged == 1 and actor.playing == 0)
+        assert "outbox" in actor.waiting_for()
+        for n in range(1, 5):
+            await stage.acknowledge(*stage.received)
+            await stage.until(lambda n=n: len(stage.received) == n + 1)
+
+
+async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_order: MakeOrder) -> None:
+    engine = StubEngine(latency_seconds=30)
+    orders = [make_order(seed) for seed in range(4)]
+    async with playing(make_services([engine]), places=2) as (stage, actor, _):
+        await stage.order(*orders)
+        await until(lambda: engine.in_flight == 2)
+        await stage.hub.send("actor-0", Message(Kind.CANCEL, {"order_ids": [o.order_id for o in orders], "reason": "x"}))
+        await until(lambda: actor.holding == [])
+        await stage.order(make_order(9))
+        await until(lambda: engine.in_flight == 1)
+    assert not stage.received
+
+
+async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    engine = StubEngine(latency_seconds=0.05)
+    stuck = StubEngine("stub://stuck", latency_seconds=30)
+    services = make_services([engine, stuck])
+    async with playing(services, places=2) as (stage, actor, _):
+        await stage.order(*(make_order(seed) for seed in range(3)))
+        await until(lambda: engine.in_flight == 1 and stuck.in_flight == 1)
+        assert await actor.drain(0.3)
+    outcomes = Counter(t.status for t in stage.trajectories.values())
+    assert outcomes == {TrajectoryStatus.COMPLETE: 1, TrajectoryStatus.ABORTED: 2}
+    assert services.pool.statistics().in_flight == 0
+
+
+async def test_drain_without_a_stage_ends_in_time(make_services: MakeServices, make_order: MakeOrder) -> None:
+    async with playing(make_services([StubEngine()])) as (stage, actor, network):
+        stage.acknowledging = False
+        await stage.order(make_order())
+        await stage.until(lambda: len(stage.received) == 1)
+        with anyio.fail_after(2):
+            assert not await actor.drain(0.1, flush_seconds_max=0.1)
+
+
+async def test_trajectory_over_the_limit_is_answered_as_an_error_that_names_the_limit(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    async with playing(make_services([StubEngine()]), limits=Limits(tokens_max=3)) as (stage, actor, _):
+        await stage.order(make_order())
+        await stage.until(lambda: len(stage.received) == 1)
+    trajectory = next(iter(stage.trajectories.values()))
+    assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
+    assert "transport.tokens_max" in trajectory.failure.message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(Kind.ORDER, {"order_id": "x"}),
+        Message(Kind.ORDER, {**encode_order(Order.__new__(Order)), "slot": -1} if False else {"slot": "one"}),
+        Message(Kind.CANCEL, {}),
+        Message(Kind.ACK, {"refused": []}),
+        Message(Kind.PLAN, {}),
+    ],
+)
+async def test_messages_that_are_not_understood_do_not_stop_the_actor(
+    make_services: MakeServices, make_order: MakeOrder, message: Message
+) -> None:
+    async with playing(make_services([StubEngine()])) as (stage, actor, _):
+        await stage.hub.send("actor-0", message)
+        await stage.order(make_order())
+        await stage.until(lambda: len(stage.received) == 1)
