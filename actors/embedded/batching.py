@@ -99,8 +99,12 @@ class Batching(ContinuousBatchingManager):
         return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
 
     def cache_used(self) -> float:
-        """Share of KV blocks that hold something, 0 to 1."""
-        return 1.0 - self.batch_processor.cache.compute_free_capacity() if self.batch_processor else 0.0
+        """Share of KV blocks that requests in flight hold, 0 to 1; blocks kept for prefix hits count as free."""
+        if self.batch_processor is None:
+            return 0.0
+        allocators = self.batch_processor.cache.cache_allocators.values()
+        used = sum(len(blocks) for allocator in allocators for blocks in list(allocator.block_table.values()))
+        return min(1.0, used / sum(allocator.num_blocks for allocator in allocators))
 
     def _states(self) -> dict[str, RequestState]:
         if self.batch_processor is None:
@@ -111,7 +115,7 @@ class Batching(ContinuousBatchingManager):
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
         cache = processor.cache
-        search, mark = cache.search_prefix_match, cache.mark_complete_blocks
+        search = cache.search_prefix_match
 
         def counted_search(request_id: str, prompt_ids: list[int]) -> int:
             found: int = search(request_id, prompt_ids)
@@ -119,8 +123,12 @@ class Batching(ContinuousBatchingManager):
             return found
 
         def mark_fresh(state: RequestState, complete_blocks: dict[str, int]) -> None:
-            if state.request_id not in self._stale:
-                mark(state, complete_blocks)
+            """As the original, but also for requests that end with their first token, and not for stale ones."""
+            if not cache.use_prefix_sharing or state.request_id in self._stale:
+                return
+            for name, blocks in complete_blocks.items():
+                token_ids = state.initial_tokens + state.generated_tokens
+                cache.cache_allocators[name].mark_complete_blocks(state.request_id, token_ids, blocks)
 
         cache.search_prefix_match, cache.mark_complete_blocks = counted_search, mark_fresh
         return processor
@@ -158,7 +166,7 @@ def _configuration(model: Any, options: EngineOptions) -> ContinuousBatchingConf
     token_bytes = 2 * text.num_hidden_layers * heads * head_size * model.dtype.itemsize
     page = max(4, options.block_size)
     batch_tokens = max(options.batch_tokens, options.max_sequences)
-    wanted = options.max_sequences * (options.max_length + page)
+    wanted = 2 * options.max_sequences * (options.max_length + page)
     tokens = min(wanted, int(options.kv_cache_gib * 2**30) // token_bytes)
     if model.device.type == "cpu":
         tokens = min(tokens, MASK_BYTES_MAX // (batch_tokens * model.dtype.itemsize) - batch_tokens)
@@ -175,6 +183,6 @@ def _configuration(model: Any, options: EngineOptions) -> ContinuousBatchingConf
         use_async_batching=False,
         use_cuda_graph=False,
         auto_switch_to_flash=model.device.type == "cuda",
-        safety_margin=0.0,
+        safety_margin=0.1,
         seed=int(torch.randint(2**31, ()).item()),
     )

@@ -12,6 +12,7 @@ from pipeline.errors import AfterplayError
 def main(arguments: list[str]) -> int:
     """``FILE [--set section.key=value ...]``. Exit code 0, or 2 with one line about what is wrong."""
     from pipeline.config.load import load_config
+
     from pipeline.rundir import RunDirectory
 
     if not arguments or arguments[0].startswith("-"):
@@ -28,7 +29,9 @@ def main(arguments: list[str]) -> int:
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{info.source}: {info.architecture}, {info.parameters:,} parameters, vocabulary {info.vocabulary_size} in {info.path}")
+    print(
+        f"{info.source}: {info.architecture}, {info.parameters:,} parameters, vocabulary {info.vocabulary_size} in {info.path}"
+    )
     return 0
 
 

@@ -54,7 +54,9 @@ class ModelInfo:
                 "with the run file, or 'afterplay run FILE', which does it first"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{manifest} is not a model manifest ({error}): delete {path} to prepare it again") from error
+            raise ConfigurationError(
+                f"{manifest} is not a model manifest ({error}): delete {path} to prepare it again"
+            ) from error
 
 
 def request_of(config: RunConfig) -> dict[str, Any]:
@@ -65,7 +67,9 @@ def request_of(config: RunConfig) -> dict[str, Any]:
         try:
             template = Path(model.chat_template).expanduser().read_text()
         except OSError as error:
-            raise ConfigurationError(f"model.chat_template: cannot read {model.chat_template}: {error.strerror}") from error
+            raise ConfigurationError(
+                f"model.chat_template: cannot read {model.chat_template}: {error.strerror}"
+            ) from error
     tiny: dict[str, Any] = json.loads(json.dumps(model.tiny)) if model.source == "tiny" else {}
     return {"source": model.source, "tiny": tiny, "chat_template": template}
 
@@ -96,14 +100,18 @@ def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remot
             with safe_open(file, framework="np") as tensors:
                 parameters += sum(_size(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     except Exception as error:
-        raise ConfigurationError(f"model.source {source!r}: {file.name} is not a readable safetensors file: {error}") from error
+        raise ConfigurationError(
+            f"model.source {source!r}: {file.name} is not a readable safetensors file: {error}"
+        ) from error
     eos = tokenizer.eos_token_id
     if (path / "generation_config.json").exists():
         configured = GenerationConfig.from_pretrained(path).eos_token_id
         eos = configured if configured is not None else eos
     eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
     if not eos_ids:
-        raise ConfigurationError(f"model.source {source!r}: neither generation_config.json nor the tokenizer names an end token")
+        raise ConfigurationError(
+            f"model.source {source!r}: neither generation_config.json nor the tokenizer names an end token"
+        )
     return ModelInfo(
         path=path,
         source=source,

@@ -49,7 +49,9 @@ def prepare_model(config: RunConfig, target: Path) -> ModelInfo:
 def _make(config: RunConfig, request: dict[str, object], target: Path) -> ModelInfo:
     if target.exists():
         if not target.is_dir() or any(target.iterdir()):
-            raise ConfigurationError(f"expected {target} to be absent or a prepared model, found something else: remove it")
+            raise ConfigurationError(
+                f"expected {target} to be absent or a prepared model, found something else: remove it"
+            )
         target.rmdir()
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

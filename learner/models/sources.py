@@ -40,7 +40,9 @@ def write_folder_model(source: Path, folder: Path) -> None:
             f"model.source: {source} is not a folder; give an existing folder, a hub id, 'package:NAME' or 'tiny'"
         )
     if not (source / "config.json").exists():
-        raise ConfigurationError(f"model.source: expected {source} to hold config.json and *.safetensors, found no config.json")
+        raise ConfigurationError(
+            f"model.source: expected {source} to hold config.json and *.safetensors, found no config.json"
+        )
     place([file for pattern in (*_PATTERNS, "*.py") for file in sorted(source.glob(pattern))], folder)
 
 
@@ -65,7 +67,9 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
             f"model.source: the hub repository {repository!r} is gated: accept its terms on the hub and log in with 'hf auth login'"
         ) from error
     except RepositoryNotFoundError as error:
-        raise ConfigurationError(f"model.source: the hub has no repository {repository!r} (or it is private)") from error
+        raise ConfigurationError(
+            f"model.source: the hub has no repository {repository!r} (or it is private)"
+        ) from error
     except Exception as error:
         mode = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {_first_line(error)}"
         raise ConfigurationError(

@@ -42,7 +42,9 @@ class TinyOptions(Section):
         try:
             return cls.model_validate({"max_position": max(1024, max_length), **options})
         except ValidationError as error:
-            lines = [f"model.tiny.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+            lines = [
+                f"model.tiny.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
+            ]
             raise ConfigurationError("; ".join(lines) + f"; known options: {', '.join(cls.model_fields)}") from error
 
 

@@ -1,4 +1,4 @@
-"""A word tokenizer of about a hundred tokens whose chat template spends two tokens a message."""
+"""A word tokenizer of a few dozen tokens whose chat template spends two tokens a message."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIAL = (PAD, UNKNOWN, END, *(f"<|{role}|>" for role in ROLES))
 
-DEFAULT_WORDS = tuple(
-    "guess a number from to between and higher lower correct wrong right too high low no yes try again turns left out of "
-    "the is it your answer reply with only . , : ? ! + - * =".split()
-)
+DEFAULT_WORDS = tuple("guess higher lower I think of a number from to . Guess it Reply with only The is than".split())
+"""The vocabulary of ``number_guess``, short and long form."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -39,7 +37,9 @@ def build_tokenizer(numbers: int, words: Sequence[str] = DEFAULT_WORDS) -> PreTr
     split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation("isolated")])
     for word in words:
         if [piece for piece, _ in split.pre_tokenize_str(word)] != [word]:
-            raise ConfigurationError(f"model.tiny.words: {word!r} is not one word: leave out spaces and inner punctuation")
+            raise ConfigurationError(
+                f"model.tiny.words: {word!r} is not one word: leave out spaces and inner punctuation"
+            )
     vocabulary: dict[str, int] = {}
     for token in (*SPECIAL, *map(str, range(numbers)), *words):
         vocabulary.setdefault(token, len(vocabulary))

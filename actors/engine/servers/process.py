@@ -57,8 +57,14 @@ async def start_engine(config: RunConfig, index: int = 0) -> AsyncIterator[Runni
     ``engine.port: 0`` takes a free port. Raises :class:`ConfigurationError` for what :func:`command` refuses and
     :class:`EngineUnavailable` (with the end of its log) when it ends or is not healthy within ``engine.start_seconds_max``.
     """
-    with running_engine(config, index) as engine:
+    running = running_engine(config, index)
+    with anyio.CancelScope(shield=True):  # bounded by start_seconds_max; cancelled half-way the process would be lost
+        engine = await anyio.to_thread.run_sync(running.__enter__)
+    try:
         yield engine
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(running.__exit__, None, None, None)
 
 
 @contextmanager

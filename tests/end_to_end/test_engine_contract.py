@@ -1,0 +1,297 @@
+"""What Afterplay relies on in an inference engine, proved on the embedded engine and on a real vLLM server alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from actors.engine.servers.process import RunningEngine, running_engine
+from pipeline.config import RunConfig
+from pipeline.rundir import RunDirectory
+
+MEAN_ERROR_MAX = 1e-3
+"""Nats per token between two float32 implementations of one model."""
+
+
+class Api:
+    """The engine's routes."""
+
+    def __init__(self, engine: RunningEngine, session: aiohttp.ClientSession) -> None:
+        self.engine = engine
+        self.session = session
+        self.model = RunDirectory(engine.config.run.path).model.absolute()
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Any]:
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with self.session.post(self.engine.url + path, json=body, timeout=timeout, **kwargs) as answer:
+            return answer.status, await answer.json(content_type=None) if await answer.read() else None
+
+    async def generate(self, ids: list[int], **sampling: Any) -> dict[str, Any]:
+        parameters = {"max_tokens": 16, "temperature": 1.0, "logprobs": 0, **sampling}
+        status, body = await self.post("/inference/v1/generate", {"token_ids": ids, "sampling_params": parameters})
+        assert status == 200, body
+        choice: dict[str, Any] = body["choices"][0]
+        return choice
+
+    async def update(self, version: int, folder: Path) -> None:
+        """A publication: pause, load, stamp, resume."""
+        assert (await self.post("/pause?mode=keep"))[0] == 200
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        assert (await self.post("/collective_rpc", body))[0] == 200
+        await self.stamp(version)
+        assert (await self.post("/resume"))[0] == 200
+
+    async def stamp(self, version: int) -> None:
+        assert (await self.post("/update_weight_version", {"new_version": str(version)}))[0] == 200
+
+    async def metric(self, name: str) -> float:
+        async with self.session.get(self.engine.url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{")]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    async def until(self, name: str, wanted: Any) -> None:
+        """Wait until a metric satisfies ``wanted``."""
+        async with asyncio.timeout(20):
+            while not wanted(await self.metric(name)):
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+async def api(request: pytest.FixtureRequest) -> AsyncIterator[Api]:
+    engine = request.getfixturevalue(f"{request.param}_engine")
+    async with aiohttp.ClientSession() as session:
+        api = Api(engine, session)
+        await api.update(next_version(engine), api.model)
+        yield api
+
+
+_versions: dict[str, int] = {}
+
+
+def next_version(engine: RunningEngine) -> int:
+    _versions[engine.url] = _versions.get(engine.url, -1) + 1
+    return _versions[engine.url]
+
+
+def prompt(api: Api, length: int, seed: int = 0) -> list[int]:
+    vocabulary = 30 if "tiny" in str(api.model) else 40_000
+    rng = random.Random(seed)
+    return [rng.randrange(8, vocabulary) for _ in range(length)]
+
+
+def recomputed(folder: Path, ids: list[int], sampled: list[int], temperature: float) -> torch.Tensor:
+    """Log-probabilities of ``sampled`` after ``ids`` by a plain forward pass, float32 [n]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + sampled])).logits[0].float()
+    scores = torch.log_softmax(logits[len(ids) - 1 : -1] / temperature, dim=-1)
+    return scores.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+
+
+def recorded(choice: dict[str, Any]) -> torch.Tensor:
+    content = choice["logprobs"]["content"]
+    assert [entry["token_id"] for entry in content] == choice["token_ids"]
+    return torch.tensor([entry["logprob"] for entry in content])
+
+
+def other_weights(api: Api, folder: Path, seed: int = 1) -> Path:
+    """A folder of weights that differ a little from the model's."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(api.model / "model.safetensors")
+    changed = {}
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+        changed[name] = (tensor.float() + 0.2 * noise).to(tensor.dtype) if tensor.dim() > 1 else tensor
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in ("config.json", "generation_config.json"):
+        (folder / file).write_bytes((api.model / file).read_bytes())
+    return folder
+
+
+async def test_answer_has_ids_logprobs_versions_and_reason(api: Api) -> None:
+    version = str(_versions[api.engine.url])
+    choice = await api.generate(prompt(api, 12), max_tokens=9, ignore_eos=True)
+    assert len(choice["token_ids"]) == 9
+    assert choice["finish_reason"] == "length"
+    assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 9}]
+    async with api.session.get(api.engine.url + "/weight_info") as answer:
+        assert await answer.json() == {"weight_version": version}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_recorded_logprobs_are_those_of_the_sampled_distribution(api: Api, temperature: float) -> None:
+    ids = prompt(api, 40, seed=3)
+    choice = await api.generate(ids, max_tokens=60, temperature=temperature, ignore_eos=True)
+    mine, theirs = recomputed(api.model, ids, choice["token_ids"], temperature), recorded(choice)
+    assert (mine - theirs).abs().mean() < MEAN_ERROR_MAX
+    assert (mine[1:] - theirs[:-1]).abs().mean() > 100 * MEAN_ERROR_MAX, "shifting by one token must fail"
+
+
+async def test_requests_of_different_temperature_share_a_batch(api: Api) -> None:
+    ids = prompt(api, 20, seed=4)
+    temperatures = [0.5, 1.0, 2.0]
+    choices = await asyncio.gather(*(api.generate(ids, temperature=t, max_tokens=20, ignore_eos=True) for t in temperatures))
+    for temperature, choice in zip(temperatures, choices, strict=True):
+        mine = recomputed(api.model, ids, choice["token_ids"], temperature)
+        assert (mine - recorded(choice)).abs().mean() < MEAN_ERROR_MAX
+
+
+async def test_stop_token_ends_the_completion_and_is_part_of_it(api: Api) -> None:
+    ids = prompt(api, 16, seed=5)
+    first = (await api.generate(ids, temperature=0.0, max_tokens=4, ignore_eos=True))["token_ids"]
+    choice = await api.generate(ids, temperature=0.0, max_tokens=4, ignore_eos=True, stop_token_ids=[first[0]])
+    assert choice["token_ids"] == first[:1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", first[0])
+
+
+async def test_update_inside_a_request_gives_two_version_spans(api: Api, tmp_path: Path) -> None:
+    old, new = _versions[api.engine.url], next_version(api.engine)
+    folder = other_weights(api, tmp_path / "w")
+    ids = prompt(api, 10, seed=6)
+    sampled = await api.metric("generation_tokens_total")
+    request = asyncio.create_task(api.generate(ids, max_tokens=400, ignore_eos=True))
+    if "vllm" in str(api.engine.config.engine.kind):
+        await api.until("generation_tokens_total", lambda value: value > sampled + 5)
+    else:
+        await api.until("num_requests_running", lambda value: value > 0)
+    await api.update(new, folder)
+    choice = await request
+    spans = choice["weight_versions"]
+    assert [span["version"] for span in spans] == [str(old), str(new)]
+    middle = spans[0]["end"]
+    assert [(span["start"], span["end"]) for span in spans] == [(0, middle), (middle, 400)]
+    assert 0 < middle < 400
+    before = recomputed(api.model, ids, choice["token_ids"], 1.0) - recorded(choice)
+    assert before[:middle].abs().mean() < MEAN_ERROR_MAX, "tokens of the first span come from the old weights"
+    assert before[middle:].abs().mean() > 10 * MEAN_ERROR_MAX, "tokens of the second span come from the new weights"
+
+
+async def test_outputs_follow_the_published_weights(api: Api, tmp_path: Path) -> None:
+    folder = other_weights(api, tmp_path / "w", seed=2)
+    ids = prompt(api, 64, seed=7)
+    await api.generate(ids, max_tokens=30, ignore_eos=True)  # fills the prefix cache with KV of the old weights
+    await api.update(next_version(api.engine), folder)
+    choice = await api.generate(ids, max_tokens=30, ignore_eos=True)
+    error = (recomputed(folder, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean()
+    assert error < MEAN_ERROR_MAX
+    assert (recomputed(api.model, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean() > 10 * MEAN_ERROR_MAX
+
+
+async def test_pause_stops_sampling_and_keeps_requests(api: Api) -> None:
+    assert (await api.post("/pause?mode=keep"))[0] == 200
+    request = asyncio.create_task(api.generate(prompt(api, 8), max_tokens=4, ignore_eos=True))
+    done, _ = await asyncio.wait([request], timeout=0.5)
+    assert not done
+    assert (await api.post("/resume"))[0] == 200
+    assert len((await request)["token_ids"]) == 4
+
+
+async def test_repeated_prompt_hits_the_prefix_cache(api: Api) -> None:
+    ids = prompt(api, 200, seed=8)
+    await api.generate(ids, max_tokens=1)
+    queries, hits = await api.metric("prefix_cache_queries_total"), await api.metric("prefix_cache_hits_total")
+    await api.generate(ids, max_tokens=1)
+    assert await api.metric("prefix_cache_queries_total") - queries == 200
+    assert await api.metric("prefix_cache_hits_total") - hits == 192
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"token_ids": [10**7], "sampling_params": {"max_tokens": 1}}, 400),
+        ({"token_ids": [9] * 1100, "sampling_params": {"max_tokens": 1}}, 400),
+        ({"token_ids": [], "sampling_params": {"max_tokens": 1}}, 400),
+        ({"token_ids": [9], "sampling_params": {"temperature": -1.0}}, 400),
+        ({"token_ids": [9]}, 400),
+        ({"token_ids": [9], "model": "another", "sampling_params": {"max_tokens": 1}}, 404),
+    ],
+)
+async def test_wrong_request_gets_a_json_error(api: Api, body: dict[str, Any], status: int) -> None:
+    answered, error = await api.post("/inference/v1/generate", body)
+    assert answered == status
+    assert isinstance(error["error"]["message"], str) and error["error"]["message"]
+
+
+async def test_weights_that_do_not_fit_are_refused_and_change_nothing(api: Api, tmp_path: Path) -> None:
+    ids = prompt(api, 12, seed=9)
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "missing")}}
+    assert (await api.post("/collective_rpc", body))[0] >= 400
+    choice = await api.generate(ids, max_tokens=10, ignore_eos=True)
+    assert (recomputed(api.model, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean() < MEAN_ERROR_MAX
+
+
+async def test_client_that_leaves_frees_its_place(api: Api) -> None:
+    request = asyncio.create_task(api.generate(prompt(api, 8), max_tokens=900, ignore_eos=True))
+    await api.until("num_requests_running", lambda value: value > 0)
+    request.cancel()
+    await api.until("num_requests_running", lambda value: value == 0)
+
+
+def test_sigterm_ends_every_process_within_two_seconds(embedded_engine: RunningEngine) -> None:
+    with running_engine(again(embedded_engine)) as engine:
+        members = family(engine.process.pid)
+        started = time.monotonic()
+        assert engine.stop() == 0
+        assert time.monotonic() - started < 2.0
+        gone(members, 2.0)
+
+
+def test_killed_guard_takes_the_engine_with_it(embedded_engine: RunningEngine) -> None:
+    with running_engine(again(embedded_engine)) as engine:
+        members = family(engine.process.pid)
+        engine.kill()
+        gone(members, 5.0)
+
+
+@pytest.mark.vllm
+def test_vllm_killed_hard_leaves_no_process(vllm_engine: RunningEngine) -> None:
+    members = family(vllm_engine.process.pid)
+    assert len(members) >= 3
+    vllm_engine.kill()
+    gone(members, 5.0)
+
+
+def again(engine: RunningEngine) -> RunConfig:
+    """The configuration of ``engine`` for a second one on another port."""
+    return engine.config.model_copy(update={"engine": engine.config.engine.model_copy(update={"port": 0})})
+
+
+def family(pid: int) -> set[int]:
+    """``pid`` and its descendants."""
+    members, frontier = {pid}, [pid]
+    while frontier:
+        parent = frontier.pop()
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            children = [int(child) for child in (task / "children").read_text().split()]
+            members.update(children)
+            frontier += children
+    return members
+
+
+def gone(members: set[int], seconds_max: float) -> None:
+    deadline = time.monotonic() + seconds_max
+    while alive := {pid for pid in members if _alive(pid)}:
+        assert time.monotonic() < deadline, f"still there: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in alive]}"
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
