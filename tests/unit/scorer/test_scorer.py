@@ -1,0 +1,92 @@
+"""A score is a number or it is None with a reason; user code cannot stop the scorer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline.config.training import ScorerConfig
+from pipeline.errors import ConfigurationError
+from pipeline.replay.simulation import rollout
+from pipeline.schema import Order, Task, Trajectory
+from pipeline.scorer.scorer import Scorer
+
+PLUGINS = Path(__file__).with_name("plugins_for_scorer.py")
+
+
+def trajectory() -> Trajectory:
+    return rollout(Order("g000000.1.0", "g000000", Task("a/0", "a", 0), 1, 0, 0, 10.0), 0)
+
+
+def scorer(*functions: dict[str, Any], seen: list[Any] | None = None, **options: Any) -> Scorer:
+    sections = [{**f, "path": f"{PLUGINS}:{f['path']}", "name": f["path"]} for f in functions]
+    config = ScorerConfig.model_validate({"functions": sections, **options})
+    return Scorer(config, (lambda *a: seen.append(a)) if seen is not None else None)
+
+
+async def test_reward_is_the_weighted_sum_of_all_parts() -> None:
+    verdict = await scorer({"path": "length", "weight": 0.25}, {"path": "slowly", "weight": 2.0}).score(trajectory())
+    assert verdict.reward == 1.0 + 0.25 * 2 + 2.0 * 0.5
+    assert dict(verdict.rewards) == {"environment": 1.0, "length": 2.0, "slowly": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "worker"),
+    [
+        ("raises", "raised", False), ("raises", "raised", True), ("text", "type", False), ("text", "type", True),
+        ("nan", "nonfinite", False), ("nothing", "missing", False), ("hangs", "timeout", False), ("blocks", "timeout", False),
+        ("spins", "timeout", True), ("dies", "crashed", True),
+    ],
+)  # fmt: skip
+async def test_a_score_that_fails_is_none_and_counted(name: str, reason: str, worker: bool) -> None:
+    seen: list[Any] = []
+    timeout = 2.0 if worker and reason != "timeout" else 0.2
+    verdict = await scorer({"path": name, "worker": worker, "timeout_seconds": timeout}, seen=seen).score(trajectory())
+    assert verdict.reward is None
+    assert verdict.rewards[name] is None and verdict.rewards["environment"] == 1.0
+    assert [(f.name, f.reason) for f in verdict.failures] == [(name, reason)]
+    assert [(n, r) for n, _, r in seen] == [(name, reason)]
+    if reason == "raised":
+        assert "KeyError" in verdict.failures[0].details and PLUGINS.name in verdict.failures[0].details
+
+
+async def test_async_functions_run_together_within_the_limit() -> None:
+    stage = scorer({"path": "slowly"}, concurrency=20)
+    started = time.perf_counter()
+    async with anyio.create_task_group() as group:
+        for _ in range(40):
+            group.start_soon(stage.score, trajectory())
+    assert 0.1 <= time.perf_counter() - started < 1.0
+
+
+async def test_a_missing_environment_score_is_not_zero() -> None:
+    unscored = trajectory().scored(None, {"environment": None})
+    assert scorer().score_now(unscored).reward is None
+    assert scorer(environment_weight=0.0).score_now(unscored).reward == 0.0
+
+
+def test_a_function_without_weight_does_not_decide() -> None:
+    async def check() -> None:
+        verdict = await scorer({"path": "raises", "weight": 0.0}).score(trajectory())
+        assert verdict.reward == 1.0 and verdict.failures
+
+    anyio.run(check)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("nocolon", "module:function"),
+        ("no.such.module:f", "No module"),
+        ("nowhere.py:f", "does not exist"),
+        (f"{PLUGINS}:missing", "nothing of that name"),
+        (f"{PLUGINS}:NOT_A_FUNCTION", "a int"),
+    ],
+)
+def test_a_bad_path_is_an_error_at_start(path: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Scorer(ScorerConfig.model_validate({"functions": [{"path": path}]}))
