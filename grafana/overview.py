@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grafana import promql as q
 from grafana import thresholds as limits
+from grafana.names import VLLM_UPDATE
 from grafana.panels import PanelSpec, Query, RowSpec
 from grafana.promql import metric, rate
 from grafana.thresholds import WINDOW
@@ -12,7 +13,6 @@ TITLE = "Afterplay / Overview"
 UID = "afterplay-overview"
 TOKEN = 'level="token"'
 ENV = q.ENVIRONMENT
-VLLM_UPDATE = "vllm:rl_weight_update_operation_duration_seconds"
 TRAINED = rate("learner_tokens_total", 'kind="trained"', window=WINDOW)
 
 
@@ -475,21 +475,3 @@ ENGINE = RowSpec(
 )
 
 ROWS = (GLANCE, OFF_POLICY, STALENESS, LEARNING, THROUGHPUT, REPLAY, ENGINE)
-
-ENGINE_ONLY = frozenset(
-    {
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:generation_tokens_total",
-        "vllm:prefix_cache_hits_total",
-        "vllm:prefix_cache_queries_total",
-        "vllm:kv_cache_usage_perc",
-        "vllm:num_preemptions_total",
-        "vllm:rl_weight_update_operation_duration_seconds_sum",
-        "vllm:rl_weight_update_operation_duration_seconds_count",
-    }
-)
-"""Names that engines export, not we."""
-
-RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
-"""Names that Prometheus and its client library make."""

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grafana import overview
+from grafana import names, overview
 from grafana.alerts import ALERTS
 from grafana.dashboard_lint import metric_names, panels, queries, static_problems, substitute
 from grafana.generate import outputs
@@ -37,12 +37,12 @@ def test_committed_files_are_regenerated_identically() -> None:
 
 
 def test_panels_have_ids_units_descriptions_and_metrics_that_exist(dashboard: dict, exported: frozenset[str]) -> None:
-    assert static_problems(dashboard, exported | overview.ENGINE_ONLY | overview.RUNTIME) == []
+    assert static_problems(dashboard, exported | names.ENGINE | names.RUNTIME) == []
 
 
 def test_alerts_name_only_metrics_that_exist(exported: frozenset[str]) -> None:
     for alert in ALERTS:
-        unknown = metric_names(alert.expr) - exported - overview.RUNTIME
+        unknown = metric_names(alert.expr) - exported - names.RUNTIME
         assert not unknown, f"{alert.name} names {sorted(unknown)}"
 
 
