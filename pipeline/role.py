@@ -177,7 +177,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
         MetricsServer(
             ctx.registry, ctx.health, config.metrics.host, metrics_port(name, index, config.metrics.port)
         ) as server,
-        _process_file(directory, name, server.port),
+        _process_file(directory, name, config.metrics.host, server.port),
     ):
         log.info("started, /metrics on port %d", server.port)
         async with anyio.create_task_group() as background:
@@ -252,10 +252,11 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
 
 
 @contextmanager
-def _process_file(directory: RunDirectory, name: str, port: int) -> Iterator[None]:
+def _process_file(directory: RunDirectory, name: str, host: str, port: int) -> Iterator[None]:
     """``processes/NAME.json`` while the process lives."""
     path = directory.process_file(name)
-    write_json_atomically(path, {"pid": os.getpid(), "metrics_port": port, "started_at": time.time()})
+    record = {"pid": os.getpid(), "metrics_host": host, "metrics_port": port, "started_at": time.time()}
+    write_json_atomically(path, record)
     try:
         yield
     finally:

@@ -77,7 +77,7 @@ class RunDirectory:
         return self.path / "processes"
 
     def process_file(self, name: str) -> Path:
-        """``{pid, metrics_port, started_at}`` of one process, written by itself."""
+        """``{pid, metrics_host, metrics_port, started_at}`` of one process, written by itself."""
         return self.processes / f"{name}.json"
 
     @property

@@ -192,3 +192,7 @@ def _dotted(path: Path_) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+load_config = load
+"""The same under the name that reads well where ``load`` alone would not."""

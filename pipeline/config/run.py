@@ -78,6 +78,8 @@ class SupervisorConfig(Section):
     backoff_seconds_max: float = Field(30.0, gt=0)
     drain_seconds_max: float = Field(8.0, gt=0)
     """From SIGTERM to SIGKILL, for all processes together."""
+    stuck_seconds_max: float = Field(300.0, gt=0)
+    """A process that was well and has not answered (or whose main loop has not come round) for so long is restarted."""
 
 
 class RunConfig(Section):

@@ -1,0 +1,235 @@
+"""Commands and their help. Each does its work elsewhere, imported when it is called, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from pipeline.config import RunConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Reinforcement learning for language-model agents, asynchronous, from one YAML file.
+
+[bold]Start here[/bold]
+
+  afterplay run configs/tiny.yaml             a minute on a laptop, every real process
+  afterplay run configs/quickstart.yaml       a pretrained model and a vLLM server
+  afterplay status runs/tiny                  the accounts of the run
+  afterplay plot runs/tiny                    draw its curves again
+
+[bold]Change anything[/bold]
+
+  afterplay config show configs/tiny.yaml     every key with its meaning
+  afterplay run configs/tiny.yaml --set learner.learning_rate=1e-3 --set run.name=faster
+  AFTERPLAY__RUN__SEED=7 afterplay run configs/tiny.yaml
+
+[bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 the run file or an option is wrong · 3 forced
+  (a second signal, a drain that took too long) · 4 a process failed too often · 5 the run is alive already
+""",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with everything filled in.")
+env_app = typer.Typer(no_args_is_help=True, help="Environments that run files can name.")
+app.add_typer(config_app, name="config")
+app.add_typer(env_app, name="env")
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example configs/tiny.yaml.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value, for example run.seed=3. May be repeated."),
+]
+Index = Annotated[int, typer.Option("--index", "-i", min=0, help="Which replica this is, from 0.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")]
+
+
+@app.command()
+def run(
+    file: File,
+    sets: Sets = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew: remove what the run directory holds.")] = False,
+) -> None:
+    """Run everything that FILE describes on this machine, until it is done.
+
+    Starts engines, actors, replay stage and learner as processes, restarts whichever dies, shows progress, and leaves a
+    run directory (run.directory/run.name). The same command again goes on where the run stopped. Ctrl-C ends it cleanly
+    within ten seconds.
+
+      afterplay run configs/tiny.yaml
+      afterplay run configs/tiny.yaml --fresh --set run.total_steps=20
+      afterplay run configs/two_engines.yaml --set actor.replicas=2
+    """
+    from pipeline.supervisor.run import run as run_all
+
+    raise typer.Exit(run_all(_load(file, sets), fresh))
+
+
+@app.command()
+def engine(file: File, index: Index = 0, sets: Sets = None) -> None:
+    """Become one inference server of the run, on engine.port + index.
+
+    afterplay engine configs/two_engines.yaml --index 1 --set engine.port=8100
+    """
+    from pipeline.role import load_main
+
+    raise typer.Exit(load_main("actors.engine.servers.launch:main")(_load(file, sets), index))
+
+
+@app.command()
+def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
+    """Play episodes: take orders from the replay stage, send trajectories back.
+
+    afterplay actor configs/tiny.yaml --index 1 --set replay.address=tcp://127.0.0.1:5555
+    """
+    _role("actor", index, "actors.role:main", file, sets)
+
+
+@app.command()
+def replay(file: File, index: Index = 0, sets: Sets = None) -> None:
+    """Plan what is played; keep, score and group what comes back. The one process that binds a socket for the others.
+
+    afterplay replay configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
+    """
+    _role("replay", index, "pipeline.replay.role:main", file, sets)
+
+
+@app.command()
+def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
+    """Train on groups from the replay stage and publish new weights to the engines.
+
+    afterplay learner configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
+    """
+    _role("learner", index, "learner.role:main", file, sets)
+
+
+@app.command()
+def prepare(file: File, sets: Sets = None) -> None:
+    """Make the model folder of the run (run.directory/run.name/model), which engines and learner start from.
+
+    `afterplay run` does this by itself; do it by hand where the roles are started one by one.
+
+      afterplay prepare configs/quickstart.yaml
+    """
+    from pipeline.role import configure_logging, load_main
+    from pipeline.rundir import RunDirectory
+
+    configure_logging("prepare")
+    config = _load(file, sets)
+    info = load_main("learner.models:prepare_model")(config, RunDirectory(config.run.path).model)
+    typer.echo(f"model ready in {info.path}")
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; made if it is missing.")],
+) -> None:
+    """Make CURVE keys, which every connection that leaves this machine needs.
+
+    Copy the folder to each machine of the run and name it in the run file:
+
+      afterplay keys keys
+      afterplay replay FILE --set transport.curve=keys --set replay.address=tcp://0.0.0.0:5555
+    """
+    from pipeline.transport.curve import make_keys
+
+    make_keys(directory)
+    typer.echo(f"keys in {directory}. Use them with --set transport.curve={directory}; keep *.key_secret to yourself")
+
+
+@app.command()
+def status(run_directory: Run) -> None:
+    """Show what the processes do, the newest step, and the account of every order, trajectory and group.
+
+    afterplay status runs/tiny
+    """
+    from pipeline.cli.status import show_status
+    from pipeline.rundir import RunDirectory
+
+    raise typer.Exit(show_status(RunDirectory(run_directory)))
+
+
+@app.command()
+def plot(run_directory: Run) -> None:
+    """Draw curves.png of a run from its metrics.jsonl. Works while the run goes on.
+
+    afterplay plot runs/tiny
+    """
+    from pipeline.plots import draw
+    from pipeline.rundir import RunDirectory
+
+    directory = RunDirectory(run_directory)
+    problem = draw(directory.metrics_file, directory.curves_file)
+    if problem:
+        _refuse(problem)
+    typer.echo(str(directory.curves_file))
+
+
+@config_app.command("check")
+def config_check(file: File, sets: Sets = None) -> None:
+    """Say whether FILE is right, or everything that is wrong in it.
+
+    afterplay config check configs/tiny.yaml --set groups.n_rollout=16
+    """
+    config = _load(file, sets)
+    typer.echo(
+        f"{file} is right: {config.run.total_steps} steps of {config.groups.groups_per_step} groups of "
+        f"{config.groups.n_rollout} rollouts, staleness up to {config.staleness.max}, "
+        f"{config.engine.kind} engine, model {config.model.source}"
+    )
+
+
+@config_app.command("show")
+def config_show(
+    file: File,
+    sets: Sets = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without the explanations.")] = False,
+) -> None:
+    """Show FILE with every key, default or not, and what each means. The output is a run file again.
+
+    afterplay config show configs/tiny.yaml > mine.yaml
+    """
+    from pipeline.config.show import show
+
+    typer.echo(show(_load(file, sets), plain), nl=False)
+
+
+@env_app.command("list")
+def env_list() -> None:
+    """List the environments that are installed, with what each is about.
+
+    Others are named in the run file as module:Class or path/file.py:Class.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from pipeline.role import load_main
+
+    names, find = (load_main(f"actors.environments.discovery:{name}") for name in ("names", "find"))
+    table = Table("name", "what it is", box=None, header_style="bold")
+    for name in names():
+        table.add_row(name, ((find(name).__doc__ or "").strip().splitlines() or [""])[0])
+    Console(highlight=False).print(table)
+
+
+def _load(file: Path, sets: list[str] | None) -> RunConfig:
+    from pipeline.config.load import load
+
+    return load(file, sets or [])
+
+
+def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) -> NoReturn:
+    from pipeline.role import load_main, role_name, run_role
+
+    config = _load(file, sets)
+    raise typer.Exit(run_role(role_name(role, index), index, config, load_main(main)))
+
+
+def _refuse(message: str) -> NoReturn:
+    from pipeline.errors import ConfigurationError
+
+    raise ConfigurationError(message)

@@ -1,0 +1,86 @@
+"""``afterplay status RUN``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.errors import ConfigurationError, StoreError
+from pipeline.replay.ledger import Ledger, read_ledger
+from pipeline.role import ExitCode
+from pipeline.rundir import RunDirectory, read_json
+from pipeline.supervisor.claim import RunIsAlive, claim
+from pipeline.supervisor.progress import MetricsTail, describe
+
+
+def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:
+    """Print processes, newest step and accounts. FAILED when the accounts do not add up.
+
+    Raises :class:`ConfigurationError` where there is no run directory.
+    """
+    console = console or Console(highlight=False)
+    if not directory.config_file.exists():
+        raise ConfigurationError(f"expected a run directory, got {directory.path}, which has no config.yaml")
+    console.print(f"{directory.path}: {'alive' if is_alive(directory) else 'not running'}", style="bold")
+    _processes(directory, console)
+    tail = MetricsTail(directory.metrics_file)
+    tail.read()
+    if tail.last is not None:
+        console.print(describe(tail.last, _total_steps(directory)), soft_wrap=True)
+    try:
+        ledger = read_ledger(directory.store_file)
+    except StoreError as error:
+        console.print(f"no accounts: {error}", style="yellow", soft_wrap=True)
+        return ExitCode.FINISHED
+    return _accounts(ledger, console)
+
+
+def is_alive(directory: RunDirectory) -> bool:
+    """Whether a supervisor holds the directory."""
+    if not directory.lock_file.exists():
+        return False
+    try:
+        with claim(directory, mark=False):
+            return False
+    except RunIsAlive:
+        return True
+
+
+def _processes(directory: RunDirectory, console: Console) -> None:
+    states = read_json(directory.processes_file) or {}
+    if not states:
+        return
+    table = Table("process", "phase", "pid", "does", "waits for", "restarts", "exit", box=None, header_style="dim")
+    for name, state in states.items():
+        exit_code = "" if state.get("exit_code") is None else str(state["exit_code"])
+        cells = (str(state.get(key) or "") for key in ("phase", "pid", "state", "waiting_for", "restarts"))
+        table.add_row(name, *cells, exit_code)
+    console.print(table)
+
+
+def _accounts(ledger: Ledger, console: Console) -> ExitCode:
+    table = Table("account", "state", "count", box=None, header_style="dim")
+    accounts: dict[str, Mapping[str, int]] = {
+        "orders": ledger.orders,
+        "trajectories": ledger.trajectories,
+        "groups": ledger.groups,
+    }
+    for account, counts in accounts.items():
+        for position, (state, count) in enumerate(counts.items()):
+            table.add_row(account if position == 0 else "", state, str(count))
+    console.print(table)
+    console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}")
+    wrong = ledger.audit()
+    for problem in wrong:
+        console.print(f"does not add up: {problem}", style="red", soft_wrap=True)
+    if not wrong:
+        console.print("every order, trajectory and group is accounted for", style="green")
+    return ExitCode.FAILED if wrong else ExitCode.FINISHED
+
+
+def _total_steps(directory: RunDirectory) -> int:
+    from pipeline.config.load import load
+
+    return load(directory.config_file, environment={}).run.total_steps

@@ -1,0 +1,127 @@
+"""What the person who started the run sees: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.supervisor.machine import Phase, Process
+from pipeline.supervisor.probe import Answer
+from pipeline.supervisor.progress import Line, describe, facts
+
+_STYLE = {
+    Phase.WAITING: "dim",
+    Phase.STARTING: "yellow",
+    Phase.RUNNING: "green",
+    Phase.BACKOFF: "red",
+    Phase.STOPPING: "yellow",
+    Phase.DONE: "dim",
+}
+
+
+class Display:
+    """Use as a context manager. ``processes`` and ``answers`` are read at every refresh, never changed."""
+
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        processes: Mapping[str, Process],
+        answers: Mapping[str, Answer],
+        console: Console | None = None,
+    ) -> None:
+        self._title = title
+        self._total_steps = total_steps
+        self._processes = processes
+        self._answers = answers
+        self.console = console or Console(highlight=False)
+        self._line: Line | None = None
+        self._since = time.monotonic()
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(self, console=self.console, refresh_per_second=2, transient=False)
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """An event worth a line of its own."""
+        self.console.print(Text(f"{clock(time.monotonic() - self._since)}  {text}"), soft_wrap=True)
+
+    def progress(self, line: Line) -> None:
+        """A step of the learner."""
+        self._line = line
+        if self._live is None:
+            self.say(describe(line, self._total_steps))
+
+    def __rich__(self) -> Group:
+        return Group(self._header(), self._facts(), self._table())
+
+    def _header(self) -> Table:
+        step = int(self._line.get("step", -1)) + 1 if self._line else 0
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(
+            Text(self._title, style="bold"),
+            ProgressBar(total=self._total_steps, completed=step, width=30),
+            Text(f"step {step}/{self._total_steps}"),
+            Text(clock(time.monotonic() - self._since), style="dim"),
+        )
+        return grid
+
+    def _facts(self) -> Table:
+        grid = Table.grid(padding=(0, 3))
+        found = facts(self._line) if self._line else {}
+        if found:
+            grid.add_row(*(Text(label, style="dim") for label in found))
+            grid.add_row(*(Text(value, style="bold") for value in found.values()))
+        else:
+            grid.add_row(Text("no step yet", style="dim"))
+        return grid
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("process", "phase", "does", "waits for", "restarts"):
+            table.add_column(column, overflow="ellipsis", no_wrap=True)
+        for name, process in self._processes.items():
+            answer = self._answers.get(name)
+            live = process.phase is Phase.RUNNING and answer is not None
+            table.add_row(
+                name,
+                Text(process.phase.value, style=_STYLE[process.phase]),
+                _does(answer) if live and answer else "",
+                answer.waiting_for if live and answer else "",
+                str(process.restarts or ""),
+            )
+        return table
+
+
+def _does(answer: Answer) -> str:
+    details = "  ".join(f"{key} {_short(value)}" for key, value in answer.details.items())
+    return f"{answer.state}  {details}".strip()
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def clock(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    whole = int(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,285 @@
+"""What to start, restart, signal and when to end, as a pure state machine: no clock, no process, no async.
+
+Each method is an event; it returns the actions to carry out. Times are seconds of any monotonic clock.
+
+::
+
+    WAITING ──► STARTING ──► RUNNING          dependencies ready · first healthy answer
+                   ▲  │         │
+                   │  └────┬────┘ exit
+                   └─ BACKOFF   (waits longer each time)        any ──► STOPPING ──► DONE   while draining
+
+The drain goes stage by stage (actors, learner, replay, engines): a stage is asked to end when the one before it
+has ended or used up its share of ``drain_seconds_max``; at the end of that time whatever is left is killed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pipeline.role import ExitCode
+
+STEADY_SECONDS = 60.0
+"""A process that ran for so long has recovered: its next back-off begins small again."""
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    BACKOFF = "backoff"
+    STOPPING = "stopping"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the machine knows of one process."""
+
+    name: str
+    stage: int
+    """Drain order: lower ends first."""
+    depends: tuple[str, ...] = ()
+    """Started when each of these has been ready once."""
+    once: bool = False
+    """A preparation: exit 0 is success, anything else ends the run."""
+    ends_run: bool = False
+    """The run is finished when this process has finished its work."""
+    stateless: bool = False
+    """Killing it in the drain loses nothing, so the run still counts as ended in order."""
+    start_seconds_max: float = 300.0
+    stuck_seconds_max: float = 300.0
+    """Longest time without a healthy answer, once it was healthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Ask ``name`` to end (SIGTERM), or end it (SIGKILL to its whole process group)."""
+
+    name: str
+    kill: bool = False
+
+
+Action = Start | Signal
+
+
+@dataclass(slots=True)
+class Process:
+    """One process as the machine sees it; read-only for others."""
+
+    rule: Rule
+    phase: Phase = Phase.WAITING
+    restarts: int = 0
+    exit_code: int | None = None
+    started_at: float = 0.0
+    running_since: float | None = None
+    failures: int = 0
+    """In a row."""
+    wake_at: float = math.inf
+    unhealthy_since: float | None = None
+    killed: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    restarts_max: int = 20
+    backoff_seconds: float = 0.5
+    backoff_seconds_max: float = 30.0
+    drain_seconds_max: float = 8.0
+
+
+@dataclass(slots=True)
+class Machine:
+    """``rules`` in any order; dependencies must not form a circle."""
+
+    rules: Sequence[Rule]
+    limits: Limits = field(default_factory=Limits)
+    processes: dict[str, Process] = field(init=False)
+    draining_since: float | None = field(init=False, default=None)
+    code: ExitCode = field(init=False, default=ExitCode.FINISHED)
+    reason: str = field(init=False, default="")
+    culprit: str | None = field(init=False, default=None)
+    """The process that ended the run by failing; its log says why."""
+    _ready: set[str] = field(init=False, default_factory=set)
+    _next_stage_at: float = field(init=False, default=math.inf)
+
+    def __post_init__(self) -> None:
+        self.processes = {rule.name: Process(rule) for rule in self.rules}
+        missing = {d for rule in self.rules for d in rule.depends} - set(self.processes)
+        if missing:
+            raise ValueError(f"expected dependencies among {sorted(self.processes)}, got {sorted(missing)}")
+
+    @property
+    def over(self) -> bool:
+        """Everything has ended; ``code`` and ``reason`` are final."""
+        return self.draining_since is not None and not any(p.alive for p in self.processes.values())
+
+    def begin(self, now: float) -> list[Action]:
+        return self._start_ready(now)
+
+    def healthy(self, name: str, now: float) -> list[Action]:
+        """``name`` answered that it is well."""
+        process = self.processes[name]
+        process.unhealthy_since = None
+        if process.phase is not Phase.STARTING:
+            return []
+        process.phase, process.running_since = Phase.RUNNING, now
+        self._ready.add(name)
+        return self._start_ready(now)
+
+    def unhealthy(self, name: str, now: float) -> list[Action]:
+        """``name`` did not answer, or answered that it is stuck."""
+        process = self.processes[name]
+        if process.phase is Phase.RUNNING and process.unhealthy_since is None:
+            process.unhealthy_since = now
+        return []
+
+    def exited(self, name: str, code: int, now: float, finished: bool = False) -> list[Action]:
+        """``name`` has ended. ``finished``: its work is done (asked of processes with ``ends_run``)."""
+        process = self.processes[name]
+        rule = process.rule
+        process.exit_code = code
+        if self.draining_since is not None:
+            process.phase = Phase.DONE
+            if process.killed and not rule.stateless and not rule.once and self.code is ExitCode.FINISHED:
+                self.code, self.reason = ExitCode.FORCED, f"{name} had to be killed: it did not drain in time"
+            return self._advance(now)
+        if code == 0 and (rule.once or (rule.ends_run and finished)):
+            process.phase = Phase.DONE
+            self._ready.add(name)
+            return self._drain(ExitCode.FINISHED, "finished", now) if rule.ends_run else self._start_ready(now)
+        return self._restart(process, code, now)
+
+    def stop(self, now: float, reason: str) -> list[Action]:
+        """Somebody asks for the end: drain. Harmless when draining already."""
+        return self._drain(ExitCode.FINISHED, reason, now)
+
+    def force(self, now: float, reason: str) -> list[Action]:
+        """Somebody insists: kill everything now."""
+        self._drain(ExitCode.FORCED, reason, now)
+        self.code, self.reason = ExitCode.FORCED, reason
+        return self._kill(p for p in self.processes.values() if p.alive)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed; call it at :meth:`next_wake` at the latest."""
+        if self.draining_since is not None:
+            return self._advance(now)
+        actions = self._kill(
+            p for p in self.processes.values() if p.alive and not p.killed and now >= self._deadline(p)
+        )
+        for process in self.processes.values():
+            if process.phase is Phase.BACKOFF and now >= process.wake_at:
+                actions += self._start(process, now)
+        return actions
+
+    def next_wake(self) -> float:
+        """When :meth:`tick` has something to do; infinity when only events can change anything."""
+        if self.draining_since is not None:
+            if all(p.killed for p in self.processes.values() if p.alive):
+                return math.inf
+            return min(self._next_stage_at, self.draining_since + self.limits.drain_seconds_max)
+        times = [p.wake_at for p in self.processes.values() if p.phase is Phase.BACKOFF]
+        times += [self._deadline(p) for p in self.processes.values() if p.alive and not p.killed]
+        return min(times, default=math.inf)
+
+    def _deadline(self, process: Process) -> float:
+        """When patience with a process that lives ends."""
+        if process.phase is Phase.STARTING:
+            return process.started_at + process.rule.start_seconds_max
+        if process.unhealthy_since is not None:
+            return process.unhealthy_since + process.rule.stuck_seconds_max
+        return math.inf
+
+    def _start_ready(self, now: float) -> list[Action]:
+        if self.draining_since is not None:
+            return []
+        actions: list[Action] = []
+        for process in self.processes.values():
+            if process.phase is Phase.WAITING and self._ready.issuperset(process.rule.depends):
+                actions += self._start(process, now)
+        return actions
+
+    def _start(self, process: Process, now: float) -> list[Action]:
+        process.phase, process.started_at, process.running_since = Phase.STARTING, now, None
+        process.wake_at, process.unhealthy_since, process.killed = math.inf, None, False
+        return [Start(process.rule.name)]
+
+    def _restart(self, process: Process, code: int, now: float) -> list[Action]:
+        """Back off and start again, or give the run up."""
+        name = process.rule.name
+        if process.rule.once or code == ExitCode.CONFIGURATION:
+            process.phase, self.culprit = Phase.DONE, name
+            verdict = ExitCode.CONFIGURATION if code == ExitCode.CONFIGURATION else ExitCode.FAILED
+            return self._drain(verdict, f"{name} failed ({describe_exit(code)})", now)
+        if process.restarts >= self.limits.restarts_max:
+            process.phase, self.culprit = Phase.DONE, name
+            reason = (
+                f"{name} failed ({describe_exit(code)}) after {process.restarts} restarts "
+                f"(supervisor.restarts_max={self.limits.restarts_max})"
+            )
+            return self._drain(ExitCode.GAVE_UP, reason, now)
+        steady = process.running_since is not None and now - process.running_since >= STEADY_SECONDS
+        process.failures = 1 if steady else process.failures + 1
+        process.restarts += 1
+        doubled = self.limits.backoff_seconds * 2.0 ** min(process.failures - 1, 60)
+        process.phase, process.wake_at = Phase.BACKOFF, now + min(self.limits.backoff_seconds_max, doubled)
+        return []
+
+    def _drain(self, code: ExitCode, reason: str, now: float) -> list[Action]:
+        if self.draining_since is not None:
+            return []
+        self.draining_since, self.code, self.reason = now, code, reason
+        for process in self.processes.values():
+            if not process.alive:
+                process.phase = Phase.DONE
+        return self._advance(now)
+
+    def _advance(self, now: float) -> list[Action]:
+        """Ask the next stage to end; kill what is left when the time is over."""
+        assert self.draining_since is not None
+        alive = [p for p in self.processes.values() if p.alive]
+        if now >= self.draining_since + self.limits.drain_seconds_max:
+            return self._kill(p for p in alive if not p.killed)
+        actions: list[Action] = []
+        self._next_stage_at = math.inf
+        for stage in sorted({p.rule.stage for p in alive}):
+            members = [p for p in alive if p.rule.stage == stage]
+            for process in members:
+                if process.phase is not Phase.STOPPING:
+                    process.phase = Phase.STOPPING
+                    actions.append(Signal(process.rule.name))
+            if now < self._stage_end(stage):
+                self._next_stage_at = self._stage_end(stage)
+                break
+        return actions
+
+    def _stage_end(self, stage: int) -> float:
+        """When the next stage no longer waits for this one."""
+        assert self.draining_since is not None
+        stages = sorted({rule.stage for rule in self.rules})
+        share = (stages.index(stage) + 1) / len(stages)
+        return self.draining_since + self.limits.drain_seconds_max * share
+
+    def _kill(self, processes: Iterable[Process]) -> list[Action]:
+        actions: list[Action] = []
+        for process in processes:
+            process.killed = True
+            actions.append(Signal(process.rule.name, kill=True))
+        return actions
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words: ``signal 9`` or ``exit code 1``."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

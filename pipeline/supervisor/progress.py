@@ -1,0 +1,91 @@
+"""The learner's lines, as they are written, and what a line says in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+Line = dict[str, Any]
+
+
+class MetricsTail:
+    """Reads whole lines that were added to ``metrics.jsonl`` since the last call. The file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self.last: Line | None = None
+        """The newest line, from before the first call too."""
+
+    def skip(self) -> None:
+        """Pass over what is there already (a run that goes on)."""
+        self.read()
+
+    def read(self) -> list[Line]:
+        """New lines; what is not a JSON object (a line cut off by a kill) is passed over."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [line for line in map(_parse, whole) if line is not None]
+        if lines:
+            self.last = lines[-1]
+        return lines
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All lines of a ``metrics.jsonl``, the last of each step (a resumed learner makes some steps again), by step."""
+    by_step = {line["step"]: line for line in MetricsTail(path).read() if isinstance(line.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def reached(line: Mapping[str, Any] | None, total_steps: int) -> bool:
+    """Whether this line is of the last step of the run. Steps count updates from 0."""
+    return line is not None and int(line.get("step", -1)) + 1 >= total_steps
+
+
+def describe(line: Mapping[str, Any], total_steps: int) -> str:
+    """One line for people: step, reward, signals, ratio, ESS, staleness, speed."""
+    parts = [f"step {int(line.get('step', -1)) + 1}/{total_steps}"]
+    parts += [f"{label} {text}" for label, text in facts(line).items()]
+    return "  ".join(parts)
+
+
+def facts(line: Mapping[str, Any]) -> dict[str, str]:
+    """Label to formatted value, in the order in which people read them; what a line does not have is left out."""
+    found: dict[str, str] = {}
+
+    def put(label: str, key: str, form: str) -> None:
+        value = line.get(key)
+        if isinstance(value, int | float):
+            found[label] = format(value, form)
+
+    put("reward", "reward_mean", ".3f")
+    signals = line.get("signals")
+    for name, value in (signals if isinstance(signals, Mapping) else {}).items():
+        if isinstance(value, int | float):
+            found[name] = f"{value:.3f}"
+    put("ratio", "ratio_mean", ".3f")
+    put("ESS", "ess_ratio", ".3f")
+    put("staleness", "staleness_mean", ".2f")
+    put("KL", "kl_k3", ".4f")
+    put("tokens/s", "tokens_per_second", ",.0f")
+    return found
+
+
+def _parse(data: bytes) -> Line | None:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None

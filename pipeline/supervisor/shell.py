@@ -1,0 +1,222 @@
+"""The thin async shell around :class:`Machine`: real processes, real clocks, real signals."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from pipeline.role import ExitCode
+from pipeline.rundir import RunDirectory, write_json_atomically
+from pipeline.supervisor.display import Display
+from pipeline.supervisor.machine import Action, Limits, Machine, Phase, Start, describe_exit
+from pipeline.supervisor.probe import Answer, ask, health_url
+from pipeline.supervisor.progress import MetricsTail
+from pipeline.supervisor.specs import ProcessSpec, child_environment
+from pipeline.supervisor.undertaker import Undertaker, signal_group
+
+PROBE_EVERY_SECONDS = 1.0
+LOG_TAIL_LINES = 15
+
+
+class Supervisor:
+    """Runs the processes of ``specs`` until the run ends.
+
+    ``work_done`` tells whether an exit 0 of the learner is the end of the run.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[ProcessSpec],
+        limits: Limits,
+        directory: RunDirectory,
+        undertaker: Undertaker,
+        work_done: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self.machine = Machine([spec.rule for spec in self._specs.values()], limits)
+        self.answers: dict[str, Answer] = {}
+        self._directory = directory
+        self._undertaker = undertaker
+        self._work_done = work_done
+        self._processes: dict[str, anyio.abc.Process] = {}
+        self._changed = anyio.Event()
+        self._group: anyio.abc.TaskGroup | None = None
+        self._display: Display | None = None
+
+    async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
+        """Start, watch, drain. Returns when no process is left; also when cancelled, then they are killed."""
+        self._display = display
+        try:
+            async with anyio.create_task_group() as group:
+                self._group = group
+                group.start_soon(self._obey_signals)
+                group.start_soon(self._watch)
+                group.start_soon(self._follow, tail)
+                self._perform(self.machine.begin(time.monotonic()))
+                await self._keep_time()
+                group.cancel_scope.cancel()
+        finally:
+            for process in self._processes.values():
+                signal_group(process.pid, signal.SIGKILL)
+        for line in tail.read():
+            display.progress(line)
+        self._write_states()
+        return self.machine.code
+
+    def log_tail(self) -> str:
+        """The last lines of the log of the process that ended the run by failing."""
+        name = self.machine.culprit
+        if name is None:
+            return ""
+        path = self._directory.log_file(name)
+        return f"last lines of {path}:\n" + "\n".join(f"  | {line}" for line in last_lines(path, LOG_TAIL_LINES))
+
+    async def _keep_time(self) -> None:
+        """Tick when the machine wants it, until it is over."""
+        while not self.machine.over:
+            changed = self._changed
+            wait = self.machine.next_wake() - time.monotonic()
+            if wait > 0:
+                with anyio.move_on_after(None if math.isinf(wait) else wait):
+                    await changed.wait()
+            self._perform(self.machine.tick(time.monotonic()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        assert self._group is not None
+        for action in actions:
+            if isinstance(action, Start):
+                self._group.start_soon(self._live, self._specs[action.name])
+            elif action.name in self._processes:
+                process = self._processes[action.name]
+                if action.kill:
+                    signal_group(process.pid, signal.SIGKILL)
+                else:
+                    _send(process, signal.SIGTERM)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _live(self, spec: ProcessSpec) -> None:
+        """One life of one process."""
+        state = self.machine.processes[spec.name]
+        self._directory.log_file(spec.name).parent.mkdir(parents=True, exist_ok=True)
+        with self._directory.log_file(spec.name).open("ab") as output:
+            process = await anyio.open_process(
+                list(spec.command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=child_environment(spec.environment),
+            )
+        self._processes[spec.name] = process
+        self._undertaker.watch(process.pid)
+        if state.killed:
+            signal_group(process.pid, signal.SIGKILL)
+        elif state.phase is Phase.STOPPING:
+            _send(process, signal.SIGTERM)
+        elif not spec.probed and not spec.rule.once:
+            self._perform(self.machine.healthy(spec.name, time.monotonic()))
+        code = await process.wait()
+        del self._processes[spec.name]
+        signal_group(process.pid, signal.SIGKILL)
+        self._undertaker.forget(process.pid)
+        self.answers.pop(spec.name, None)
+        self._directory.process_file(spec.name).unlink(missing_ok=True)
+        self._perform(self.machine.exited(spec.name, code, time.monotonic(), finished=code == 0 and self._work_done()))
+        self._tell_exit(spec.name, code)
+
+    def _tell_exit(self, name: str, code: int) -> None:
+        assert self._display is not None
+        process = self.machine.processes[name]
+        if process.phase is Phase.BACKOFF:
+            wait = max(0.0, process.wake_at - time.monotonic())
+            self._display.say(f"{name} ended ({describe_exit(code)}); restart {process.restarts} in {wait:.1f} s")
+        self._write_states()
+
+    async def _watch(self) -> None:
+        """Ask every process how it is, each in its own time."""
+        while True:
+            async with anyio.create_task_group() as group:
+                for name, process in list(self._processes.items()):
+                    if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
+                        group.start_soon(self._ask, name, process.pid)
+            self._write_states()
+            await anyio.sleep(PROBE_EVERY_SECONDS)
+
+    async def _ask(self, name: str, pid: int) -> None:
+        url = self._specs[name].health_url or health_url(self._directory, name, pid)
+        answer = Answer(False)
+        if url is not None:
+            answer = await anyio.to_thread.run_sync(ask, url, abandon_on_cancel=True)
+        current = self._processes.get(name)
+        if current is None or current.pid != pid:
+            return
+        now = time.monotonic()
+        self.answers[name] = answer
+        process = self.machine.processes[name]
+        if answer.well and process.phase is Phase.STARTING:
+            assert self._display is not None
+            self._display.say(f"{name} ready after {now - process.started_at:.0f} s")
+        self._perform(self.machine.healthy(name, now) if answer.well else self.machine.unhealthy(name, now))
+
+    async def _follow(self, tail: MetricsTail) -> None:
+        assert self._display is not None
+        while True:
+            for line in tail.read():
+                self._display.progress(line)
+            await anyio.sleep(0.5)
+
+    async def _obey_signals(self) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            asked = False
+            async for number in signals:
+                assert self._display is not None
+                now = time.monotonic()
+                if asked:
+                    self._display.say("second signal: killing what is left")
+                    self._perform(self.machine.force(now, f"{signal.Signals(number).name} twice"))
+                else:
+                    self._display.say("stopping (again to stop at once)")
+                    self._perform(self.machine.stop(now, f"stopped by {signal.Signals(number).name}"))
+                asked = True
+
+    def _write_states(self) -> None:
+        """``processes.json``, for ``afterplay status``."""
+        states = {}
+        for name, process in self.machine.processes.items():
+            running, answer = self._processes.get(name), self.answers.get(name)
+            states[name] = {
+                "phase": process.phase.value,
+                "pid": running.pid if running else None,
+                "restarts": process.restarts,
+                "exit_code": process.exit_code,
+                "state": answer.state if answer else "",
+                "waiting_for": answer.waiting_for if answer else "",
+            }
+        write_json_atomically(self._directory.processes_file, states)
+
+
+def _send(process: anyio.abc.Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        try:
+            process.send_signal(number)
+        except ProcessLookupError:
+            return
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a text file, of at most 64 KiB; none where it does not exist."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 65536))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []

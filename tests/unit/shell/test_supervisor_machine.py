@@ -1,0 +1,250 @@
+"""Restart, back-off and drain order, without a process."""
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pipeline.role import ExitCode
+from pipeline.supervisor.machine import Limits, Machine, Phase, Rule, Signal, Start, describe_exit
+
+RULES = (
+    Rule("prepare", 0, once=True),
+    Rule("engine-0", 4, depends=("prepare",), stateless=True, start_seconds_max=600),
+    Rule("replay", 3),
+    Rule("learner", 2, depends=("prepare", "replay"), ends_run=True),
+    Rule("actor-0", 1, depends=("prepare", "replay")),
+    Rule("actor-1", 1, depends=("prepare", "replay")),
+)
+LIMITS = Limits(restarts_max=3, backoff_seconds=1.0, backoff_seconds_max=4.0, drain_seconds_max=8.0)
+
+
+def running() -> Machine:
+    machine = Machine(RULES, LIMITS)
+    machine.begin(0)
+    machine.exited("prepare", 0, 0)
+    for name in ("replay", "engine-0", "learner", "actor-0", "actor-1"):
+        machine.healthy(name, 0)
+    assert all(p.phase is Phase.RUNNING for n, p in machine.processes.items() if n != "prepare")
+    return machine
+
+
+def test_a_process_starts_when_what_it_needs_has_been_ready():
+    machine = Machine(RULES, LIMITS)
+    assert machine.begin(0) == [Start("prepare"), Start("replay")]
+    assert machine.healthy("replay", 1) == []
+    assert machine.exited("prepare", 0, 2) == [Start("engine-0"), Start("learner"), Start("actor-0"), Start("actor-1")]
+
+
+def test_one_death_restarts_one_process():
+    machine = running()
+    assert machine.exited("replay", -9, 10) == []
+    assert machine.next_wake() == 11
+    assert machine.tick(10.5) == []
+    assert machine.tick(11) == [Start("replay")]
+    assert [p.restarts for p in machine.processes.values()] == [0, 0, 1, 0, 0, 0]
+
+
+def test_the_back_off_doubles_up_to_its_bound_and_begins_again_after_a_steady_time():
+    machine = Machine(RULES, Limits(restarts_max=9, backoff_seconds=1, backoff_seconds_max=4))
+    machine.begin(0)
+    waits, now = [], 0.0
+    for _ in range(4):
+        machine.exited("replay", 1, now)
+        waits.append(machine.processes["replay"].wake_at - now)
+        now = machine.processes["replay"].wake_at
+        machine.tick(now)
+    assert waits == [1, 2, 4, 4]
+    machine.healthy("replay", now)
+    machine.exited("replay", 1, now + 61)
+    assert machine.processes["replay"].wake_at - now - 61 == 1
+
+
+def test_too_many_restarts_end_the_run_and_name_the_culprit():
+    machine = running()
+    for now in range(0, 100, 10):
+        machine.exited("actor-1", 1, now)
+        machine.tick(now + 9)
+        if machine.draining_since is not None:
+            break
+    assert machine.code is ExitCode.GAVE_UP
+    assert machine.culprit == "actor-1"
+    assert "actor-1 failed (exit code 1) after 3 restarts" in machine.reason
+
+
+def test_a_configuration_error_ends_the_run_at_once():
+    machine = running()
+    assert machine.exited("learner", ExitCode.CONFIGURATION, 1)[0] == Signal("actor-0")
+    assert machine.code is ExitCode.CONFIGURATION
+
+
+def test_a_failed_preparation_ends_the_run_before_anything_depends_on_it():
+    machine = Machine(RULES, LIMITS)
+    machine.begin(0)
+    assert machine.exited("prepare", 1, 1) == [Signal("replay")]
+    machine.exited("replay", 0, 1)
+    assert (machine.over, machine.code, machine.culprit) == (True, ExitCode.FAILED, "prepare")
+
+
+def test_the_learner_is_restarted_unless_its_work_is_done():
+    machine = running()
+    assert machine.exited("learner", 0, 1, finished=False) == []
+    assert machine.tick(2) == [Start("learner")]
+    assert machine.exited("learner", 0, 3, finished=True) == [Signal("actor-0"), Signal("actor-1")]
+
+
+def test_the_drain_goes_stage_by_stage():
+    machine = running()
+    assert machine.stop(0, "Ctrl-C") == [Signal("actor-0"), Signal("actor-1")]
+    assert machine.stop(0.1, "again") == []
+    assert machine.exited("actor-0", 0, 0.2) == []
+    assert machine.exited("actor-1", 0, 0.3) == [Signal("learner")]
+    assert machine.exited("learner", 0, 0.4) == [Signal("replay")]
+    assert machine.exited("replay", 0, 0.5) == [Signal("engine-0")]
+    assert not machine.over
+    machine.exited("engine-0", -15, 0.6)
+    assert (machine.over, machine.code, machine.reason) == (True, ExitCode.FINISHED, "Ctrl-C")
+
+
+def test_a_stage_that_hangs_delays_the_others_by_its_share_and_is_killed():
+    machine = running()
+    machine.stop(0, "Ctrl-C")
+    machine.exited("actor-0", 0, 1)
+    now = machine.next_wake()
+    assert now < 8
+    assert machine.tick(now) == [Signal("learner")]
+    machine.exited("learner", 0, now)
+    machine.exited("replay", 0, now)
+    machine.exited("engine-0", 0, now)
+    assert machine.tick(8) == [Signal("actor-1", kill=True)]
+    assert machine.next_wake() == math.inf
+    machine.exited("actor-1", -9, 8.1)
+    assert (machine.over, machine.code) == (True, ExitCode.FORCED)
+
+
+def test_a_killed_engine_does_not_make_an_orderly_end_a_forced_one():
+    machine = running()
+    machine.stop(0, "Ctrl-C")
+    for name in ("actor-0", "actor-1", "learner", "replay"):
+        machine.exited(name, 0, 1)
+    assert machine.tick(8) == [Signal("engine-0", kill=True)]
+    machine.exited("engine-0", -9, 8)
+    assert machine.code is ExitCode.FINISHED
+
+
+def test_insisting_kills_everything():
+    machine = running()
+    machine.stop(0, "Ctrl-C")
+    assert {a.name for a in machine.force(1, "twice") if a.kill} == {r.name for r in RULES} - {"prepare"}
+    assert machine.code is ExitCode.FORCED
+
+
+def test_a_process_that_never_gets_ready_or_gets_stuck_is_killed_and_restarted():
+    machine = Machine(RULES, LIMITS)
+    machine.begin(0)
+    assert machine.next_wake() == 300
+    assert Signal("replay", kill=True) in machine.tick(300)
+    assert machine.tick(301) == []
+    machine = running()
+    machine.unhealthy("actor-0", 10)
+    machine.unhealthy("actor-0", 20)
+    assert machine.next_wake() == 310
+    machine.healthy("actor-0", 30)
+    assert machine.next_wake() == math.inf
+
+
+def test_a_wrong_dependency_is_refused():
+    with pytest.raises(ValueError, match="nobody"):
+        Machine((Rule("a", 0, depends=("nobody",)),))
+
+
+def test_exits_in_words():
+    assert (describe_exit(-9), describe_exit(3)) == ("signal 9", "exit code 3")
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Whatever happens, the machine starts nothing twice, signals only what lives, and ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.machine = Machine(RULES, LIMITS)
+        self.alive = set()
+        self.starts = dict.fromkeys((r.name for r in RULES), 0)
+        self.told = []
+        self.perform(self.machine.begin(0.0))
+
+    def perform(self, actions):
+        for action in actions:
+            if isinstance(action, Start):
+                assert action.name not in self.alive
+                assert self.machine.draining_since is None
+                self.alive.add(action.name)
+                self.starts[action.name] += 1
+            else:
+                assert action.name in self.alive
+                if not action.kill:
+                    self.told.append(action.name)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 70.0, 400.0]))
+    def wait(self, seconds):
+        self.now = min(self.now + seconds, max(self.machine.next_wake(), self.now))
+        self.perform(self.machine.tick(self.now))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), code=st.sampled_from([0, 0, 1, 2, -9, -15]), finished=st.booleans())
+    def die(self, data, code, finished):
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        self.alive.discard(name)
+        self.perform(self.machine.exited(name, code, self.now, finished))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), well=st.booleans())
+    def answer(self, data, well):
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        self.perform((self.machine.healthy if well else self.machine.unhealthy)(name, self.now))
+
+    @rule()
+    def stop(self):
+        self.perform(self.machine.stop(self.now, "asked"))
+
+    @rule()
+    def force(self):
+        self.perform(self.machine.force(self.now, "asked twice"))
+
+    @invariant()
+    def what_lives_is_what_was_started_and_has_not_ended(self):
+        assert self.alive == {n for n, p in self.machine.processes.items() if p.alive}
+
+    @invariant()
+    def nothing_is_restarted_more_often_than_allowed(self):
+        assert all(n <= LIMITS.restarts_max + 1 for n in self.starts.values())
+
+    @invariant()
+    def each_process_is_asked_to_end_once(self):
+        assert len(self.told) == len(set(self.told))
+
+    def teardown(self):
+        """From any state, a stop ends within the drain time though nothing obeys."""
+        self.perform(self.machine.stop(self.now, "end of test"))
+        end = self.machine.draining_since + LIMITS.drain_seconds_max
+        while self.alive:
+            wake = self.machine.next_wake()
+            if wake == math.inf:
+                break
+            assert wake > self.now or wake <= end
+            before = self.now, wake
+            self.now = max(self.now, wake)
+            self.perform(self.machine.tick(self.now))
+            assert (self.now, self.machine.next_wake()) != before, "a wake-up with nothing to do is a busy loop"
+        assert all(self.machine.processes[name].killed for name in self.alive)
+        for name in sorted(self.alive):
+            self.alive.discard(name)
+            self.perform(self.machine.exited(name, -9, self.now))
+        assert self.machine.over
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
