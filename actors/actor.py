@@ -1,9 +1,8 @@
 """Orders in, trajectories out: the async shell of an actor around desk, outbox and rollouts.
 
-*Consumes* ORDER, CANCEL and ACK; *produces* exactly one TRAJECTORY for every order that was not cancelled, sent until it is
-acknowledged. *Waits* to begin an order while all places are taken or the outbox is full; *unblocked by* a finished rollout or
-an acknowledgement. Sending waits for credit.
-"""
+*Consumes* ORDER, CANCEL and ACK; *produces* exactly one TRAJECTORY for every order that was not cancelled, sent until
+it is acknowledged. *Waits* to begin an order while all places are taken or the outbox is full; *unblocked by* a
+finished rollout or an acknowledgement. Sending waits for credit."""
 
 from __future__ import annotations
 
@@ -85,9 +84,8 @@ class Actor:
     async def drain(self, seconds_max: float, flush_seconds_max: float = 1.5) -> bool:
         """Begin nothing more, let episodes finish for ``seconds_max``, abort the others, and send what can be sent.
 
-        Orders that arrive meanwhile are kept unplayed and answered ``aborted`` at the end: answered at once, they would come
-        straight back. Returns whether every trajectory was acknowledged.
-        """
+        Orders that arrive meanwhile are kept unplayed and answered ``aborted`` at the end: answered at once, they
+        would come straight back. Returns whether every trajectory was acknowledged."""
         self._draining = True
         with anyio.move_on_after(seconds_max):
             while self._desk.playing:
@@ -214,8 +212,9 @@ class Actor:
     def _encoded(self, trajectory: Trajectory) -> Frames:
         if trajectory.n_tokens > self._limits.tokens_max:
             raise LimitExceeded(
-                f"trajectory has {trajectory.n_tokens} tokens, more than transport.tokens_max={self._limits.tokens_max}: "
-                f"raise it, or lower environments.{trajectory.task.environment}.max_tokens"
+                f"trajectory has {trajectory.n_tokens} tokens, more than "
+                f"transport.tokens_max={self._limits.tokens_max}: raise it, or lower "
+                f"environments.{trajectory.task.environment}.max_tokens"
             )
         frames = encode_trajectory(trajectory)
         check_limits([b"trajectory", trajectory.trajectory_id.encode(), *frames], self._limits)

@@ -1,7 +1,7 @@
 """The orders of an actor, from arrival to answer. Pure; plays nothing.
 
-An order is *waiting* until there is a place, then *playing* until it is answered or cancelled; each leaves exactly once.
-"""
+An order is *waiting* until there is a place, then *playing* until it is answered or cancelled; each leaves exactly
+once."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ FLUSH_SECONDS_MAX = 1.5
 
 
 async def main(ctx: RoleContext) -> None:
-    """Play orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for what the person who started us can mend."""
+    """Play orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for what the person who started us can
+    mend."""
     config = ctx.config
     metrics = ActorMetrics(ctx.registry, environments=tuple(config.environments))
     ctx.report("starting", "the tokenizer")

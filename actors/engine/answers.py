@@ -1,11 +1,11 @@
 """Reads what an engine answered. Pure; believes nothing.
 
-Every fault is an :class:`EngineProtocolError` that names the engine, what was expected and what came. Policy versions are
-labels: a decimal number is a policy version; ``default`` (vLLM's label before the first stamp) is *no* version. An engine
-says ``default`` when it was just started or restarted: its weights are then those of its folder, which are version 0 only if
-the learner has not resumed from something else. So unstamped engines are not routed to, and tokens that bear ``default``
-all the same (the engine restarted under the request) raise :class:`EngineUnavailable`: the request is made again.
-"""
+Every fault is an :class:`EngineProtocolError` that names the engine, what was expected and what came. Policy versions
+are labels: a decimal number is a policy version; ``default`` (vLLM's label before the first stamp) is *no* version.
+An engine says ``default`` when it was just started or restarted: its weights are then those of its folder, which are
+version 0 only if the learner has not resumed from something else. So unstamped engines are not routed to, and tokens
+that bear ``default`` all the same (the engine restarted under the request) raise :class:`EngineUnavailable`: the
+request is made again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from pipeline.schema import FinishReason, VersionSpan
 UNSTAMPED = "default"
 LOGPROB_MAX = 1e-4
 """Rounding can lift a log-probability of 0 a little above it."""
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT, "repetition": FinishReason.STOP}
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "repetition": FinishReason.STOP,
+}
 
 
 def read_generate(engine: str, answer: Any, tokens_max: int, vocabulary: int | None) -> Generation:
@@ -117,7 +122,7 @@ def _finish(engine: str, choice: dict[str, Any]) -> FinishReason:
     reason = choice.get("finish_reason")
     if reason == "error":
         raise EngineUnavailable(f"engine {engine} failed inside a request (finish_reason error)")
-    if reason not in _FINISH:
+    if not isinstance(reason, str) or reason not in _FINISH:
         raise _fault(engine, f"finish_reason in {sorted(_FINISH)}", repr(reason))
     return _FINISH[reason]
 

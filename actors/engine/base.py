@@ -14,7 +14,8 @@ from pipeline.schema import FinishReason, TokenSpan, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one turn is sampled. There is no seed on purpose: a per-request seed kills a CPU vLLM, and a group must differ."""
+    """How one turn is sampled. There is no seed on purpose: a per-request seed kills a CPU vLLM, and a group must
+    differ."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -49,8 +50,8 @@ class PrefixCache:
 
 
 class Engine(Protocol):
-    """One replica. Methods raise :class:`EngineUnavailable` (does not answer), :class:`EngineRefused` (the request is wrong)
-    or :class:`EngineProtocolError` (the answer is), each naming the engine."""
+    """One replica. Methods raise :class:`EngineUnavailable` (does not answer), :class:`EngineRefused` (the request is
+    wrong) or :class:`EngineProtocolError` (the answer is), each naming the engine."""
 
     @property
     def name(self) -> str:

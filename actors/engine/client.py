@@ -1,10 +1,9 @@
 """The HTTP client of one engine: vLLM's routes, token ids in and out. The only place in actors that speaks HTTP.
 
-``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the client goes over to
-``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET /weight_info``, asked before
-and after each request. If the version changed under the request, the boundary is unknown and all its tokens get the older
-version: staleness is never understated.
-"""
+``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the
+client goes over to ``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET
+/weight_info``, asked before and after each request. If the version changed under the request, the boundary is unknown
+and all its tokens get the older version: staleness is never understated."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ _JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class EngineClient:
-    """One engine at ``url`` (``http://host:port``). Use inside an event loop and ``await close()`` it, or ``async with``.
+    """One engine at ``url`` (``http://host:port``). Use inside an event loop and ``await close()`` it, or ``async
+    with``.
 
     ``vocabulary``: size of the model's vocabulary, when known; ids at or above it are refused as garbage.
     """
@@ -60,7 +60,8 @@ class EngineClient:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session_id: str = "", cache_salt: str = ""
     ) -> Generation:
-        """Continue ``token_ids``. ``session_id`` goes to the engine as a hint; ``cache_salt`` separates prefix caches."""
+        """Continue ``token_ids``. ``session_id`` goes to the engine as a hint; ``cache_salt`` separates prefix
+        caches."""
         parameters = _sampling_parameters(sampling)
         if self._has_generate:
             body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": parameters}
@@ -92,11 +93,14 @@ class EngineClient:
         status, answer = await self._request("GET", "/weight_info", None, self._probe_timeout)
         if status == 404:
             raise EngineProtocolError(
-                f"engine {self._url}: expected a route /weight_info, got 404; start vLLM with VLLM_SERVER_DEV_MODE=1 on loopback"
+                f"engine {self._url}: expected a route /weight_info, got 404; "
+                "start vLLM with VLLM_SERVER_DEV_MODE=1 on loopback"
             )
         info = self._accepted(status, answer)
         if not isinstance(info, dict) or "weight_version" not in info:
-            raise EngineProtocolError(f"engine {self._url}: expected weight_info to hold weight_version, got {str(info)[:160]}")
+            raise EngineProtocolError(
+                f"engine {self._url}: expected weight_info to hold weight_version, got {str(info)[:160]}"
+            )
         return read_version(self._url, info["weight_version"])
 
     async def health(self) -> None:
@@ -132,10 +136,12 @@ class EngineClient:
 
     def _accepted(self, status: int, answer: bytes) -> Any:
         """The JSON of a good answer; raises what a bad status means."""
-        if 500 <= status or status in (408, 425, 429):
+        if status >= 500 or status in (408, 425, 429):
             raise EngineUnavailable(f"engine {self._url} answered HTTP {status}: {_text(answer)}")
-        if 400 <= status:
-            raise EngineRefused(f"engine {self._url} refused the request (HTTP {status}): {_error_object(answer) or _text(answer)}")
+        if status >= 400:
+            raise EngineRefused(
+                f"engine {self._url} refused the request (HTTP {status}): {_error_object(answer) or _text(answer)}"
+            )
         if status != 200:
             raise EngineProtocolError(f"engine {self._url}: expected HTTP 200, got {status} {_text(answer)}")
         try:
@@ -146,7 +152,9 @@ class EngineClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
+            self._session = aiohttp.ClientSession(
+                connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+            )
         return self._session
 
 
@@ -176,7 +184,9 @@ async def _read(engine: str, response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         size += len(chunk)
         if size > ANSWER_BYTES_MAX:
-            raise EngineProtocolError(f"engine {engine}: expected an answer of at most {ANSWER_BYTES_MAX} bytes, got more")
+            raise EngineProtocolError(
+                f"engine {engine}: expected an answer of at most {ANSWER_BYTES_MAX} bytes, got more"
+            )
         chunks.append(chunk)
     return b"".join(chunks)
 

@@ -1,9 +1,8 @@
 """The engines of an actor: the async shell around :class:`Router`.
 
 *Consumes* requests for a lease; *produces* an engine to send to. *Waits* while no engine is fit, at most
-``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once when a request
-failed or found only old weights.
-"""
+``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once when
+a request failed or found only old weights."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Which engine plays which session. A pure state machine: no task, no socket, no clock.
 
-A session (one conversation) stays on the engine where its prefix cache is. It is placed on the fit engine with the fewest
-sessions, and placed again only when its engine is dead or has older weights than the session may use. An engine is *fit* for a
-request when it is alive and its policy version is at least the one asked for.
+A session (one conversation) stays on the engine where its prefix cache is. It is placed on the fit engine with the
+fewest sessions, and placed again only when its engine is dead or has older weights than the session may use. An
+engine is *fit* for a request when it is alive and its policy version is at least the one asked for.
 
-Invariants, property-tested: the in-flight count of an engine equals its unreleased leases; a session with a lease in flight is
-never forgotten; at most ``sessions_max`` idle sessions are kept; releasing twice or after ``finish`` changes nothing.
-"""
+Invariants, property-tested: the in-flight count of an engine equals its unreleased leases; a session with a lease in
+flight is never forgotten; at most ``sessions_max`` idle sessions are kept; releasing twice or after ``finish``
+changes nothing."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Router:
     def acquire(self, session: str, version_min: int, avoid: Set[str] = frozenset()) -> Lease | None:
         """Place a request; None when no engine is fit.
 
-        ``avoid`` names engines that failed this request before: others are preferred, but one of them is better than none.
-        """
+        ``avoid`` names engines that failed this request before: others are preferred, but one of them is better than
+        none."""
         known = self._sessions.get(session)
         if known is not None:
             own = self.engines[known.engine]

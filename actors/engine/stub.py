@@ -1,8 +1,7 @@
 """A fake engine, shipped: for tests, simulation and the measurement of what an actor itself costs.
 
-:class:`StubEngine` has the client's interface in this process; :class:`StubServer` serves vLLM's routes on a free loopback port, so that
-the real client can be tested against good, slow and hostile answers.
-"""
+:class:`StubEngine` has the client's interface in this process; :class:`StubServer` serves vLLM's routes on a free
+loopback port, so that the real client can be tested against good, slow and hostile answers."""
 
 from __future__ import annotations
 
@@ -38,10 +37,16 @@ def cycling(vocabulary: int, length: int, end_id: int | None) -> Script:
 
 
 class StubEngine:
-    """Answers after ``latency_seconds`` with what ``script`` says. ``alive``, ``version`` and ``fault`` may be changed at any time."""
+    """Answers after ``latency_seconds`` with what ``script`` says. ``alive``, ``version`` and ``fault`` may be
+    changed at any time."""
 
     def __init__(
-        self, name: str = "stub://0", *, script: Script | None = None, latency_seconds: float = 0.0, version: int | None = 0
+        self,
+        name: str = "stub://0",
+        *,
+        script: Script | None = None,
+        latency_seconds: float = 0.0,
+        version: int | None = 0,
     ) -> None:
         self._name = name
         self._script = script or cycling(32, 4, None)
@@ -139,7 +144,12 @@ class StubServer:
     """vLLM's routes on loopback. ``async with StubServer() as server: server.url``."""
 
     def __init__(
-        self, answer: Answer = good_answer, *, version: str = "0", has_generate: bool = True, completion: Answer | None = None
+        self,
+        answer: Answer = good_answer,
+        *,
+        version: str = "0",
+        has_generate: bool = True,
+        completion: Answer | None = None,
     ) -> None:
         self.answer = answer
         self.completion = completion

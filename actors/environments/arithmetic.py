@@ -17,13 +17,13 @@ _INTEGER = re.compile(r"-?\d+")
 
 @dataclass(config=STRICT_OPTIONS)
 class Arithmetic(Environment):
-    """"What is a + b?" The last integer of the reply is the answer: 1.0 if right at once, less on later attempts."""
+    """ "What is a + b?" The last integer of the reply is the answer: 1.0 if right at once, less on later attempts."""
 
-    low: int = Field(1, ge=0, le=10**9)
-    high: int = Field(9, ge=0, le=10**9)
+    low: int = Field(default=1, ge=0, le=10**9)
+    high: int = Field(default=9, ge=0, le=10**9)
     """a and b are drawn from ``low`` to ``high``, both included."""
-    attempts: int = Field(2, ge=1, le=100)
-    later_reward: float = Field(0.5, ge=0, le=1)
+    attempts: int = Field(default=2, ge=1, le=100)
+    later_reward: float = Field(default=0.5, ge=0, le=1)
     """Attempt k (from 0) pays ``later_reward ** k`` when it is right: 1.0, 0.5, 0.25 ..."""
 
     @model_validator(mode="after")

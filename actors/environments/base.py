@@ -1,9 +1,9 @@
 """The interface between an environment and the agent loop.
 
 An :class:`Environment` is built once per actor from the options of its section; :meth:`Environment.start` makes one
-:class:`Episode` per order, and the episode owns all state of that one play. Every method may be ``def`` or ``async def``.
-A plain ``def`` runs on the event loop, so it must return within a millisecond, or the section says ``blocking: true``
-and it runs in a thread.
+:class:`Episode` per order, and the episode owns all state of that one play. Every method may be ``def`` or ``async
+def``. A plain ``def`` runs on the event loop, so it must return within a millisecond, or the section says ``blocking:
+true`` and it runs in a thread.
 
 A complete environment, in a file that nobody else has to know::
 
@@ -74,7 +74,7 @@ class Episode(ABC):
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
         """Answer one reply of the policy."""
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Free what the episode holds. Called exactly once, however the episode ended."""
         return None
 

@@ -1,8 +1,8 @@
 """From the name in the run file to a constructed environment.
 
-``arithmetic`` (built in), an entry point of the group ``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``.
-Whatever cannot be found or built is a :class:`ConfigurationError` that names the section and what would have worked.
-"""
+``arithmetic`` (built in), an entry point of the group ``afterplay.environments``, ``module:Class``, or
+``path/file.py:Class``. Whatever cannot be found or built is a :class:`ConfigurationError` that names the section and
+what would have worked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -38,14 +38,18 @@ def build(section: str, config: EnvironmentConfig) -> Environment:
     try:
         environment = cls(**config.options)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        faults = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']} (got {e['input']!r})" for e in error.errors()
+        )
         raise ConfigurationError(f"{where}.options: {faults}") from error
     except Exception as error:
         raise ConfigurationError(
             f"{where}: {cls.__qualname__}({_shown(config.options)}) raised {type(error).__name__}: {error}"
         ) from error
     if not callable(getattr(environment, "start", None)):
-        raise ConfigurationError(f"{where}: expected {config.name} to have a method start(task), {cls.__qualname__} has none")
+        raise ConfigurationError(
+            f"{where}: expected {config.name} to have a method start(task), {cls.__qualname__} has none"
+        )
     return environment
 
 
@@ -67,7 +71,9 @@ def find(name: str, where: str = "environments") -> type[Environment]:
             except ConfigurationError:
                 raise
             except Exception as error:
-                raise ConfigurationError(f"{where}: entry point {name} ({point.value}) failed to load: {error!r}") from error
+                raise ConfigurationError(
+                    f"{where}: entry point {name} ({point.value}) failed to load: {error!r}"
+                ) from error
     raise ConfigurationError(
         f"{where}: no environment is called {name!r}; there are {', '.join(names())}; "
         "or give module:Class or path/file.py:Class"
@@ -77,9 +83,13 @@ def find(name: str, where: str = "environments") -> type[Environment]:
 def _attribute(path: str, where: str) -> type[Environment]:
     module_name, _, attribute = path.rpartition(":")
     try:
-        module = _file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = (
+            _file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        )
     except Exception as error:
-        raise ConfigurationError(f"{where}: importing {module_name!r} failed with {type(error).__name__}: {error}") from error
+        raise ConfigurationError(
+            f"{where}: importing {module_name!r} failed with {type(error).__name__}: {error}"
+        ) from error
     try:
         return _checked(getattr(module, attribute), path, where)
     except AttributeError as error:
@@ -108,7 +118,7 @@ def _file_module(path: Path) -> ModuleType:
 def _checked(found: Any, name: str, where: str) -> type[Environment]:
     if not (inspect.isclass(found) and callable(getattr(found, "start", None))):
         raise ConfigurationError(f"{where}: expected {name} to be a class with a method start(task), got {found!r}")
-    return found
+    return cast("type[Environment]", found)
 
 
 def _check_option_names(cls: type[Environment], options: Mapping[str, Any], where: str) -> None:
@@ -120,7 +130,9 @@ def _check_option_names(cls: type[Environment], options: Mapping[str, Any], wher
         return
     unknown = sorted(set(options) - set(parameters))
     if unknown:
-        raise ConfigurationError(f"{where}.options: unknown {', '.join(unknown)}; {cls.__qualname__} takes {', '.join(parameters) or 'none'}")
+        raise ConfigurationError(
+            f"{where}.options: unknown {', '.join(unknown)}; {cls.__qualname__} takes {', '.join(parameters) or 'none'}"
+        )
 
 
 def _shown(options: Mapping[str, Any]) -> str:

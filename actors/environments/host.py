@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
@@ -33,7 +33,9 @@ CLOSE_SECONDS_MAX = 5.0
 class EnvironmentHost:
     """One section of ``environments``, constructed once per actor. Raises :class:`ConfigurationError`."""
 
-    def __init__(self, section: str, config: EnvironmentConfig, threads_max: int = 64, environment: Environment | None = None) -> None:
+    def __init__(
+        self, section: str, config: EnvironmentConfig, threads_max: int = 64, environment: Environment | None = None
+    ) -> None:
         self.section = section
         self.config = config
         self._environment = environment if environment is not None else build(section, config)
@@ -54,7 +56,7 @@ class EnvironmentHost:
             with anyio.CancelScope(shield=True):
                 await self.close(episode)
             raise
-        return episode
+        return cast(Episode, episode)
 
     async def step(self, episode: Episode, reply: Reply) -> Step:
         """The checked answer of the environment. Raises :class:`PlugInError`."""
@@ -82,7 +84,9 @@ class EnvironmentHost:
         except PlugInError as error:
             logger.warning("environment %s: %s", self.section, error)
 
-    async def _call(self, where: str, function: Callable[..., Any], *args: Any, seconds_max: float | None = None) -> Any:
+    async def _call(
+        self, where: str, function: Callable[..., Any], *args: Any, seconds_max: float | None = None
+    ) -> Any:
         seconds_max = self.config.step_seconds_max if seconds_max is None else seconds_max
         is_async = inspect.iscoroutinefunction(function)
         with boundary(where):
@@ -100,7 +104,8 @@ class EnvironmentHost:
         raise PlugInTimeout(
             where,
             "TimeoutError",
-            f"environment {self.section}: no answer within {seconds_max:g} s (environments.{self.section}.step_seconds_max)",
+            f"environment {self.section}: no answer within {seconds_max:g} s "
+            f"(environments.{self.section}.step_seconds_max)",
         )
 
     def _timed(self, where: str, function: Callable[..., Any], *args: Any) -> Any:

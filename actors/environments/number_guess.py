@@ -19,12 +19,12 @@ _INTEGER = re.compile(r"\d+")
 class NumberGuess(Environment):
     """Guess a number in ``low`` to ``high`` in at most ``turns`` turns; a solved game pays 1.0."""
 
-    low: int = Field(0, ge=0, le=10**9)
-    high: int = Field(15, ge=0, le=10**9)
-    turns: int = Field(4, ge=1, le=1000)
+    low: int = Field(default=0, ge=0, le=10**9)
+    high: int = Field(default=15, ge=0, le=10**9)
+    turns: int = Field(default=4, ge=1, le=1000)
     compact: bool = False
     """Messages of one word each (``guess``, ``higher``, ``lower``), for tiny models with a tokenizer of words."""
-    closeness: float = Field(0.0, ge=0, lt=1)
+    closeness: float = Field(default=0.0, ge=0, lt=1)
     """An unsolved game pays ``closeness * (1 - d / width)``, d the distance of its best guess. 0: all or nothing."""
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """Threads for environments that block.
 
-anyio's worker threads are joined at exit, so one hung environment would keep the process alive for ever, and an abandoned
-call gives its place back at once, so hung calls would pile up. Here threads are daemons, and a hung call keeps its place.
-"""
+anyio's worker threads are joined at exit, so one hung environment would keep the process alive for ever, and an
+abandoned call gives its place back at once, so hung calls would pile up. Here threads are daemons, and a hung call
+keeps its place."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ async def complete(
 ) -> Completion:
     """Sample one completion, trying again (on another engine, where there is one) up to ``actor.retries`` times.
 
-    Every try waits for an engine whose policy version is at least ``version_min``. Tokens of a try that did not count are
-    counted as discarded. Raises :class:`EngineRefused` at once, and the last :class:`EngineError` when all tries failed.
-    """
+    Every try waits for an engine whose policy version is at least ``version_min``. Tokens of a try that did not count
+    are counted as discarded. Raises :class:`EngineRefused` at once, and the last :class:`EngineError` when all tries
+    failed."""
     avoid: frozenset[str] = frozenset()
     failure: EngineError | None = None
     for _ in range(services.retries + 1):

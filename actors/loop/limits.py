@@ -27,8 +27,8 @@ class Budget:
     tokens: int = 0
 
     def room(self, prompt_tokens: int, added_tokens: int) -> int | Limit:
-        """Tokens that the next turn may sample after a prompt of ``prompt_tokens``, ``added_tokens`` of them new; or the
-        limit that leaves no room for a single one."""
+        """Tokens that the next turn may sample after a prompt of ``prompt_tokens``, ``added_tokens`` of them new; or
+        the limit that leaves no room for a single one."""
         if self.turns >= self.turns_max:
             return Limit.TURNS
         if prompt_tokens >= self.context_max:

@@ -1,7 +1,8 @@
 """The agent loop: one order becomes one trajectory.
 
-*Consumes* an :class:`Order`; *produces* exactly one :class:`Trajectory`, unless it is cancelled: then the caller may ask for the
-trajectory as far as it got (:meth:`Rollout.aborted`). *Waits* for engines and for the environment, both under a timeout.
+*Consumes* an :class:`Order`; *produces* exactly one :class:`Trajectory`, unless it is cancelled: then the caller may
+ask for the trajectory as far as it got (:meth:`Rollout.aborted`). *Waits* for engines and for the environment, both
+under a timeout.
 
 How it ends:
 
@@ -12,10 +13,9 @@ ERROR          anything failed, or a limit came before the first judged turn: th
 ABORTED        the caller ended it
 =============  ================================================================================================
 
-Every turn of a COMPLETE or TRUNCATED trajectory was judged by the environment: a completion that a time limit cut off from its
-judgement is dropped and its tokens are counted as discarded. ``rewards["environment"]`` is the undiscounted sum of step rewards;
-``reward`` stays None until the scorer has spoken, and an ERROR has neither.
-"""
+Every turn of a COMPLETE or TRUNCATED trajectory was judged by the environment: a completion that a time limit cut off
+from its judgement is dropped and its tokens are counted as discarded. ``rewards["environment"]`` is the undiscounted
+sum of step rewards; ``reward`` stays None until the scorer has spoken, and an ERROR has neither."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ from actors.loop.generate import Completion, complete
 from actors.loop.limits import Budget, Limit
 from actors.loop.services import Services
 from actors.rendering.renderer import Completed, Conversation
-from pipeline.errors import AfterplayError, ConfigurationError, EngineError, EngineUnavailable, EpisodeLimit, PlugInError
+from pipeline.errors import (
+    AfterplayError,
+    ConfigurationError,
+    EngineError,
+    EngineUnavailable,
+    EpisodeLimit,
+    PlugInError,
+)
 from pipeline.schema import (
     EngineRecord,
     Failure,
@@ -185,9 +192,7 @@ class Rollout:
             rewards={} if failure is not None else {"environment": self._score},
             actor_id=self._services.actor_id,
             engine=EngineRecord(self._services.backend, self._services.model, tuple(self._engines)),
-            timings=Timings(
-                self._started_at, self._services.now(), self._generate_seconds, self._environment_seconds
-            ),
+            timings=Timings(self._started_at, self._services.now(), self._generate_seconds, self._environment_seconds),
         )
 
 

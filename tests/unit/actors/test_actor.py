@@ -137,7 +137,9 @@ async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_o
     async with playing(make_services([engine]), places=2) as (stage, actor, _):
         await stage.order(*orders)
         await until(lambda: engine.in_flight == 2)
-        await stage.hub.send("actor-0", Message(Kind.CANCEL, {"order_ids": [o.order_id for o in orders], "reason": "x"}))
+        await stage.hub.send(
+            "actor-0", Message(Kind.CANCEL, {"order_ids": [o.order_id for o in orders], "reason": "x"})
+        )
         await until(lambda: actor.holding == [])
         await stage.order(make_order(9))
         await until(lambda: engine.in_flight == 1)
@@ -160,7 +162,7 @@ async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(
 
 
 async def test_drain_without_a_stage_ends_in_time(make_services: MakeServices, make_order: MakeOrder) -> None:
-    async with playing(make_services([StubEngine()])) as (stage, actor, network):
+    async with playing(make_services([StubEngine()])) as (stage, actor, _network):
         stage.acknowledging = False
         await stage.order(make_order())
         await stage.until(lambda: len(stage.received) == 1)
@@ -171,7 +173,7 @@ async def test_drain_without_a_stage_ends_in_time(make_services: MakeServices, m
 async def test_trajectory_over_the_limit_is_answered_as_an_error_that_names_the_limit(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
-    async with playing(make_services([StubEngine()]), limits=Limits(tokens_max=3)) as (stage, actor, _):
+    async with playing(make_services([StubEngine()]), limits=Limits(tokens_max=3)) as (stage, _actor, _):
         await stage.order(make_order())
         await stage.until(lambda: len(stage.received) == 1)
     trajectory = next(iter(stage.trajectories.values()))
@@ -192,7 +194,7 @@ async def test_trajectory_over_the_limit_is_answered_as_an_error_that_names_the_
 async def test_messages_that_are_not_understood_do_not_stop_the_actor(
     make_services: MakeServices, make_order: MakeOrder, message: Message
 ) -> None:
-    async with playing(make_services([StubEngine()])) as (stage, actor, _):
+    async with playing(make_services([StubEngine()])) as (stage, _actor, _):
         await stage.hub.send("actor-0", message)
         await stage.order(make_order())
         await stage.until(lambda: len(stage.received) == 1)

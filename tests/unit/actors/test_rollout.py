@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable
@@ -78,7 +79,8 @@ async def test_concatenated_spans_are_exactly_what_the_engine_saw(
         assert flat[: len(prompt)] == list(prompt), turn
     assert flat == [*engine.requests[-1][1], 10, 11, words.eos_token_id]
     text = words.apply_chat_template(
-        [m.as_template_input() for t in trajectory.turns for m in (*t.context_messages, t.completion_message)], tokenize=False
+        [m.as_template_input() for t in trajectory.turns for m in (*t.context_messages, t.completion_message)],
+        tokenize=False,
     )
     assert words(text, add_special_tokens=False).input_ids == flat
     assert chat.seen == ["4 5"] * 3
@@ -215,7 +217,9 @@ async def test_hanging_step_times_out_and_leaves_the_loop_free(
     assert (trajectory.failure.boundary, trajectory.failure.kind) == ("environment step", "TimeoutError")
 
 
-async def test_environment_that_cannot_start_fails_before_any_token(make_services: MakeServices, make_order: MakeOrder) -> None:
+async def test_environment_that_cannot_start_fails_before_any_token(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
     class Broken(Chat):
         def start(self, task: Task) -> Episode:
             raise OSError("no disk")
@@ -289,7 +293,9 @@ async def test_weights_that_change_under_a_request_leave_two_spans(
     assert np.array_equal(trajectory.turns[0].completion.versions(), [3, 3, 4, 4])
 
 
-async def test_order_waits_for_an_engine_with_its_policy_version(make_services: MakeServices, make_order: MakeOrder) -> None:
+async def test_order_waits_for_an_engine_with_its_policy_version(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
     engine = StubEngine(version=3)
     services = make_services([engine], Chat(turns=1))
     async with anyio.create_task_group() as group:
@@ -329,16 +335,14 @@ async def test_cancelled_rollout_closes_the_episode_and_can_tell_how_far_it_got(
 
 
 async def test_template_that_rewrites_earlier_turns_forks_into_branches_that_match_what_the_engine_saw(
-    make_services: MakeServices, make_order: MakeOrder
+    make_services: MakeServices, make_order: MakeOrder, words: Any
 ) -> None:
-    from actors.rendering.renderer import Renderer  # noqa: F401
-
     template = (
         "{% for m in messages %}<|{{ m['role'] }}|>"
         "{{ m['content'] if m['role'] != 'assistant' else 'think' }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    tokenizer = __import__("copy").deepcopy(make_services([StubEngine()]).renderer._tokenizer)
+    tokenizer = copy.deepcopy(words)
     tokenizer.chat_template = template
     engine = StubEngine(script=lambda ids, s: [10, 11, tokenizer.eos_token_id])
     trajectory = await play(make_services([engine], Chat(turns=3), tokenizer=tokenizer), make_order())

@@ -1,0 +1,227 @@
+"""The HTTP client against good, old, slow and hostile engines. Nothing hangs, nothing false gets through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from aiohttp import web
+
+from actors.engine.base import PrefixCache, Sampling
+from actors.engine.client import EngineClient
+from actors.engine.stub import StubServer, good_answer
+from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.schema import FinishReason, VersionSpan
+
+SAMPLING = Sampling(max_tokens=4, stop_token_ids=(2,))
+
+
+def changed(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        value = good_answer(body)
+        value["choices"][0].update(fields)
+        return value
+
+    return answer
+
+
+def logprobs(*values: Any, ids: tuple[int, ...] = (5, 6, 7, 8)) -> dict[str, Any]:
+    content = [{"token_id": i, "logprob": v} for i, v in zip(ids, values, strict=False)]
+    return {"token_ids": [5, 6, 7, 8], "logprobs": {"content": content}}
+
+
+def versions(*spans: tuple[Any, int, int]) -> dict[str, Any]:
+    return {"weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans]}
+
+
+async def test_good_answer_gives_ids_logprobs_versions_and_reason() -> None:
+    answer = changed(
+        **logprobs(-0.5, -1, -2.5, 0.0), **versions(("3", 0, 0), ("4", 0, 1), ("7", 1, 4)), finish_reason="stop"
+    )
+    async with StubServer(answer) as server, EngineClient(server.url) as client:
+        sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5, stop=("x",), stop_token_ids=(2, 9))
+        generation = await client.generate((1, 2, 3), sampling, session_id="s", cache_salt="v4")
+    assert generation.token_ids.tolist() == [5, 6, 7, 8] and generation.token_ids.dtype == np.int32
+    assert generation.logprobs.tolist() == [-0.5, -1.0, -2.5, 0.0]
+    assert generation.version_spans == (VersionSpan(0, 1, 4), VersionSpan(1, 4, 7))
+    assert generation.finish_reason is FinishReason.STOP
+    body = server.bodies[0]
+    assert body["token_ids"] == [1, 2, 3] and body["cache_salt"] == "v4"
+    parameters = body["sampling_params"]
+    assert "seed" not in parameters and "seed" not in body
+    assert (
+        parameters
+        | {
+            "max_tokens": 4,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 5,
+            "stop": ["x"],
+            "stop_token_ids": [2, 9],
+            "logprobs": 0,
+        }
+        == parameters
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda body: b"{not json",
+        lambda body: b"",
+        lambda body: [],
+        lambda body: {"choices": []},
+        lambda body: {"choices": [1]},
+        changed(token_ids=None),
+        changed(token_ids=[]),
+        changed(token_ids=[1, 2, 3, "4"]),
+        changed(token_ids=[1, 2, 3, True]),
+        changed(token_ids=[1, 2, 3, 4, 5]),
+        changed(token_ids=[1, 2, 3, -4]),
+        changed(token_ids=[1, 2, 3, 32]),
+        changed(logprobs=None),
+        changed(logprobs={"content": None}),
+        changed(**logprobs(-1, -1, -1)),
+        changed(**logprobs(-1, -1, -1, -1, ids=(5, 6, 8, 7))),
+        changed(**logprobs(-1, -1, -1, 0.5)),
+        changed(**logprobs(-1, -1, -1, None)),
+        changed(**logprobs(-1, -1, -1, "-1")),
+        changed(**logprobs(-1, -1, -1, True)),
+        changed(finish_reason="tired"),
+        changed(finish_reason=None),
+        changed(finish_reason=["stop"]),
+        changed(weight_versions=None),
+        changed(weight_versions=[3]),
+        changed(weight_versions=[]),
+        changed(**versions(("0", 0, 3))),
+        changed(**versions(("0", 1, 4))),
+        changed(**versions(("0", 0, 2), ("1", 3, 4))),
+        changed(**versions(("2", 0, 2), ("1", 2, 4))),
+        changed(**versions(("new", 0, 4))),
+        changed(**versions(("-1", 0, 4))),
+        changed(**versions((1.5, 0, 4))),
+        changed(**versions(("0", 0, 9))),
+        lambda body: web.Response(status=204),
+        lambda body: web.Response(status=302, headers={"Location": "/health"}),
+    ],
+)
+async def test_garbage_is_a_protocol_error_that_names_the_engine(answer: Callable[[dict[str, Any]], Any]) -> None:
+    async with StubServer(answer) as server, EngineClient(server.url, vocabulary=32) as client:
+        with pytest.raises(EngineProtocolError, match=f"{server.url}: expected "):
+            await client.generate([1], SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, EngineRefused),
+        (404, EngineRefused),
+        (422, EngineRefused),
+        (429, EngineUnavailable),
+        (500, EngineUnavailable),
+    ],
+)
+async def test_status_decides_whether_to_try_again_and_the_engines_message_is_told(
+    status: int, kind: type[EngineError]
+) -> None:
+    def answer(body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": "prompt is too long", "code": status}}, status=status)
+
+    async with StubServer(answer) as server, EngineClient(server.url) as client:
+        with pytest.raises(kind, match="prompt is too long"):
+            await client.generate([1], SAMPLING)
+
+
+async def test_unstamped_tokens_are_not_version_zero() -> None:
+    async with StubServer(changed(**versions(("default", 0, 4))), version="default") as server:
+        async with EngineClient(server.url) as client:
+            assert await client.weight_version() is None
+            with pytest.raises(EngineUnavailable, match="stamped"):
+                await client.generate([1], SAMPLING)
+
+
+async def test_aborted_request_is_given_back_with_what_was_sampled() -> None:
+    async with StubServer(changed(finish_reason="abort")) as server, EngineClient(server.url) as client:
+        assert (await client.generate([1], SAMPLING)).finish_reason is FinishReason.ABORT
+
+
+async def test_dead_engine_slow_engine_and_engine_that_hangs_up_are_unavailable() -> None:
+    release = anyio.Event()
+
+    async def hang(body: dict[str, Any]) -> Any:
+        await release.wait()
+        return good_answer(body)
+
+    async with StubServer(hang) as server, EngineClient(server.url, request_seconds_max=0.05) as client:
+        with pytest.raises(EngineUnavailable, match=r"did not answer .* within 0.05 s"):
+            await client.generate([1], SAMPLING)
+        release.set()
+    with pytest.raises(EngineUnavailable):
+        await client.generate([1], SAMPLING)
+    await client.close()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+
+    raw = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with raw, EngineClient(f"http://127.0.0.1:{raw.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(EngineUnavailable):
+            await client.generate([1], SAMPLING)
+        with pytest.raises(EngineUnavailable):
+            await client.health()
+
+
+def completion(body: dict[str, Any]) -> dict[str, Any]:
+    n = body["max_tokens"]
+    choice = {"token_ids": [5] * n, "logprobs": {"token_logprobs": [-1.0] * n}, "finish_reason": "length"}
+    return {"choices": [choice]}
+
+
+async def test_engine_without_the_generate_route_is_asked_for_completions() -> None:
+    async with StubServer(has_generate=False, completion=completion, version="6") as server:
+        async with EngineClient(server.url) as client:
+            for _ in range(2):
+                generation = await client.generate([1, 2], SAMPLING)
+                assert generation.version_spans == (VersionSpan(0, 4, 6),)
+    assert [body["prompt"] for body in server.bodies] == [[1, 2], [1, 2]]
+    assert server.bodies[0]["return_token_ids"] is True and "seed" not in server.bodies[0]
+
+
+async def test_version_that_changed_under_a_completion_is_counted_as_the_older() -> None:
+    async with StubServer(has_generate=False, version="6") as server, EngineClient(server.url) as client:
+
+        def publish(body: dict[str, Any]) -> Any:
+            server.version = "7"
+            return completion(body)
+
+        server.completion = publish
+        assert (await client.generate([1], SAMPLING)).version_spans == (VersionSpan(0, 4, 6),)
+        server.completion = lambda body: setattr(server, "version", "default") or completion(body)
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await client.generate([1], SAMPLING)
+
+
+async def test_prefix_cache_counters_are_summed_and_absent_ones_are_none() -> None:
+    async with StubServer() as server, EngineClient(server.url) as client:
+        assert await client.prefix_cache() is None
+        server.metrics_text = (
+            "# HELP vllm:prefix_cache_queries_total x\n"
+            'vllm:prefix_cache_queries_total{engine="0"} 100.0\nvllm:prefix_cache_queries_total{engine="1"} 20.0\n'
+            'vllm:prefix_cache_hits_total{engine="0"} 90.0\nvllm:prefix_cache_queries_created{engine="0"} 1.7e9\n'
+        )
+        assert await client.prefix_cache() == PrefixCache(120.0, 90.0)
+
+
+async def test_sick_engine_is_unavailable() -> None:
+    async with StubServer() as server, EngineClient(server.url) as client:
+        await client.health()
+        server.healthy = False
+        with pytest.raises(EngineUnavailable, match="503"):
+            await client.health()

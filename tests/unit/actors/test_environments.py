@@ -1,0 +1,141 @@
+"""Environments are found by name, built from checked options, and start the same for the same task."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.environments import Environment, Episode, Reply, discovery
+from actors.environments.arithmetic import Arithmetic
+from actors.environments.number_guess import NumberGuess
+from pipeline.config.play import EnvironmentConfig
+from pipeline.errors import ConfigurationError
+from pipeline.schema import Task
+
+PLUG_IN = """
+from dataclasses import dataclass
+from actors.environments import Environment, Episode, Reply, Step
+from pipeline.schema import Message, Task
+
+@dataclass
+class Echo(Environment):
+    word: str = "hello"
+
+    def start(self, task: Task) -> Episode:
+        return EchoEpisode(self.word)
+
+class EchoEpisode(Episode):
+    def __init__(self, word: str) -> None:
+        self.messages = (Message("user", f"Say {word}."),)
+        self.word = word
+
+    def step(self, reply: Reply) -> Step:
+        return Step(reward=float(self.word in reply), done=True)
+"""
+
+
+def build(name: str, **options: Any) -> Environment:
+    return discovery.build("game", EnvironmentConfig(name=name, options=options))
+
+
+def start(environment: Environment, seed: int) -> Episode:
+    episode = environment.start(Task(f"t/{seed}", "game", seed))
+    assert isinstance(episode, Episode)
+    return episode
+
+
+@given(seed=st.integers(0, 2**63 - 1))
+def test_same_task_starts_the_same(seed: int) -> None:
+    for environment in (Arithmetic(), NumberGuess()):
+        first, second = start(environment, seed), start(environment, seed)
+        assert first.messages == second.messages
+        assert first.step(Reply("7")) == second.step(Reply("7"))
+
+
+@given(seed=st.integers(0, 1000), wrong=st.integers(0, 3))
+def test_arithmetic_pays_less_for_each_later_attempt(seed: int, wrong: int) -> None:
+    episode = start(build("arithmetic", attempts=4), seed)
+    words = episode.messages[0].content.split()
+    answer = int(words[2]) + int(words[4].rstrip("?"))
+    steps = [episode.step(Reply(f"Is {answer}? No, it is {answer + 1}.")) for _ in range(wrong)]
+    last = episode.step(Reply(f"1 + 1 = {answer}."))
+    assert all(step.reward == 0 and not step.done and step.messages for step in steps)
+    assert last.reward == 0.5**wrong and last.done
+    signals = [step.signals for step in [*steps, last]]
+    assert signals[0] == {"first_right": float(wrong == 0)} and not any(signals[1:])
+
+
+def test_arithmetic_ends_after_the_last_attempt_without_reward() -> None:
+    episode = start(build("arithmetic"), 3)
+    first, second = episode.step(Reply("")), episode.step(Reply("9" * 5000))
+    assert (first.done, second.done, first.reward + second.reward) == (False, True, 0.0)
+
+
+@given(seed=st.integers(0, 1000))
+def test_number_guess_is_solved_by_bisection_on_what_it_says(seed: int) -> None:
+    episode = start(build("number_guess", compact=True, turns=5), seed)
+    assert [m.content for m in episode.messages] == ["guess"]
+    low, high = 0, 15
+    for _ in range(5):
+        middle = (low + high) // 2
+        step = episode.step(Reply(str(middle)))
+        if step.done:
+            break
+        low, high = (middle + 1, high) if step.messages[0].content == "higher" else (low, middle - 1)
+    assert step.done and step.reward == 1.0 and step.signals == {"solved": 1.0}
+
+
+def test_number_guess_pays_closeness_only_when_it_is_over() -> None:
+    for closeness, expected in ((0.0, 0.0), (0.5, 0.5 * (1 - 1 / 16))):
+        episode = start(build("number_guess", turns=2, closeness=closeness), 0)
+        hidden = episode._hidden
+        near = hidden + 1 if hidden < 15 else hidden - 1
+        assert episode.step(Reply("no idea")).reward == 0.0
+        last = episode.step(Reply(str(near)))
+        assert last.done and last.reward == pytest.approx(expected) and last.signals == {"solved": 0.0}
+
+
+def test_environment_in_a_file_needs_no_edit_elsewhere(tmp_path: Path) -> None:
+    assert len(PLUG_IN.strip().splitlines()) < 30
+    file = tmp_path / "echo.py"
+    file.write_text(PLUG_IN)
+    environment = build(f"{file}:Echo", word="yes")
+    assert start(environment, 0).messages[0].content == "Say yes."
+    assert type(environment) is type(build(f"{file}:Echo"))
+
+
+def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "actors.environments.arithmetic:Arithmetic"
+    assert isinstance(build(path), Arithmetic)
+    points = [EntryPoint("sums", path, discovery.GROUP), EntryPoint("broken", "no_such_module:X", discovery.GROUP)]
+    monkeypatch.setattr(discovery, "entry_points", lambda group: points)
+    assert isinstance(build("sums"), Arithmetic)
+    with pytest.raises(ConfigurationError, match="no_such_module"):
+        build("broken")
+    with pytest.raises(ConfigurationError, match="arithmetic, broken, number_guess, sums"):
+        build("chess")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("chess", {}, "environments.game: no environment is called 'chess'"),
+        ("no.such.module:X", {}, "no.such"),
+        ("no/such/file.py:X", {}, "no file"),
+        ("actors.environments.arithmetic:Nothing", {}, r"\['Arithmetic', 'ArithmeticEpisode'\]"),
+        ("actors.environments.base:Step", {}, "method start"),
+        ("pathlib:Path.home", {}, "pathlib"),
+        ("arithmetic", {"hgih": 3}, "unknown hgih; Arithmetic takes low, high"),
+        ("arithmetic", {"high": 0}, "high"),
+        ("arithmetic", {"attempts": "many"}, "attempts"),
+        ("number_guess", {"low": 5, "high": 5}, "must be above low"),
+    ],
+)
+def test_what_cannot_be_built_says_what_was_expected(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        build(name, **options)
