@@ -18,33 +18,32 @@ optional ones; ``schema_version`` changes only when a meaning does, and then :cl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 
+from pipeline.codec_turns import decode_turns
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import (
     SCHEMA_VERSION,
     EngineRecord,
     Failure,
-    FinishReason,
     GroupPlan,
-    Message,
     Order,
-    SpanSource,
     Task,
     Timings,
-    TokenSpan,
     Trajectory,
     TrajectoryStatus,
     Turn,
-    VersionSpan,
 )
 from pipeline.transport import base
 from pipeline.transport.base import Buffer, Frames, Kind, Limits, array_frame
 
 _DEFAULT_LIMITS = Limits()
+_KINDS = {kind.value.encode(): kind for kind in Kind}
+
+Record = TypeVar("Record")
 
 
 def encode_message(message: base.Message, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
@@ -56,14 +55,14 @@ def encode_message(message: base.Message, limits: Limits = _DEFAULT_LIMITS) -> l
 
 
 def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> base.Message:
-    """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for size."""
+    """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for
+    size."""
     if len(frames) < 2:
         raise WireError(f"expected a message of at least 2 frames (kind, header), got {len(frames)}")
     check_limits(frames, limits)
-    try:
-        kind = Kind(bytes(frames[0][:32]).decode("ascii"))
-    except (UnicodeDecodeError, ValueError) as error:
-        raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}") from error
+    kind = _KINDS.get(bytes(frames[0][:32]))
+    if kind is None:
+        raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}")
     return base.Message(kind, _json_object(frames[1], "message header"), tuple(frames[2:]))
 
 
@@ -72,10 +71,14 @@ def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
     if len(frames) - 2 > limits.frames_max:
         raise LimitExceeded(f"message has {len(frames) - 2} frames, more than transport.frames_max={limits.frames_max}")
     if len(frames) > 1 and _size(frames[1]) > limits.header_bytes_max:
-        raise LimitExceeded(f"header has {_size(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}")
+        raise LimitExceeded(
+            f"header has {_size(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
+        )
     total = sum(map(_size, frames))
     if total > limits.message_bytes_max:
-        raise LimitExceeded(f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}")
+        raise LimitExceeded(
+            f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}"
+        )
 
 
 def encode_trajectory(trajectory: Trajectory) -> Frames:
@@ -129,7 +132,8 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
     version = header.get("schema_version")
     if version != SCHEMA_VERSION:
         raise VersionMismatch(
-            f"trajectory has schema version {version!r}, this process reads {SCHEMA_VERSION}: run the same Afterplay everywhere"
+            f"trajectory has schema version {version!r}, this process reads {SCHEMA_VERSION}: run the same "
+            f"Afterplay everywhere"
         )
     ids = _array(frames[1], "<i4", "token ids")
     logprobs = _array(frames[2], "<f4", "log-probabilities")
@@ -139,7 +143,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
     if len(spans) % 3:
         raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
     try:
-        turns = _decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
+        turns = decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
         failure = header.get("failure")
         return Trajectory(
             trajectory_id=header["trajectory_id"],
@@ -147,17 +151,17 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
             task=_decode_task(header["task"]),
             turns=turns,
             status=TrajectoryStatus(header["status"]),
-            failure=Failure(**failure) if failure else None,
+            failure=_decode_plain(Failure, failure, str) if failure else None,
             rewards=header.get("rewards") or {},
             reward=header.get("reward"),
             actor_id=header.get("actor_id", "actor"),
             engine=_decode_engine(header.get("engine") or {}),
-            timings=Timings(**(header.get("timings") or {})),
+            timings=_decode_plain(Timings, header.get("timings") or {}, int, float),
             schema_version=version,
         )
     except SchemaError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise WireError(f"trajectory header is not understood: {type(error).__name__}: {error}") from error
 
 
@@ -197,11 +201,13 @@ def decode_plan(header: Mapping[str, Any]) -> GroupPlan:
     return _built(GroupPlan, header, task=_decode_task, replay_ids=tuple)
 
 
-def _built(cls: type[Any], header: Mapping[str, Any], **convert: Any) -> Any:
+def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Record:
     try:
-        names = cls.__dataclass_fields__
+        names = cls.__dataclass_fields__  # type: ignore[attr-defined]
         return cls(**{k: convert.get(k, lambda v: v)(v) for k, v in header.items() if k in names})
-    except (KeyError, TypeError) as error:
+    except SchemaError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WireError(f"{cls.__name__} header is not understood: {type(error).__name__}: {error}") from error
 
 
@@ -217,41 +223,6 @@ def _turn_header(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _decode_turns(
-    headers: list[dict[str, Any]],
-    ids: np.ndarray[Any, Any],
-    logprobs: np.ndarray[Any, Any],
-    spans: np.ndarray[Any, Any],
-) -> tuple[Turn, ...]:
-    turns = []
-    at_id = at_logprob = at_span = 0
-    for header in headers:
-        n_context, n_completion, n_spans = header["n"]
-        middle, end = at_id + n_context, at_id + n_context + n_completion
-        versions = tuple(VersionSpan(*map(int, row)) for row in spans[at_span : at_span + n_spans])
-        turns.append(
-            Turn(
-                context=TokenSpan(SpanSource.CONTEXT, ids[at_id:middle]),
-                completion=TokenSpan(
-                    SpanSource.SAMPLED, ids[middle:end], logprobs[at_logprob : at_logprob + n_completion], versions
-                ),
-                context_messages=tuple(Message(**m) for m in header["messages"]),
-                completion_message=Message(**header["completion"]),
-                finish_reason=FinishReason(header["finish"]),
-                temperature=header["temperature"],
-                signals=header.get("signals") or {},
-                branch=header.get("branch", 0),
-            )
-        )
-        at_id, at_logprob, at_span = end, at_logprob + n_completion, at_span + n_spans
-    if (at_id, at_logprob, at_span) != (len(ids), len(logprobs), len(spans)):
-        raise WireError(
-            f"turn lengths add up to {at_id} ids, {at_logprob} log-probabilities and {at_span} version spans, "
-            f"the arrays hold {len(ids)}, {len(logprobs)} and {len(spans)}"
-        )
-    return tuple(turns)
-
-
 def _task_header(task: Task) -> dict[str, Any]:
     return {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
 
@@ -261,7 +232,22 @@ def _decode_task(header: Mapping[str, Any]) -> Task:
 
 
 def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
-    return EngineRecord(header.get("backend", "unknown"), header.get("model", ""), tuple(header.get("engine_ids", ())))
+    record = EngineRecord(
+        header.get("backend", "unknown"), header.get("model", ""), tuple(header.get("engine_ids", ()))
+    )
+    if not all(type(v) is str for v in (record.backend, record.model, *record.engine_ids)):
+        raise WireError(f"expected the engine record as strings, got {record!r:.200}")
+    return record
+
+
+def _decode_plain(cls: type[Record], header: Mapping[str, Any], *types: type[Any]) -> Record:
+    """A dataclass whose fields all have one of ``types``; unknown keys are ignored."""
+    known = {name: header[name] for name in cls.__dataclass_fields__ if name in header}  # type: ignore[attr-defined]
+    if not all(type(value) in types for value in known.values()):
+        raise WireError(
+            f"expected fields of {cls.__name__} as {' or '.join(t.__name__ for t in types)}, got {known!r:.200}"
+        )
+    return cls(**known)
 
 
 def _joined(arrays: list[np.ndarray[Any, Any]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 NO_VERSION = -1
 """``policy_versions`` entry of a token that no policy sampled."""
 NO_TURN = -1
+LOGPROB_MAX = 1e-4
+"""Largest log-probability that is taken for rounding of 0."""
 
 
 class SpanSource(StrEnum):
@@ -37,8 +39,10 @@ class VersionSpan:
     policy_version: int
 
     def __post_init__(self) -> None:
-        require(0 <= self.start < self.stop, "0 <= start < stop", (self.start, self.stop))
-        require(self.policy_version >= 0, "policy_version >= 0", self.policy_version)
+        if not 0 <= self.start < self.stop:
+            raise SchemaError(f"expected 0 <= start < stop, got {(self.start, self.stop)}")
+        if self.policy_version < 0:
+            raise SchemaError(f"expected policy_version >= 0, got {self.policy_version}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class TokenSpan:
         require(self.behaviour_logprobs is not None, "log-probabilities on sampled tokens", None)
         assert self.behaviour_logprobs is not None
         require_array("behaviour_logprobs", self.behaviour_logprobs, np.float32, len(self.token_ids))
-        if not bool(np.all(self.behaviour_logprobs <= 1e-4)):  # also False for NaN
+        if len(self.behaviour_logprobs) and not self.behaviour_logprobs.max() <= LOGPROB_MAX:  # also when it is NaN
             raise SchemaError("expected log-probabilities <= 0, got a positive one or NaN: check the engine's logprobs mode")
         object.__setattr__(self, "behaviour_logprobs", frozen(self.behaviour_logprobs))
         self._check_tiling()
@@ -77,10 +81,13 @@ class TokenSpan:
     def _check_tiling(self) -> None:
         at, version = 0, 0
         for span in self.version_spans:
-            require(span.start == at, f"a version span starting at {at}", span)
-            require(span.policy_version >= version, f"versions that never decrease (>= {version})", span)
+            if span.start != at:
+                raise SchemaError(f"expected a version span starting at {at}, got {span}")
+            if span.policy_version < version:
+                raise SchemaError(f"expected versions that never decrease (>= {version}), got {span}")
             at, version = span.stop, span.policy_version
-        require(at == len(self.token_ids), f"version spans covering {len(self.token_ids)} tokens", at)
+        if at != len(self.token_ids):
+            raise SchemaError(f"expected version spans covering {len(self.token_ids)} tokens, got {at}")
 
     def __len__(self) -> int:
         return len(self.token_ids)

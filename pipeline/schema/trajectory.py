@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from pipeline.errors import SchemaError
 from pipeline.schema.checks import require, require_finite, require_id
 from pipeline.schema.task import Task
 from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan
@@ -73,9 +74,12 @@ class Turn:
     """Rises by one when the template could not extend the conversation without changing earlier ids."""
 
     def __post_init__(self) -> None:
-        require(self.context.source is SpanSource.CONTEXT, "a CONTEXT span as context", self.context.source)
-        require(self.completion.source is SpanSource.SAMPLED, "a SAMPLED span as completion", self.completion.source)
-        require(self.temperature >= 0, "temperature >= 0", self.temperature)
+        if self.context.source is not SpanSource.CONTEXT:
+            raise SchemaError(f"expected a CONTEXT span as context, got {self.context.source!r}")
+        if self.completion.source is not SpanSource.SAMPLED:
+            raise SchemaError(f"expected a SAMPLED span as completion, got {self.completion.source!r}")
+        if not self.temperature >= 0:
+            raise SchemaError(f"expected temperature >= 0, got {self.temperature!r}")
         for name, value in self.signals.items():
             require_finite(f"signal {name!r}", value)
 
@@ -157,7 +161,8 @@ class Trajectory:
                 require_finite(f"reward {name!r}", value)
         branch = 0
         for turn in self.turns:
-            require(turn.branch in (branch, branch + 1), f"branch {branch} or {branch + 1}", turn.branch)
+            if turn.branch not in (branch, branch + 1):
+                raise SchemaError(f"expected branch {branch} or {branch + 1}, got {turn.branch!r}")
             branch = turn.branch
 
     @property

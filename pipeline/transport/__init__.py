@@ -1,1 +1,2 @@
-"""Acknowledged, back-pressured messages between processes. ``base`` is the contract; ``zeromq`` and ``memory`` keep it."""
+"""Acknowledged, back-pressured messages between processes. ``base`` is the contract; ``zeromq`` and ``memory`` keep
+it."""

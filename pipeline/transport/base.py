@@ -1,9 +1,10 @@
 """The contract of every transport: a hub that binds, links that connect, messages that are bounded.
 
-The hub (replay stage) outlives its peers and its peers outlive it: either side may die and come back, and the other sees
-``PEER_UP`` / ``PEER_DOWN`` (hub) or ``CONNECTED`` / ``DISCONNECTED`` (link) as ordinary events in its stream. Delivery inside one
-connection is in order and without loss; across a reconnection anything unacknowledged may be lost, and who cares about it
-sends it again (``pipeline.transport.outbox``). The receiver's credits bound what may be in flight.
+The hub (replay stage) outlives its peers and its peers outlive it: either side may die and come back, and the other
+sees ``PEER_UP`` / ``PEER_DOWN`` (hub) or ``CONNECTED`` / ``DISCONNECTED`` (link) as ordinary events in its stream.
+Delivery inside one connection is in order and without loss; across a reconnection anything unacknowledged may be lost,
+and who cares about it sends it again (``pipeline.transport.outbox``). The receiver's credits bound what may be in
+flight.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Kind(StrEnum):
     PLAN = "plan"
     """r → l. One :class:`GroupPlan` and the update it is meant for."""
     DELIVERY = "delivery"
-    """r → l. One scored trajectory of a plan: header has group_id, trajectory_id, reward, rewards; frames are the payload."""
+    """r → l. One scored trajectory of a plan: header has group_id, trajectory_id, reward, rewards; frames are the
+    payload."""
     CONSUMED = "consumed"
     """l → r. Update number ``update`` was made from these groups. Answered by ACK."""
     VERSION = "version"
@@ -166,4 +168,4 @@ def array_frame(array: np.ndarray[Any, Any]) -> memoryview:
     """The bytes of a contiguous array, without copying."""
     if not array.size:
         return memoryview(b"")  # a view with a zero in its shape cannot be cast
-    return memoryview(np.ascontiguousarray(array)).cast("B")
+    return np.ascontiguousarray(array).data.cast("B")

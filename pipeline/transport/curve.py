@@ -1,8 +1,9 @@
 """CURVE: keys on disk, and who may connect.
 
-A folder of keys holds ``server.key`` / ``server.key_secret`` and ``client.key`` / ``client.key_secret`` (ZeroMQ's certificate
-format). The hub lets in whoever owns the secret of a ``*.key`` beside ``server.key``; a machine that only connects
-needs ``server.key`` and the two client files. To let a machine in with a key of its own, copy its public ``NAME.key`` here.
+A folder of keys holds ``server.key`` / ``server.key_secret`` and ``client.key`` / ``client.key_secret`` (ZeroMQ's
+certificate format). The hub lets in whoever owns the secret of a ``*.key`` beside ``server.key``; a machine that only
+connects needs ``server.key`` and the two client files. To let a machine in with a key of its own, copy its public
+``NAME.key`` here.
 """
 
 from __future__ import annotations
@@ -36,16 +37,21 @@ class CurveKeys:
     def apply_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make a ROUTER accept only known clients. Raises :class:`ConfigurationError` without the server's secret."""
         if self.server_secret is None:
-            raise ConfigurationError(f"the hub needs {self.folder / (_SERVER + _SECRET)}: copy it here or run `afterplay keys`")
+            raise ConfigurationError(
+                f"the hub needs {self.folder / (_SERVER + _SECRET)}: copy it here or run `afterplay keys`"
+            )
         socket.curve_secretkey = self.server_secret
         socket.curve_publickey = self.server_public
         socket.curve_server = True
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
 
     def apply_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a DEALER prove who it is, and talk to no other server. Raises :class:`ConfigurationError` without client keys."""
+        """Make a DEALER prove who it is, and talk to no other server. Raises :class:`ConfigurationError` without
+        client keys."""
         if self.client_secret is None or self.client_public is None:
-            raise ConfigurationError(f"a link needs {self.folder / (_CLIENT + _SECRET)} and its public half: run `afterplay keys`")
+            raise ConfigurationError(
+                f"a link needs {self.folder / (_CLIENT + _SECRET)} and its public half: run `afterplay keys`"
+            )
         socket.curve_secretkey = self.client_secret
         socket.curve_publickey = self.client_public
         socket.curve_serverkey = self.server_public
@@ -54,11 +60,14 @@ class CurveKeys:
 def make_keys(folder: Path) -> CurveKeys:
     """Write a server and a client pair; secrets are readable by their owner alone.
 
-    Raises :class:`ConfigurationError` rather than overwrite: processes that hold the old keys would lock each other out.
+    Raises :class:`ConfigurationError` rather than overwrite: processes that hold the old keys would lock each other
+    out.
     """
     existing = sorted(p.name for p in folder.glob("*.key*")) if folder.is_dir() else []
     if existing:
-        raise ConfigurationError(f"{folder} already holds keys ({', '.join(existing)}): name another folder, or remove them first")
+        raise ConfigurationError(
+            f"{folder} already holds keys ({', '.join(existing)}): name another folder, or remove them first"
+        )
     mask = os.umask(0o077)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +85,9 @@ def make_keys(folder: Path) -> CurveKeys:
 def load_keys(folder: Path) -> CurveKeys:
     """Read a folder of keys. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
     if not (folder / (_SERVER + _PUBLIC)).is_file():
-        raise ConfigurationError(f"transport.curve: expected server.key in {folder}: make the folder with `afterplay keys {folder}`")
+        raise ConfigurationError(
+            f"transport.curve: expected server.key in {folder}: make the folder with `afterplay keys {folder}`"
+        )
     server_public, server_secret = _pair(folder, _SERVER)
     client_public, client_secret = _pair(folder, _CLIENT)
     known = [path for path in folder.glob("*" + _PUBLIC) if path.stem != _SERVER]
@@ -86,13 +97,14 @@ def load_keys(folder: Path) -> CurveKeys:
 
 
 def serve_zap(socket: zmq.Socket[bytes], clients: frozenset[bytes]) -> None:
-    """Answer the authentication requests (ZeroMQ RFC 27) that wait on a REP socket: 200 for known keys, 400 for others."""
+    """Answer the authentication requests (ZeroMQ RFC 27) that wait on a REP socket: 200 for known keys, 400 for
+    others."""
     while True:
         try:
             request = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
-        version, request_id = (request + [b"", b""])[:2]
+        version, request_id = [*request, b"", b""][:2]
         known = len(request) == 7 and request[5] == b"CURVE" and zmq.utils.z85.encode(request[6]) in clients
         status = [b"200", b"OK", b"known"] if known else [b"400", b"unknown client key", b""]
         socket.send_multipart([version, request_id, *status, b""])
@@ -111,4 +123,6 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
     try:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no CURVE certificate: {error}. Make a new folder with `afterplay keys DIR`") from error
+        raise ConfigurationError(
+            f"{path} is no CURVE certificate: {error}. Make a new folder with `afterplay keys DIR`"
+        ) from error

@@ -12,8 +12,8 @@ from anyio.abc import TaskGroup
 class Endpoint:
     """An async context manager whose tasks live exactly as long as the ``async with`` block.
 
-    An exception of the block leaves unchanged (not wrapped in a group); a crash of one of our tasks cancels the block and
-    leaves as an exception group.
+    An exception of the block leaves unchanged (not wrapped in a group); a crash of one of our tasks cancels the block
+    and leaves as an exception group.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,9 @@ class Endpoint:
         for task in tasks:
             self._group.start_soon(task)
 
-    async def _leave(self, say_bye: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]], *args: object) -> None:
+    async def _leave(
+        self, say_bye: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]], *args: object
+    ) -> None:
         """Part within a bounded time, end the tasks, close the wire."""
         group, self._group = self._group, None
         if group is None:

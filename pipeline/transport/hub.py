@@ -24,10 +24,11 @@ _HEARTBEAT = encode_message(Message(Kind.HEARTBEAT))
 class WireHub(Endpoint):
     """Keeps the contract of :class:`pipeline.transport.base.Hub`.
 
-    *Consumes* messages from the wire while its mailbox has room, so a slow stage slows its peers down instead of growing.
-    *Produces* events in order of arrival; PEER_DOWN of a lost connection comes after everything that it had brought.
-    A HELLO under a known name yields PEER_UP again (no PEER_DOWN before it): the older connection is refused and forgotten.
-    *Waits*: ``send`` while the queue of that one peer is full. *Unblocked by*: the peer reading, or its loss (PeerGone).
+    *Consumes* messages from the wire while its mailbox has room, so a slow stage slows its peers down instead of
+    growing. *Produces* events in order of arrival; PEER_DOWN of a lost connection comes after everything that it had
+    brought. A HELLO under a known name yields PEER_UP again (no PEER_DOWN before it): the older connection is refused
+    and forgotten. *Waits*: ``send`` while the queue of that one peer is full. *Unblocked by*: the peer reading, or its
+    loss (PeerGone).
     """
 
     def __init__(self, wire: HubWire, limits: Limits, heartbeat_seconds: float, silence_seconds_max: float) -> None:
@@ -193,7 +194,11 @@ class WireHub(Endpoint):
             untold = [peer.connection for peer in self._peers.all() if not peer.gone]
             while len(self._peers):
                 event = self._wire.signal.current()
-                untold = [c for c in untold if self._peers.of(c) and not self._tell(c, Message(Kind.BYE, {"reason": "the hub closes"}))]
+                untold = [
+                    c
+                    for c in untold
+                    if self._peers.of(c) and not self._tell(c, Message(Kind.BYE, {"reason": "the hub closes"}))
+                ]
                 if all(peer.gone for peer in self._peers.all()):
                     return
                 await self._wire.wait(event)

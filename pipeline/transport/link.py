@@ -30,12 +30,13 @@ _KEY = HUB.encode()
 class WireLink(Endpoint):
     """Keeps the contract of :class:`pipeline.transport.base.Link`.
 
-    The first HELLO goes out after the first ``describe``. A mapping given to it is read at each HELLO, so a live one stays true.
+    The first HELLO goes out after the first ``describe``. A mapping given to it is read at each HELLO, so a live one
+    stays true.
 
-    *Consumes* messages while its mailbox has room. *Produces* events; after a final REFUSED (also: "another process took your
-    name") ``receive`` and ``send`` raise :class:`TransportClosed` with the hub's reason. *Waits*: ``send`` while the queue to
-    a connected hub is full. *Unblocked by*: the hub reading, or the loss of the connection. What is sent while there
-    is no connection is dropped and counted: CONNECTED comes later and is the time to send it again.
+    *Consumes* messages while its mailbox has room. *Produces* events; after a final REFUSED (also: "another process
+    took your name") ``receive`` and ``send`` raise :class:`TransportClosed` with the hub's reason. *Waits*: ``send``
+    while the queue to a connected hub is full. *Unblocked by*: the hub reading, or the loss of the connection. What is
+    sent while there is no connection is dropped and counted: CONNECTED comes later and is the time to send it again.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class WireLink(Endpoint):
             return ""
         if not self._is_described:
             return "describe() was not called yet, so no HELLO was sent"
-        return self._session.end_reason or self._session.down_reason or f"waiting for the answer of {self._wire.address}"
+        return (
+            self._session.end_reason or self._session.down_reason or f"waiting for the answer of {self._wire.address}"
+        )
 
     def describe(self, hello: Mapping[str, Any]) -> None:
         self._hello = hello
@@ -140,13 +143,13 @@ class WireLink(Endpoint):
         assert self._described is not None
         await self._described.wait()
         backoff = _BACKOFF_SECONDS
-        while self._session.state is not State.ENDED:
+        while not self._session.ended:
             if not self._greet():
                 break
             greeted_only = await self._converse()
             self._wire.disconnect()
             self._silence.forget(_KEY)
-            if self._session.state is State.ENDED:
+            if self._session.ended:
                 break
             self._session.counters.reconnections += not greeted_only
             backoff = min(2 * backoff, _BACKOFF_SECONDS_MAX) if greeted_only else _BACKOFF_SECONDS
@@ -236,5 +239,5 @@ class WireLink(Endpoint):
                     self._session.leave()
                 else:
                     await self._wire.wait(event)
-            while self._session.state is State.LEAVING:
+            while self._session.leaving:
                 await self._wire.wait(self._wire.signal.current())

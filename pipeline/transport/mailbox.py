@@ -16,9 +16,9 @@ _GETS_PER_YIELD = 64
 class Mailbox:
     """Events in order of arrival, bounded in number and bytes.
 
-    *Consumes*: ``put``, never waits: the producer asks ``full`` before it takes the next message from its socket, so the
-    bound may be passed only by control events (one for each peer). *Produces*: ``get``. *Waits for*: ``space`` waits until
-    it is no longer full. *Unblocked by*: ``put``, ``get`` and ``close``.
+    *Consumes*: ``put``, never waits: the producer asks ``full`` before it takes the next message from its socket, so
+    the bound may be passed only by control events (one for each peer). *Produces*: ``get``. *Waits for*: ``space``
+    waits until it is no longer full. *Unblocked by*: ``put``, ``get`` and ``close``.
     """
 
     def __init__(self, messages_max: int, bytes_max: int) -> None:
@@ -76,7 +76,8 @@ class Mailbox:
             await self._taken.wait()
 
     def close(self, reason: str, discard: bool = False) -> None:
-        """Let readers finish what is queued (unless ``discard``); then they get :class:`TransportClosed` with ``reason``."""
+        """Let readers finish what is queued (unless ``discard``); then they get :class:`TransportClosed` with
+        ``reason``."""
         if self._closed is None:
             self._closed = reason
         if discard:

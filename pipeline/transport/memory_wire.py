@@ -22,8 +22,9 @@ _TOLERANCE_SECONDS = 1e-6
 class Faults:
     """Probabilities per message, drawn from ``seed`` in the order of sending (heartbeats and greetings draw nothing).
 
-    ``disconnect`` is what real networks do: the connection breaks, and with it all that was under way. ``drop``, ``duplicate``
-    and ``corrupt`` are worse than ZeroMQ can be inside one connection; they show what leases and deduplication bear.
+    ``disconnect`` is what real networks do: the connection breaks, and with it all that was under way. ``drop``,
+    ``duplicate`` and ``corrupt`` are worse than ZeroMQ can be inside one connection; they show what leases and
+    deduplication bear.
     """
 
     seed: int = 0

@@ -31,11 +31,11 @@ class _Entry(Generic[Item]):
 class Outbox(Generic[Item]):
     """Items keyed by id, oldest first, each *waiting* or *in flight* until it is acknowledged or refused.
 
-    In flight are at most ``credit_bytes`` as granted by the receiver; a single item larger than the credit may be in flight
-    alone, or it could never be sent. Without a grant nothing is in flight.
+    In flight are at most ``credit_bytes`` as granted by the receiver; a single item larger than the credit may be in
+    flight alone, or it could never be sent. Without a grant nothing is in flight.
 
-    ``full`` says that ``bytes_max`` is reached: take no new orders. What is being played still finishes and is added, so the
-    bytes held are at most ``bytes_max`` and one item for each order out.
+    ``full`` says that ``bytes_max`` is reached: take no new orders. What is being played still finishes and is added,
+    so the bytes held are at most ``bytes_max`` and one item for each order out.
 
     >>> box = Outbox(bytes_max=1000)
     >>> box.add("a", b"...", 3); box.grant(100)
@@ -129,7 +129,8 @@ class Outbox(Generic[Item]):
         return entry.item
 
     def reconnected(self) -> None:
-        """A new connection: whatever was in flight may be lost, so all of it waits again, oldest first, and before the rest.
+        """A new connection: whatever was in flight may be lost, so all of it waits again, oldest first, and before the
+        rest.
 
         Credit is gone with the old connection; the next WELCOME grants anew.
         """

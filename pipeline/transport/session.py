@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from pipeline.codec import decode_message
 from pipeline.errors import WireError
-from pipeline.transport.base import Buffer, Event, EventKind, Kind, Limits, Message
+from pipeline.transport.base import Buffer, Event, EventKind, Kind, Limits
 
 HUB = "hub"
 
@@ -45,6 +45,14 @@ class Session:
     end_reason: str = ""
     down_reason: str = ""
     counters: LinkCounters = field(default_factory=LinkCounters)
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.ENDED
+
+    @property
+    def leaving(self) -> bool:
+        return self.state is State.LEAVING
 
     def greet(self) -> None:
         """HELLO goes out on a fresh connection."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Silence:
     """Judges silence by what could have been heard.
 
-    When we ourselves did not listen (a blocked event loop, a full mailbox), that time counts for nobody: a process that was
-    stopped for a minute must read what waits in its socket before it declares everyone else dead.
+    When we ourselves did not listen (a blocked event loop, a full mailbox), that time counts for nobody: a process
+    that was stopped for a minute must read what waits in its socket before it declares everyone else dead.
     """
 
     def __init__(self, heartbeat_seconds: float, silence_seconds_max: float) -> None:

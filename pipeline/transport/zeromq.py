@@ -18,7 +18,8 @@ _LIMITS = Limits()
 class ZmqHub(WireHub):
     """Binds ``address`` (``tcp://127.0.0.1:0`` takes a free port; see ``address`` once it is entered).
 
-    Raises :class:`ConfigurationError` for anything but loopback without ``curve`` keys, and on entering when it cannot bind.
+    Raises :class:`ConfigurationError` for anything but loopback without ``curve`` keys, and on entering when it cannot
+    bind.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class ZmqHub(WireHub):
     ) -> None:
         if curve is None and not is_local(address):
             raise ConfigurationError(
-                f"replay.address {address} is reachable from other machines, so it needs CURVE keys: run `afterplay keys DIR`, "
+                f"replay.address {address} is reachable from other machines, so it needs CURVE keys: run `afterplay "
+                f"keys DIR`, "
                 "set transport.curve to DIR in the run file of every process, or bind to tcp://127.0.0.1:0"
             )
         wire = HubSocketWire(address, limits, silence_seconds_max, curve)

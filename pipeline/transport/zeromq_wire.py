@@ -1,13 +1,14 @@
 """ROUTER and DEALER as wires: raw sockets that never wait, woken by asyncio through the file descriptor of each.
 
 ``zmq.asyncio`` makes a future for each message; here one wake-up drains all messages that arrived. The descriptor of a
-ZeroMQ socket is edge-triggered and any call on the socket may eat the edge, so after a call that others wait behind, the signal is fired.
+ZeroMQ socket is edge-triggered and any call on the socket may eat the edge, so after a call that others wait behind,
+the signal is fired.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import zmq
@@ -20,13 +21,16 @@ from pipeline.transport.curve import CurveKeys, serve_zap
 from pipeline.transport.wire import LINGER_SECONDS_MAX, Signal
 
 _NOW = int(zmq.NOBLOCK)
+_IN = int(zmq.POLLIN)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _VIEW_BYTES_MIN = 8193
 """Frames from here on are views of ZeroMQ's memory, which is aligned. Smaller ones may be unaligned slices of a shared
 receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
-_MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_MONITORED = (
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 
 
 class HubSocketWire:
@@ -64,7 +68,8 @@ class HubSocketWire:
             socket.close(0)
             context.term()
             raise ConfigurationError(
-                f"replay.address {self._address} cannot be bound: {error}. Expected something like tcp://127.0.0.1:7100 whose "
+                f"replay.address {self._address} cannot be bound: {error}. Expected something like "
+                f"tcp://127.0.0.1:7100 whose "
                 "port is free (another run may still use it; port 0 takes a free one)"
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -101,11 +106,11 @@ class HubSocketWire:
         await to_thread.run_sync(context.term)
 
     def _woken(self) -> None:
-        self._socket.getsockopt(zmq.EVENTS)
+        _events(self._socket)
         self.signal.fire()
 
     def _eaten(self) -> None:
-        if self.signal.awaited and (self.signal.writers or self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN):
+        if self.signal.awaited and (self.signal.writers or _events(self._socket) & _IN):
             self.signal.fire()
 
     def _authenticate(self) -> None:
@@ -114,8 +119,8 @@ class HubSocketWire:
 
 
 class LinkSocketWire:
-    """A DEALER that never reconnects: a lost connection is seen at once by a monitor, and a fresh socket greets anew, so
-    nothing that was queued for the old connection reaches a hub that does not know us."""
+    """A DEALER that never reconnects: a lost connection is seen at once by a monitor, and a fresh socket greets anew,
+    so nothing that was queued for the old connection reaches a hub that does not know us."""
 
     def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:
         self.signal = Signal()
@@ -165,7 +170,7 @@ class LinkSocketWire:
         except zmq.Again:
             return False
         _send_all(self._socket, frames[1:])
-        if self.signal.awaited and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self.signal.awaited and _events(self._socket) & _IN:
             self.signal.fire()
         return True
 
@@ -180,7 +185,7 @@ class LinkSocketWire:
 
     def _woken(self) -> None:
         if self._socket is not None:
-            self._socket.getsockopt(zmq.EVENTS)
+            _events(self._socket)
             self.signal.fire()
 
     def _observed(self) -> None:
@@ -192,16 +197,20 @@ class LinkSocketWire:
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.hopeless = f"{self.address} does not accept our CURVE key: its folder of keys needs our client key"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self.hopeless = f"{self.address} speaks another security mechanism: set the same transport.curve on both sides"
+                self.hopeless = (
+                    f"{self.address} speaks another security mechanism: set the same transport.curve on both sides"
+                )
             else:
                 closed = event == zmq.EVENT_CLOSED
-                self.lost = self.lost or (f"{self.address} does not answer" if closed else f"connection to {self.address} lost")
+                self.lost = self.lost or (
+                    f"{self.address} does not answer" if closed else f"connection to {self.address} lost"
+                )
             self.signal.fire()
 
 
 def _limit(socket: zmq.Socket[bytes], limits: Limits, silence_seconds_max: float, address: str) -> None:
-    """Bounds of a socket. MAXMSGSIZE is the hard wall at which ZeroMQ closes a connection; what is between the limit and
-    the wall is refused politely by ``decode_message``."""
+    """Bounds of a socket. MAXMSGSIZE is the hard wall at which ZeroMQ closes a connection; what is between the limit
+    and the wall is refused politely by ``decode_message``."""
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * limits.message_bytes_max)
     socket.setsockopt(zmq.SNDHWM, limits.queue_messages_max)
     socket.setsockopt(zmq.RCVHWM, limits.queue_messages_max)
@@ -210,14 +219,20 @@ def _limit(socket: zmq.Socket[bytes], limits: Limits, silence_seconds_max: float
     socket.setsockopt(zmq.IPV6, int("[" in address))
 
 
-def _watch(socket: zmq.Socket[bytes], callback: object) -> None:
-    asyncio.get_running_loop().add_reader(socket.getsockopt(zmq.FD), callback)  # type: ignore[arg-type]
-    asyncio.get_running_loop().call_soon(callback)  # type: ignore[arg-type]
+def _watch(socket: zmq.Socket[bytes], callback: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    loop.add_reader(int(socket.getsockopt(zmq.FD)), callback)
+    loop.call_soon(callback)
 
 
 def _forget(socket: zmq.Socket[bytes], linger_ms: int = 0) -> None:
-    asyncio.get_running_loop().remove_reader(socket.getsockopt(zmq.FD))
+    asyncio.get_running_loop().remove_reader(int(socket.getsockopt(zmq.FD)))
     socket.close(linger_ms)
+
+
+def _events(socket: zmq.Socket[bytes]) -> int:
+    """Also lets ZeroMQ process its commands, which quiets the descriptor."""
+    return int(socket.getsockopt(zmq.EVENTS))
 
 
 def _receive(socket: zmq.Socket[bytes], frames_max: int) -> list[Buffer] | None:

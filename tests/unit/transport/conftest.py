@@ -62,7 +62,9 @@ class ZmqFace(Face):
         return ZmqHub(self.address, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
 
     def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
-        return ZmqLink(self.address if hub is None else hub.address, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+        return ZmqLink(
+            self.address if hub is None else hub.address, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX
+        )
 
     def raw(self, hub: WireHub) -> RawPeer:
         context = zmq.Context()

@@ -1,0 +1,293 @@
+"""Bytes: any trajectory round-trips, foreign bytes raise our errors and nothing else, and nothing is copied."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.codec import (
+    decode_message,
+    decode_order,
+    decode_plan,
+    decode_trajectory,
+    encode_message,
+    encode_order,
+    encode_plan,
+    encode_trajectory,
+)
+from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
+from pipeline.schema import (
+    EngineRecord,
+    Failure,
+    FinishReason,
+    GroupPlan,
+    Message,
+    Order,
+    Task,
+    Timings,
+    TokenSpan,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+    VersionSpan,
+)
+from pipeline.transport import base
+from pipeline.transport.base import Kind, Limits
+
+names = st.text("abcxyz0189.-_/é", min_size=1, max_size=12)
+texts = st.text(max_size=20)
+finite = st.floats(-1e6, 1e6)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | finite | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+payloads = st.dictionaries(texts, json_values, max_size=3)
+tasks = st.builds(Task, names, names, st.integers(0, 2**63 - 1), payloads)
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=12)
+
+
+@st.composite
+def completions(draw):
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=12))
+    logprobs = draw(
+        st.lists(st.floats(-1e4, 0, width=32) | st.just(float("-inf")), min_size=len(ids), max_size=len(ids))
+    )
+    cuts = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=3))) if len(ids) > 1 else []
+    edges = [0, *cuts, len(ids)] if ids else []
+    versions = sorted(draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(edges), max_size=len(edges))))
+    spans = tuple(VersionSpan(a, b, v) for a, b, v in zip(edges, edges[1:], versions, strict=False))
+    return TokenSpan.sampled(ids, logprobs, spans)
+
+
+messages = st.builds(Message, texts, texts, st.dictionaries(texts, json_values, max_size=2))
+
+
+@st.composite
+def trajectories(draw):
+    status = draw(st.sampled_from(TrajectoryStatus))
+    failed = status in (TrajectoryStatus.ABORTED, TrajectoryStatus.ERROR)
+    turns, branch = [], 0
+    for _ in range(draw(st.integers(0 if failed else 1, 4))):
+        branch += draw(st.integers(0, 1))
+        turns.append(
+            Turn(
+                TokenSpan.context(draw(token_ids)),
+                draw(completions()),
+                tuple(draw(st.lists(messages, max_size=2))),
+                draw(messages),
+                draw(st.sampled_from(FinishReason)),
+                draw(st.floats(0, 10)),
+                draw(st.dictionaries(texts, finite, max_size=2)),
+                branch,
+            )
+        )
+    return Trajectory(
+        draw(names),
+        draw(names),
+        draw(tasks),
+        tuple(turns),
+        status,
+        failure=draw(st.builds(Failure, texts, texts, texts, texts)) if failed else None,
+        rewards=draw(st.dictionaries(names, st.none() | finite, max_size=2)),
+        reward=None if failed else draw(st.none() | finite),
+        actor_id=draw(names),
+        engine=draw(st.builds(EngineRecord, names, texts, st.lists(names, max_size=2).map(tuple))),
+        timings=draw(st.builds(Timings, finite, finite, finite, finite)),
+    )
+
+
+def plain(value):
+    """A dataclass as nested plain values that compare by content."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def example(n_turns: int = 3) -> Trajectory:
+    turn = Turn(
+        TokenSpan.context(range(4000)),
+        TokenSpan.sampled(range(5000), -np.ones(5000), (VersionSpan(0, 7, 1), VersionSpan(7, 5000, 2))),
+        (Message("user", "hi"),),
+        Message("assistant", "yo"),
+        FinishReason.STOP,
+        1.0,
+    )
+    return Trajectory("t1", "g1", Task("a/1", "a", 1), (turn,) * n_turns, TrajectoryStatus.COMPLETE)
+
+
+EXAMPLE = encode_trajectory(example())
+fast = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@fast
+@given(trajectories())
+def test_any_trajectory_round_trips(trajectory):
+    decoded = decode_trajectory([bytes(f) for f in encode_trajectory(trajectory)])
+    assert plain(decoded) == plain(trajectory)
+    again = encode_trajectory(decoded)
+    assert [bytes(f) for f in again] == [bytes(f) for f in encode_trajectory(trajectory)]
+
+
+@fast
+@given(trajectories())
+def test_what_is_decoded_is_as_frozen_and_as_valid_as_what_is_built(trajectory):
+    decoded = decode_trajectory([memoryview(bytearray(f)) for f in encode_trajectory(trajectory)])
+    for turn in decoded.turns:
+        for span in (turn.context, turn.completion):
+            assert not span.token_ids.flags.writeable
+            TokenSpan(span.source, span.token_ids, span.behaviour_logprobs, span.version_spans)  # checks pass
+        dataclasses.replace(turn)
+    dataclasses.replace(decoded)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damaged_bytes_raise_our_errors_or_decode_to_something_valid(data):
+    frames = [bytearray(f) for f in encode_trajectory(data.draw(trajectories()))]
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame = frames[data.draw(st.integers(0, 3))]
+        if data.draw(st.booleans()):
+            del frame[data.draw(st.integers(0, len(frame))) :]
+        elif frame:
+            frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with contextlib.suppress(WireError, SchemaError):
+        encode_trajectory(decode_trajectory([bytes(f) for f in frames]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_header_with_any_foreign_value_raises_our_errors_or_decodes(data):
+    frames = list(encode_trajectory(data.draw(trajectories())))
+    header = orjson.loads(frames[0])
+    node, keys = header, []
+    while isinstance(node, dict | list) and node and (not keys or data.draw(st.booleans())):
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        keys.append((node, key))
+        node = node[key]
+    parent, key = keys[-1]
+    if data.draw(st.booleans()):
+        parent[key] = data.draw(json_values)
+    else:
+        del parent[key]
+    try:
+        decoded = decode_trajectory([orjson.dumps(header), *frames[1:]])
+        encode_trajectory(decoded)
+        decoded.flatten(), decoded.version_range(), decoded.timings.duration_seconds
+    except (WireError, SchemaError):
+        pass
+
+
+@fast
+@given(st.lists(st.binary(max_size=40), max_size=6))
+def test_foreign_frames_raise_wire_error(frames):
+    with pytest.raises((WireError, SchemaError)):
+        decode_trajectory(frames)
+    with contextlib.suppress(WireError):
+        decode_message(frames)
+
+
+@fast
+@given(payloads, st.lists(st.binary(max_size=30), max_size=5), st.sampled_from(Kind))
+def test_any_message_round_trips(header, frames, kind):
+    message = base.Message(kind, header, tuple(frames))
+    assert decode_message(encode_message(message)) == message
+
+
+@fast
+@given(tasks, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.floats(0.1, 1e6))
+def test_orders_and_plans_round_trip(task, slot, attempt, version, seconds):
+    order = Order("o", "g", task, slot, attempt, version, seconds)
+    assert decode_order(orjson.loads(orjson.dumps(encode_order(order)))) == order
+    plan = GroupPlan("g", task, 4 + slot, 4, tuple(f"r{i}" for i in range(slot)), attempt, version)
+    assert decode_plan(orjson.loads(orjson.dumps(encode_plan(plan)))) == plan
+
+
+@fast
+@given(st.dictionaries(st.sampled_from([*Order.__dataclass_fields__, *GroupPlan.__dataclass_fields__]), json_values))
+def test_foreign_orders_and_plans_raise_our_errors(header):
+    for decode in (decode_order, decode_plan):
+        with pytest.raises((WireError, SchemaError)):
+            decode(header)
+
+
+def test_decoded_arrays_are_views_of_the_received_bytes():
+    decoded = decode_trajectory(EXAMPLE)
+    ids, logprobs = np.frombuffer(EXAMPLE[1], np.int32), np.frombuffer(EXAMPLE[2], np.float32)
+    for turn in decoded.turns:
+        assert np.shares_memory(turn.context.token_ids, ids)
+        assert np.shares_memory(turn.completion.token_ids, ids)
+        assert np.shares_memory(turn.completion.behaviour_logprobs, logprobs)
+
+
+def test_encoded_arrays_are_sent_without_another_copy():
+    array = np.arange(1000, dtype=np.int32)
+    assert np.shares_memory(np.frombuffer(base.array_frame(array), np.int32), array)
+
+
+@pytest.mark.parametrize(
+    ("frame", "at", "value", "what"),
+    [
+        (1, 0, -1, "token ids >= 0"),
+        (2, 7, np.nan, "log-probabilities <= 0"),
+        (2, 0, 0.5, "log-probabilities <= 0"),
+        (3, 0, 1, "version span starting at 0"),
+        (3, 1, 9, "version span starting at 9"),
+        (3, 2, 5, "never decrease"),
+        (3, 2, -5, "policy_version >= 0"),
+        (3, 4, 4999, "covering 5000"),
+    ],
+)
+def test_each_value_that_breaks_the_data_model_is_named(frame, at, value, what):
+    frames = list(EXAMPLE)
+    array = np.frombuffer(frames[frame], np.float32 if frame == 2 else np.int32).copy()
+    array[at] = value
+    frames[frame] = base.array_frame(array)
+    with pytest.raises(SchemaError, match=what):
+        decode_trajectory(frames)
+
+
+def test_lengths_limits_and_versions_are_checked():
+    with pytest.raises(LimitExceeded, match="tokens_max=10"):
+        decode_trajectory(EXAMPLE, Limits(tokens_max=10))
+    header = orjson.loads(EXAMPLE[0])
+    for lengths, what in (
+        ([4001, 5000, 2], "add up"),
+        ([3999, 5000, 2], "add up"),
+        ([-1, 5001, 2], "numbers >= 0"),
+        ([1, 2], "numbers >= 0"),
+    ):
+        header["turns"][2]["n"] = lengths
+        with pytest.raises(WireError, match=what):
+            decode_trajectory([orjson.dumps(header), *EXAMPLE[1:]])
+    with pytest.raises(VersionMismatch, match="same Afterplay everywhere"):
+        decode_trajectory([orjson.dumps({**orjson.loads(EXAMPLE[0]), "schema_version": 99}), *EXAMPLE[1:]])
+
+
+def test_unknown_header_keys_are_ignored_at_every_level():
+    header = orjson.loads(EXAMPLE[0])
+    for node in (
+        header,
+        header["task"],
+        header["engine"],
+        header["timings"],
+        header["turns"][0],
+        header["turns"][0]["completion"],
+    ):
+        node["from_the_future"] = {"x": 1}
+    assert plain(decode_trajectory([orjson.dumps(header), *EXAMPLE[1:]])) == plain(example())
+
+
+def test_what_is_not_json_is_refused_when_it_is_encoded():
+    with pytest.raises(SchemaError, match="not JSON"):
+        encode_trajectory(dataclasses.replace(example(), task=Task("a", "a", 1, {"x": object()})))
