@@ -81,6 +81,10 @@ class StageCore:
         self._restore(meta)
 
     @property
+    def config(self) -> RunConfig:
+        return self._s.config
+
+    @property
     def batches(self) -> Batches:
         return self._s.batches
 
@@ -91,6 +95,18 @@ class StageCore:
     @property
     def policy_version(self) -> int:
         return self._s.policy_version
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest policy version that sampled a trajectory still held."""
+        versions = [
+            slot.trajectory.facts.version_min
+            for group in self._s.groups.values()
+            if group.open
+            for slot in group.slots
+            if slot.trajectory is not None
+        ]
+        return min(versions, default=None)
 
     @property
     def records(self) -> Mapping[int, GroupRecord]:
@@ -159,7 +175,7 @@ class StageCore:
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer answered."""
         if verdict.reward is not None:
-            self.journal.observe("reward", verdict.reward)
+            self.journal.observe("sampled_reward", verdict.reward)
         self.groups.scored(record, verdict.reward, verdict.rewards)
 
     def plan(self) -> None:
@@ -256,7 +272,6 @@ class StageCore:
             self.groups.failed(order, seen.drop, None, seen.reason)
             return
         s.journal.ack(actor, order.key.text)
-        s.journal.observe("bytes", seen.facts.n_bytes)
         if seen.drop is not None:
             failure = seen.facts.failure or {}
             reason = f"{failure.get('boundary', '')}: {failure.get('kind', 'nothing was sampled')}"
@@ -282,8 +297,8 @@ class StageCore:
     def _hold(self, order: OrderRecord, trajectory: Trajectory, record: TrajectoryRecord) -> None:
         self.journal.count(f"inserted.{trajectory.task.environment}")
         self.journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
-        self.journal.observe("tokens", record.facts.n_sampled)
-        self.journal.observe("duration", record.facts.duration_seconds)
+        self.journal.observe("sampled_tokens", record.facts.n_sampled)
+        self.journal.observe("sampled_duration", record.facts.duration_seconds)
         if self._score_now is not None:
             self.scored(record, self._score_now(trajectory))
         else:

@@ -172,7 +172,9 @@ class Dispatch:
         for record in self._members(group):
             record.state = TrajectoryState.TRAINED
             s.journal.trajectory(record)
-            s.journal.observe("trained", record.seq)
+            s.journal.observe("trained_reward", record.reward)
+            s.journal.observe("trained_tokens", record.facts.n_sampled)
+            s.journal.observe("trained_duration", record.facts.duration_seconds)
         s.journal.count("trajectories.held", -group.n_rollout)
         s.journal.count("trajectories.trained", group.n_rollout)
 

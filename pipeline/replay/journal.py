@@ -65,8 +65,7 @@ class Journal:
     def __init__(self, counters: dict[str, int] | None = None) -> None:
         self.counters: Counter[str] = Counter(counters or {})
         """The ledger: events by name, such as ``orders.issued`` or ``trajectories.dropped.duplicate``."""
-        self.observations: list[tuple[str, float]] = []
-        """Values for histograms: (name, value)."""
+        self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self._groups: dict[int, GroupRecord] = {}
         self._orders: dict[int, OrderRecord] = {}
         self._trajectories: dict[int, TrajectoryRecord] = {}
@@ -105,7 +104,13 @@ class Journal:
         self._meta[key] = value
 
     def observe(self, name: str, value: float) -> None:
-        self.observations.append((name, value))
+        """A value for a histogram."""
+        self._observations[name].append(value)
+
+    def take_observations(self) -> dict[str, list[float]]:
+        """Values since the last call, by name."""
+        taken, self._observations = self._observations, defaultdict(list)
+        return taken
 
     def effect(self, effect: Effect) -> None:
         self._effects.append(effect)

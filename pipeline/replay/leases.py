@@ -48,6 +48,11 @@ class Leases:
     def in_flight(self) -> int:
         return sum(len(actor.leases) for actor in self.actors.values())
 
+    @property
+    def connected(self) -> int:
+        """Actors that are up."""
+        return sum(actor.down_since is None for actor in self.actors.values())
+
     def restore(self) -> None:
         """After a restart of the stage every actor is down until it says HELLO."""
         for group in self._s.groups.values():

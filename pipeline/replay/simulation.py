@@ -297,7 +297,7 @@ class SimulatedLearner(Peer):
                 raise AssertionError(message)
 
     def _complete(self, group: str) -> bool:
-        return len(self.deliveries[group]) == self.plans[group][1].n_rollout
+        return bool(len(self.deliveries[group]) == self.plans[group][1].n_rollout)
 
     def _train(self) -> None:
         update, life = self.weights.updates, self.life
@@ -348,7 +348,9 @@ class SimulatedLearner(Peer):
 class Simulation:
     """Owns the clock. :meth:`run` goes on until the learner has made all updates or ``seconds_max`` of virtual time."""
 
-    def __init__(self, config: RunConfig, path: Path, seed: int, faults: Faults, actors: int = 2, slots: int = 4) -> None:
+    def __init__(
+        self, config: RunConfig, path: Path, seed: int, faults: Faults, actors: int = 2, slots: int = 4
+    ) -> None:
         self.config, self.path, self.faults = config, path, faults
         self.rng = random.Random(seed)
         self.now = 0.0
@@ -363,7 +365,9 @@ class Simulation:
         self._inbox: list[tuple[str, Peer, Any]] = []
         self._round = False
         self.actors = [SimulatedActor(self, f"actor-{i}", slots) for i in range(actors)]
-        self.learner = SimulatedLearner(self, config.checkpoint.every, self.rng.choice((1, 2, 3)) * config.groups.groups_per_step)
+        self.learner = SimulatedLearner(
+            self, config.checkpoint.every, self.rng.choice((1, 2, 3)) * config.groups.groups_per_step
+        )
         self._start_stage()
         for peer in self.peers:
             self.after(self.rng.uniform(0, 1), peer.connect)
@@ -460,7 +464,7 @@ class Simulation:
 
     def _send(self, store: ReplayStore, effect: Send) -> None:
         peer = next(p for p in self.peers if p.name == effect.peer)
-        frames = store.payloads([effect.payload])[0] if effect.payload is not None else ()
+        frames = store.payloads([effect.payload])[effect.payload] if effect.payload is not None else ()
         if peer.connection is not None and peer.connection.alive:
             peer.connection.post("down", lambda: peer.receive(WireMessage(effect.kind, effect.header, frames)))
 

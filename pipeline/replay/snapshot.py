@@ -101,7 +101,7 @@ def _trajectory(row: Sequence[Any]) -> TrajectoryRecord:
     return TrajectoryRecord(
         seq=seq,
         key=OrderKey(number, slot, serial),
-        facts=Facts(*facts, orjson.loads(failure) if failure else None),
+        facts=Facts(*facts, failure=orjson.loads(failure) if failure else None),  # type: ignore[misc]
         received_at=received_at,
         state=TrajectoryState(state),
         reason=reason,

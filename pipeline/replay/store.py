@@ -101,20 +101,12 @@ class ReplayStore:
                     self._writer.execute("ROLLBACK")
                 raise
 
-    def payloads(self, seqs: Iterable[int]) -> list[Frames]:
-        """Frames of stored trajectories, as they came. Raises :class:`StoreError` when one is not there."""
+    def payloads(self, seqs: Iterable[int]) -> dict[int, Frames]:
+        """Frames of stored trajectories, as they came, by ``seq``; those that were forgotten are left out."""
+        query = "SELECT header, token_ids, logprobs, spans FROM payloads WHERE seq = ?"
         with self._reading, self._explained("read"):
-            return [self._payload(seq) for seq in seqs]
-
-    def _payload(self, seq: int) -> Frames:
-        row = self._reader.execute(
-            "SELECT header, token_ids, logprobs, spans FROM payloads WHERE seq = ?", (seq,)
-        ).fetchone()
-        if row is None:
-            raise StoreError(
-                f"{self.path} does not hold the payload of trajectory {seq}: it was changed by something else"
-            )
-        return tuple(row)
+            found = {seq: self._reader.execute(query, (seq,)).fetchone() for seq in seqs}
+        return {seq: tuple(row) for seq, row in found.items() if row is not None}
 
     @contextmanager
     def _explained(self, done: str) -> Iterator[None]:

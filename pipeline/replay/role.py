@@ -1,0 +1,106 @@
+"""The replay stage as a process: the only one that binds. Everyone else connects, so everyone else can restart."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectSendStream
+
+from pipeline.errors import TransportClosed
+from pipeline.metrics.replay import ReplayMetrics
+from pipeline.replay.core import StageCore
+from pipeline.replay.observe import Observer
+from pipeline.replay.outgoing import Outgoing, PayloadCache
+from pipeline.replay.records import TrajectoryRecord
+from pipeline.replay.rounds import Item, Rounds, Scored
+from pipeline.replay.scoring import Scoring
+from pipeline.replay.state import log
+from pipeline.replay.store import ReplayStore
+from pipeline.role import RoleContext
+from pipeline.scorer.scorer import Scorer
+from pipeline.scorer.verdict import Verdict
+from pipeline.transport.base import EventKind, Hub
+from pipeline.transport.open import limits_of, open_hub
+
+DRAIN_SECONDS_MAX = 1.0
+"""For the last acknowledgements to leave."""
+
+
+async def main(ctx: RoleContext) -> None:
+    """Serve until ``ctx.stopping``. Raises :class:`ConfigurationError` for a bad score function or address,
+    :class:`StoreError` for a store that cannot be used."""
+    await serve(ctx, open_hub(ctx.config))
+
+
+async def serve(ctx: RoleContext, hub: Hub) -> None:
+    """The stage on a given hub (tests use one in memory)."""
+    config = ctx.config
+    names = ("environment", *(f.name or f.path for f in config.scorer.functions))
+    metrics = ReplayMetrics(ctx.registry, environments=tuple(config.environments), score_functions=names)
+    scorer = Scorer(config.scorer, partial(_observe_score, metrics))
+    path = Path(config.replay.store) if config.replay.store else ctx.directory.store_file
+    ctx.report("starting", f"the store {path}")
+    store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
+    try:
+        snapshot = await anyio.to_thread.run_sync(store.load)
+        core = StageCore(
+            config,
+            snapshot,
+            now=time.monotonic(),
+            wall=time.time(),
+            score_now=scorer.score_now if scorer.immediate else None,
+        )
+        log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
+        await _serve(ctx, hub, store, core, scorer, metrics)
+    finally:
+        store.close()
+
+
+async def _serve(
+    ctx: RoleContext, hub: Hub, store: ReplayStore, core: StageCore, scorer: Scorer, metrics: ReplayMetrics
+) -> None:
+    config, cache = ctx.config, PayloadCache()
+    inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
+
+    async def deliver(record: TrajectoryRecord, verdict: Verdict) -> None:
+        await inbox_send.send(Scored(record, verdict))
+
+    async with hub, anyio.create_task_group() as sending:
+        log.info("bound to %s", hub.address)
+        outgoing = Outgoing(hub, store, cache, sending)
+        scoring = Scoring(scorer, store, limits_of(config), config.scorer.concurrency, deliver)
+        rounds = Rounds(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
+        rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
+        async with anyio.create_task_group() as working:
+            working.start_soon(rounds.run, inbox_receive, name="rounds")
+            async with inbox_send, anyio.create_task_group() as feeding:
+                feeding.start_soon(scoring.run, name="scoring")
+                feeding.start_soon(_listen, hub, inbox_send, outgoing, name="listen")
+                await ctx.stopping.wait()
+                ctx.report("stopping")
+                # scores that are still being computed are dropped here and made again by the next process
+                feeding.cancel_scope.cancel()
+        with anyio.move_on_after(DRAIN_SECONDS_MAX):
+            await outgoing.drain()
+        sending.cancel_scope.cancel()
+
+
+async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgoing) -> None:
+    while True:
+        try:
+            event = await hub.receive()
+        except TransportClosed:
+            return
+        if event.kind in (EventKind.PEER_UP, EventKind.PEER_DOWN):
+            outgoing.shut(event.peer)
+        await inbox.send(event)
+
+
+def _observe_score(metrics: ReplayMetrics, name: str, seconds: float, failure: str) -> None:
+    metrics.score_duration_seconds.labels(function=name).observe(seconds)
+    if failure:
+        metrics.score_failures_total.labels(function=name).inc()
