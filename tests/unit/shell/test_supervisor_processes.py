@@ -1,0 +1,290 @@
+"""The supervisor with real, tiny processes: deaths, signals, exit codes, nothing left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+
+from pipeline.errors import ConfigurationError
+from pipeline.role import ExitCode
+from pipeline.rundir import RunDirectory, read_json
+from pipeline.supervisor.claim import RunIsAlive, claim, make_room
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from pipeline.config.load import loads
+from pipeline.role import ExitCode
+from pipeline.rundir import RunDirectory
+from pipeline.supervisor.claim import claim
+from pipeline.supervisor.machine import Rule
+from pipeline.supervisor.run import supervise
+from pipeline.supervisor.specs import ProcessSpec
+from pipeline.supervisor.undertaker import Undertaker
+
+root = Path(sys.argv[1])
+config = loads("run: {total_steps: 2}\\nsupervisor: {restarts_max: 2, backoff_seconds: 0.05, drain_seconds_max: 2}")
+directory = RunDirectory(root).create()
+
+def spec(name, stage, code, **rule):
+    probed = rule.pop("probed", False)
+    return ProcessSpec(Rule(name, stage, **rule), [sys.executable, "-c", code, str(root), name], probed=probed)
+
+PRELUDE = '''
+import os, signal, subprocess, sys, time
+from pathlib import Path
+root, name = Path(sys.argv[1]), sys.argv[2]
+def note(what):
+    with (root / "notes").open("a") as f: f.write(f"{name} {what} {os.getpid()}\\\\n")
+def stop(number, frame):
+    note("stopped"); sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("started")
+'''
+STAYS = PRELUDE + "signal.pause()\\nwhile True: time.sleep(1)"
+IGNORES = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\\nnote('deaf')\\nwhile True: time.sleep(1)"
+PARENT = PRELUDE + '''
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+with (root / "notes").open("a") as f: f.write(f"grandchild started {child.pid}\\\\n")
+while True: time.sleep(1)
+'''
+FINISHES = PRELUDE + r'''
+line = '{"step": 0, "reward_mean": 0.25}'
+last = '{"step": 1, "reward_mean": 0.5, "signals": {"first_right": 0.5}}'
+(root / "metrics.jsonl").open("a").write(line + chr(10) + last + chr(10))
+'''
+FAILS = PRELUDE + "print('expected a pear'); sys.exit(1)"
+MISCONFIGURED = PRELUDE + "print('wrong key'); sys.exit(2)"
+
+def learner(code): return spec("learner", 1, code, ends_run=True)
+def actor(code): return spec("actor-0", 0, code)
+def engine(code): return spec("engine-0", 3, code, stateless=True)
+
+scenes = {
+    "stays": [engine(STAYS), learner(STAYS), actor(STAYS)],
+    "finishes": [engine(STAYS), actor(STAYS), spec("learner", 1, FINISHES, ends_run=True)],
+    "fails": [engine(STAYS), actor(FAILS)],
+    "misconfigured": [engine(STAYS), learner(MISCONFIGURED)],
+    "deaf": [engine(STAYS), learner(IGNORES)],
+    "parent": [engine(PARENT), learner(IGNORES)],
+    "prepares": [
+        spec("prepare", 3, PRELUDE + "sys.exit(0)", once=True),
+        spec("learner", 1, FINISHES, depends=("prepare",), ends_run=True),
+    ],
+}
+with claim(directory) as lock, Undertaker(keep_open=(lock,)) as undertaker:
+    console = Console(force_terminal=len(sys.argv) > 3, highlight=False)
+    code = supervise(config, scenes[sys.argv[2]], directory, undertaker, console)
+sys.exit(code)
+"""
+
+
+class Scene:
+    def __init__(self, root: Path, name: str, *more: str):
+        self.root = root
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(root), name, *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def notes(self) -> list[tuple[str, str, int]]:
+        path = self.root / "notes"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(a, b, int(c)) for a, b, c in (line.split() for line in lines)]
+
+    def pids(self, name: str, what: str = "started") -> list[int]:
+        return [pid for who, did, pid in self.notes() if (who, did) == (name, what)]
+
+    def until(self, condition, seconds: float = 15):
+        """Watching files of other processes: there is nothing to wait on but time."""
+        end = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < end, f"in vain: {self.notes()}"
+            threading.Event().wait(0.02)
+        return found
+
+    def ended(self, seconds: float = 15) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out
+
+
+@pytest.fixture
+def scene(tmp_path):
+    scenes: list[Scene] = []
+
+    def start(name: str, *more: str) -> Scene:
+        scenes.append(Scene(tmp_path / "r", name, *more))
+        return scenes[-1]
+
+    yield start
+    for one in scenes:
+        one.process.kill()
+        one.process.communicate()
+        for _, _, pid in one.notes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    return False
+
+
+def test_a_killed_process_is_restarted_and_the_others_are_left_alone(scene):
+    run = scene("stays")
+    [first] = run.until(lambda: run.pids("actor-0"))
+    [engine] = run.until(lambda: run.pids("engine-0"))
+    os.kill(first, signal.SIGKILL)
+    assert len(run.until(lambda: len(run.pids("actor-0")) == 2 and run.pids("actor-0"))) == 2
+    run.until(lambda: (read_json(run.root / "processes.json") or {}).get("actor-0", {}).get("restarts") == 1)
+    assert run.pids("engine-0") == [engine]
+    assert not gone(engine)
+    run.process.terminate()
+    code, out = run.ended()
+    assert code == ExitCode.FINISHED
+    assert "actor-0 ended (signal 9); restart 1 in" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_in_order_and_leaves_no_process(scene, number):
+    run = scene("stays")
+    run.until(lambda: len(run.notes()) == 3)
+    run.process.send_signal(number)
+    code, out = run.ended()
+    assert code == ExitCode.FINISHED
+    assert [name for name, did, _ in run.notes() if did == "stopped"] == ["actor-0", "learner", "engine-0"]
+    assert all(gone(pid) for _, _, pid in run.notes())
+    assert f"stopped by {signal.Signals(number).name}" in out
+
+
+def test_the_end_of_the_learner_is_the_end_of_the_run(scene):
+    run = scene("finishes")
+    code, out = run.ended()
+    assert code == ExitCode.FINISHED
+    assert "step 2/2  reward 0.500  first_right 0.500" in out
+    assert "finished after" in out
+    assert (run.root / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert all(gone(pid) for _, _, pid in run.notes())
+
+
+def test_a_preparation_comes_first(scene):
+    run = scene("prepares")
+    assert run.ended()[0] == ExitCode.FINISHED
+    assert [name for name, did, _ in run.notes()] == ["prepare", "learner"]
+
+
+def test_a_process_that_keeps_failing_ends_the_run_with_its_last_words(scene):
+    run = scene("fails")
+    code, out = run.ended()
+    assert code == ExitCode.GAVE_UP
+    assert len(run.pids("actor-0")) == 3
+    assert "actor-0 failed (exit code 1) after 2 restarts" in out
+    assert "| expected a pear" in out
+
+
+def test_a_wrong_configuration_is_not_tried_again(scene):
+    run = scene("misconfigured")
+    code, out = run.ended()
+    assert (code, len(run.pids("learner"))) == (ExitCode.CONFIGURATION, 1)
+    assert "| wrong key" in out
+
+
+def test_what_does_not_drain_is_killed_in_time_and_the_exit_says_so(scene):
+    run = scene("deaf")
+    run.until(lambda: run.pids("learner", "deaf"))
+    begun = time.monotonic()
+    run.process.terminate()
+    code, out = run.ended()
+    assert code == ExitCode.FORCED
+    assert "learner had to be killed" in out
+    assert time.monotonic() - begun < 6
+    assert all(gone(pid) for _, _, pid in run.notes())
+
+
+def test_a_second_signal_kills_at_once(scene):
+    run = scene("deaf")
+    run.until(lambda: run.pids("learner", "deaf"))
+    run.process.terminate()
+    run.process.send_signal(signal.SIGINT)
+    code, out = run.ended()
+    assert code == ExitCode.FORCED
+    assert "twice" in out or "had to be killed" in out
+    assert all(gone(pid) for _, _, pid in run.notes())
+
+
+def test_killing_the_supervisor_leaves_nothing_not_even_grandchildren(scene):
+    run = scene("parent")
+    run.until(lambda: run.pids("grandchild") and run.pids("learner", "deaf"))
+    run.process.kill()
+    run.until(lambda: all(gone(pid) for _, _, pid in run.notes()))
+    run.until(lambda: can_claim(run.root))
+
+
+def test_a_directory_belongs_to_one_run(scene):
+    run = scene("stays")
+    run.until(lambda: len(run.notes()) == 3)
+    with pytest.raises(RunIsAlive, match=f"pid {run.process.pid}"), claim(RunDirectory(run.root)):
+        pass
+    run.process.terminate()
+    run.ended()
+    assert can_claim(run.root)
+
+
+def test_the_live_display_shows_processes_on_a_terminal(scene):
+    run = scene("finishes", "terminal")
+    code, out = run.ended()
+    assert code == ExitCode.FINISHED
+    assert "first_right" in out
+    assert "waits for" in out
+
+
+def can_claim(root: Path) -> bool:
+    try:
+        with claim(RunDirectory(root)):
+            return True
+    except RunIsAlive:
+        return False
+
+
+def test_fresh_removes_a_run_and_nothing_else(tmp_path):
+    directory = RunDirectory(tmp_path / "r").create()
+    make_room(directory, "never", fresh=False)
+    directory.config_file.write_text("")
+    directory.model.mkdir()
+    with pytest.raises(ConfigurationError, match="Use --fresh"):
+        make_room(directory, "never", fresh=False)
+    make_room(directory, "auto", fresh=False)
+    assert directory.config_file.exists()
+    make_room(directory, "never", fresh=True)
+    assert [p.name for p in directory.path.iterdir()] == ["model"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigurationError, match=r"thesis\.tex"):
+        make_room(RunDirectory(tmp_path / "mine"), "auto", fresh=True)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_states_are_there_for_others(scene):
+    run = scene("stays")
+    run.until(lambda: (read_json(run.root / "processes.json") or {}).get("engine-0", {}).get("pid"))
+    states = orjson.loads((run.root / "processes.json").read_bytes())
+    assert set(states) == {"engine-0", "learner", "actor-0"}
+    run.process.terminate()
+    run.ended()
