@@ -7,9 +7,9 @@ Admission is AReaL's rule (Fu et al. 2025, arXiv:2505.24298, section 5.1), count
 
     c·G + open + 1  <=  (η + live + 1)·G          open: admitted, not cancelled, not yet consumed
 
-Refusing admission is enough to keep *averages* fresh, not each group: a young group that finishes early must not take the
-place of an older one that still plays. So a place in update ``u`` is given to a finished group only if afterwards every
-group that is not placed yet can still meet its deadline::
+Refusing admission is enough to keep *averages* fresh, not each group: a young group that finishes early must not take
+the place of an older one that still plays. So a place in update ``u`` is given to a finished group only if afterwards
+every group that is not placed yet can still meet its deadline::
 
     for all d' in u .. d-1:   #{unplaced groups with deadline <= d'}  <=  places left in updates u .. d'  - 1
 
@@ -57,9 +57,9 @@ class Placement:
 class Batches:
     """State of the rule over the groups of a run, by group number.
 
-    *consumes* admissions, completions, cancellations, updates and versions; *produces* admission capacity and placements.
-    A place, once given, is kept until the update is consumed or the group cancelled, so a learner that starts again from
-    an older checkpoint repeats the same updates.
+    *consumes* admissions, completions, cancellations, updates and versions; *produces* admission capacity and
+    placements. A place, once given, is kept until the update is consumed or the group cancelled, so a learner that
+    starts again from an older checkpoint repeats the same updates.
     """
 
     def __init__(self, rule: StalenessRule, consumed: int = 0, live: int | None = None) -> None:
@@ -98,7 +98,9 @@ class Batches:
     def admit(self, group: int) -> int:
         """Charge a place for a new group; returns its ``admitted_update``. The caller has checked :meth:`capacity`."""
         if self.live is None or self.capacity() < 1:
-            raise ValueError(f"group {group}: no admission capacity (live {self.live}, consumed {self.consumed}, open {self.open})")
+            raise ValueError(
+                f"group {group}: no admission capacity (live {self.live}, consumed {self.consumed}, open {self.open})"
+            )
         self.restore(group, self.live)
         return self.live
 
@@ -153,7 +155,7 @@ class Batches:
         self.consumed = max(self.consumed, update + 1)
 
     def roll_back(self, updates: int, groups: dict[int, int]) -> None:
-        """The learner goes on from weights of ``updates`` updates; ``groups`` (group to update) are to be trained again."""
+        """The learner goes on from weights of ``updates`` updates; ``groups`` (group: update) are trained again."""
         self.consumed = updates
         if self.live is not None:
             self.live = min(self.live, updates)

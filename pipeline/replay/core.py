@@ -1,8 +1,8 @@
 """The replay stage as one pure state machine: events in, rows and messages out. It owns no task, socket, file or clock.
 
-*consumes* what actors and learner say, scores and the time; *produces* (:meth:`StageCore.collect`) the rows that one transaction
-must write and the messages that may be sent once it is durable. *waits for*: nothing. Whoever runs it keeps this order:
-apply events, :meth:`StageCore.plan`, :meth:`StageCore.collect`, commit, send.
+*consumes* what actors and learner say, scores and the time; *produces* (:meth:`StageCore.collect`) the rows that one
+transaction must write and the messages that may be sent once it is durable. *waits for*: nothing. Whoever runs it
+keeps this order: apply events, :meth:`StageCore.plan`, :meth:`StageCore.collect`, commit, send.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class StageCore:
             role = hello.get("role")
             if hello.get("schema_version") != SCHEMA_VERSION:
                 raise WireError(
-                    f"expected schema version {SCHEMA_VERSION}, got {hello.get('schema_version')!r}: run the same Afterplay everywhere"
+                    f"expected schema version {SCHEMA_VERSION}, got {hello.get('schema_version')!r}: "
+                    "run the same Afterplay everywhere"
                 )
             if role == "actor":
                 self._actor_up(peer, hello)

@@ -128,6 +128,7 @@ class Dispatch:
                 s.journal.count("groups.late")
                 s.journal.count("trajectories.late", group.n_rollout)
                 if s.config.staleness.late == "drop":
+                    s.journal.count("trajectories.stale", group.n_rollout)
                     dropped.append(group)
                     continue
             self._send(group)

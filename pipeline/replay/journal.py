@@ -174,6 +174,6 @@ def trajectory_row(t: TrajectoryRecord) -> tuple[Any, ...]:
     f = t.facts
     return (
         t.seq, t.key.text, *t.key, t.state.value, t.reason, t.reward, dict(t.rewards), t.samples, t.received_at,
-        f.status, f.n_turns, f.n_tokens, f.n_sampled, f.version_min, f.version_max, f.duration_seconds, f.actor, f.n_bytes,
-        dict(f.failure) if f.failure else None,
+        f.status, f.n_turns, f.n_tokens, f.n_sampled, f.version_min, f.version_max, f.duration_seconds, f.actor,
+        f.n_bytes, dict(f.failure) if f.failure else None,
     )  # fmt: skip

@@ -144,7 +144,7 @@ class Leases:
         heapq.heappush(self._deadlines, (order.deadline, order.key))
 
     def _wanted(self, key: OrderKey | None, actor: Actor) -> bool:
-        """Whether the actor should go on with it: it is its lease, or its answer is here and waits to be acknowledged."""
+        """Whether the actor should go on with it: its lease, or answered and waiting to be acknowledged."""
         if key is None:
             return False
         order = self._s.find_order(key)

@@ -1,4 +1,4 @@
-"""The accounts of a run: every order, trajectory and group in exactly one state, readable by anyone while the stage runs."""
+"""The accounts of a run: every order, trajectory and group in exactly one state, readable while the stage runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Ledger:
     """Counts since the start of the run, over all restarts.
 
     ``orders``: ``issued``, :data:`ORDER_ENDS`, ``in_flight``. ``trajectories``: ``received``, ``trained``, ``held``,
-    ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``, ``rolled_back``, ``cancelled.<reason>`` and
-    ``playing``, ``ready``, ``placed``.
+    ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``, ``rolled_back``,
+    ``cancelled.<reason>`` and ``playing``, ``ready``, ``placed``.
     """
 
     orders: Mapping[str, int] = field(default_factory=dict)

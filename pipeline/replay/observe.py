@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.metrics.base import HistogramChild
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.core import StageCore
 from pipeline.replay.records import CancelReason, Drop
@@ -44,11 +45,10 @@ class Observer:
         for name, value in core.journal.counters.items():
             change = value - self._seen.get(name, 0)
             if change:
+                # a rollback lowers "trained": what is trained again is counted again, as rolled_back says
+                self._seen[name] = value
                 if change > 0:
                     self._count(name, change)
-                    self._seen[name] = value
-                elif not name.endswith("trained"):
-                    self._seen[name] = value
         self._histograms(core)
         self._gauges(core)
 
@@ -66,18 +66,18 @@ class Observer:
             m.orders_issued_total.inc(change)
         elif name == "trajectories.sent":
             m.sampled_trajectories_total.inc(change)
-        elif name == "trajectories.late":
-            m.dropped_trajectories_total.labels(reason="stale").inc(0)
+        elif name == "trajectories.stale":
+            m.dropped_trajectories_total.labels(reason="stale").inc(change)
         elif name.startswith("inserted."):
             m.inserted_trajectories_total.labels(env=name.removeprefix("inserted.")).inc(change)
 
     def _histograms(self, core: StageCore) -> None:
         m = self._m
-        targets = {
+        targets: dict[str, HistogramChild] = {
             "insert_staleness": m.staleness_versions.labels(at="insert"),
             "sample_staleness": m.staleness_versions.labels(at="sample"),
-            "sample_age": m.item_age_seconds,
-            "item_samples": m.item_samples,
+            "sample_age": m.item_age_seconds.labels(),
+            "item_samples": m.item_samples.labels(),
             "sampled_tokens": m.audit_tokens.labels(population="sampled"),
             "sampled_duration": m.audit_duration_seconds.labels(population="sampled"),
             "sampled_reward": m.audit_reward.labels(population="sampled"),

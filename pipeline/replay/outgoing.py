@@ -1,7 +1,8 @@
 """Messages on their way to peers: one queue and one task for each, so that a slow peer stops nobody else.
 
-*consumes* effects whose rows are durable; *produces* sends on the hub; *waits for* that one peer's queue. What is queued is bounded by
-the protocol: orders by an actor's slots, groups by the learner's credits. Payloads are read when their turn comes.
+*consumes* effects whose rows are durable; *produces* sends on the hub; *waits for* that one peer's queue. What is
+queued is bounded by the protocol: orders by an actor's slots, groups by the learner's credits. Payloads are read when
+their turn comes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class PayloadCache:
 
 
 class Outgoing:
-    """A peer that is not welcome (down, or its HELLO not answered yet) gets nothing: it would be of an older connection."""
+    """A peer that is not welcome (down, or its HELLO not answered yet) gets nothing: that would be of an old
+    connection.
+    """
 
     def __init__(self, hub: Hub, store: ReplayStore, cache: PayloadCache, group: anyio.abc.TaskGroup) -> None:
         self._hub = hub
@@ -114,7 +117,7 @@ class Outgoing:
                     queue.popleft()
 
     async def _payload(self, effect: Send, queue: deque[Send], ahead: dict[int, Frames]) -> Frames | None:
-        """Frames that go with ``effect``, read together with those of the next messages; None when they were forgotten."""
+        """Frames that go with ``effect``, read together with the next ones'; None when they were forgotten."""
         seq = effect.payload
         if seq is None:
             return ()

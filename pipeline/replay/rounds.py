@@ -1,7 +1,8 @@
 """The main loop: gather what happened, apply it, write it, and only then say anything.
 
-*consumes* events of the hub and verdicts of the scorer from one bounded inbox; *produces* transactions and then messages; *waits for*
-an event or the next deadline; is slowed down by the disk: at most one transaction is written and one waits.
+*consumes* events of the hub and verdicts of the scorer from one bounded inbox; *produces* transactions and then
+messages; *waits for* an event or the next deadline; is slowed down by the disk: at most one transaction is written and
+one waits.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def build(
                 found[record.key.group].slots[record.key.slot].trajectory = record
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise StoreError(
-            f"the replay store holds rows that do not fit together ({type(error).__name__}: {error}): it was changed by "
-            "something else. Move it away to start with an empty one"
+            f"the replay store holds rows that do not fit together ({type(error).__name__}: {error}): it was changed "
+            "by something else. Move it away to start with an empty one"
         ) from error
     return Snapshot(found, meta, counters, next_seq)
 

@@ -23,8 +23,8 @@ from pipeline.transport.base import Frames
 
 _GROUP = """
 INSERT INTO groups (number, task, n_rollout, admitted_update, state, update_number, late, reason, planned_at, ended_at)
-VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT (number) DO UPDATE SET state = excluded.state, update_number = excluded.update_number,
-late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
+VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT (number) DO UPDATE SET state = excluded.state,
+update_number = excluded.update_number, late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
 _ORDER = f"INSERT OR REPLACE INTO orders VALUES ({','.join('?' * 11)})"
 _TRAJECTORY = f"""
 INSERT INTO trajectories VALUES ({",".join("?" * 21)}) ON CONFLICT (seq) DO UPDATE SET state = excluded.state,
@@ -114,8 +114,8 @@ class ReplayStore:
             yield
         except sqlite3.Error as error:
             raise StoreError(
-                f"the replay store {self.path} could not be {done}: {error}. If the disk is full, free some and start again; if the file "
-                "is damaged, move it away to start with an empty store"
+                f"the replay store {self.path} could not be {done}: {error}. If the disk is full, free some and start "
+                "again; if the file is damaged, move it away to start with an empty store"
             ) from error
 
 

@@ -14,8 +14,8 @@ class TaskSampler:
     """Draws tasks from weighted environments.
 
     The environment of a draw is the one furthest behind its share (so every batch is mixed as the weights say, without
-    noise). Task ``i`` of environment ``E`` is ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N`` visits
-    its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
+    noise). Task ``i`` of environment ``E`` is ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N``
+    visits its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
     """
 
     def __init__(

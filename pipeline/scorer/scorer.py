@@ -18,10 +18,11 @@ Observe = Callable[[str, float, str], None]
 
 
 class Scorer:
-    """``reward = environment_weight · environment score + Σ weight · function``; None as soon as one of them has no value.
+    """``reward = environment_weight · environment score + Σ weight · function``; None as soon as one of them has no
+    value.
 
-    *consumes* trajectories; *produces* verdicts; *waits for* user functions, each at most its ``timeout_seconds``; at most
-    ``concurrency`` trajectories at once.
+    *consumes* trajectories; *produces* verdicts; *waits for* user functions, each at most its ``timeout_seconds``; at
+    most ``concurrency`` trajectories at once.
     Raises :class:`ConfigurationError` when it is built with a path that leads to no function.
     """
 
