@@ -139,6 +139,11 @@ class GroupAssembler:
                 del self._groups[group_id]
                 self.counters.cancelled_groups += 1
 
+    def forget_incomplete(self) -> None:
+        """Drop groups that still miss members: after a reconnection the stage sends whole groups again, and a CANCEL
+        may have been lost."""
+        self._groups = {name: group for name, group in self._groups.items() if group.complete}
+
     def ready(self, update: int) -> bool:
         """Whether all groups of ``update`` are complete."""
         groups = self._of(update)

@@ -1,5 +1,7 @@
 """Advantages, statistics, schedule, batching: the pure parts."""
 
+import itertools
+
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import numpy as np
@@ -124,7 +126,7 @@ def test_cosine_falls_from_the_full_rate_towards_zero():
     assert rates[0] == 2.0
     assert rates[5] == pytest.approx(1.0)
     assert rates[10] == pytest.approx(0.0)
-    assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates))
 
 
 @settings(max_examples=100)

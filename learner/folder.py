@@ -1,0 +1,59 @@
+"""Folders that appear complete or not at all: write beside, fsync, rename."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_TEMPORARY = ".writing-"
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A scratch folder beside ``target`` that takes its name when the block ends without an error.
+
+    All files are on disk before the rename. What was at ``target`` before is replaced. An error removes the scratch
+    folder.
+    """
+    scratch = target.with_name(f"{_TEMPORARY}{target.name}.{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        sync_tree(scratch)
+        if target.exists():
+            old = target.with_name(f"{_TEMPORARY}old-{target.name}.{os.getpid()}")
+            os.rename(target, old)
+            os.rename(scratch, target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(scratch, target)
+        sync_path(target.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove scratch folders of processes that were killed. Only the one writer of ``parent`` may call it."""
+    if parent.is_dir():
+        for path in parent.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync every file and folder below ``folder``, and itself."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            sync_path(Path(root) / name)
+        sync_path(Path(root))
+
+
+def sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,207 @@
+"""The learner's main loop: wait, train, tell, publish, save.
+
+*consumes* complete groups from the session; *produces* updates, versions and checkpoints; *waits for* the groups of
+the next update, and for the publication of the version before the last; *unblocked by* deliveries, engines that
+answer, or the end of the run.
+
+Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the training
+of the next update; at most one publication is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+from torch import Tensor
+
+from learner.checkpoint import CheckpointState, save_checkpoint
+from learner.metrics_log import MetricsLog
+from learner.publisher.base import Publication
+from learner.recording import StepTimes, record_step, step_line
+from learner.report import StepReport
+from learner.rows import Batch, build_batch
+from learner.session import LearnerSession
+from learner.trainer import Trainer
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.role import RoleContext
+
+log = logging.getLogger(__name__)
+ACKNOWLEDGE_SECONDS_MAX = 5.0
+"""How long the end of a run waits for the replay stage to have recorded the last update."""
+
+
+class LivePublisher(Protocol):
+    """What the loop needs of a publisher."""
+
+    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication: ...
+    async def until_live(self, version: int) -> None: ...
+    def trouble(self) -> dict[str, str]: ...
+
+
+class LearnerLoop:
+    def __init__(
+        self,
+        ctx: RoleContext,
+        trainer: Trainer,
+        session: LearnerSession,
+        publisher: LivePublisher,
+        metrics: LearnerMetrics,
+        lines: MetricsLog,
+        version: int,
+    ) -> None:
+        self.version = version
+        """Policy version of the trainer's weights."""
+        self._ctx = ctx
+        self._config = ctx.config
+        self._trainer = trainer
+        self._session = session
+        self._publisher = publisher
+        self._metrics = metrics
+        self._lines = lines
+        self._saved_updates = session.standing.durable_updates
+        self._published: dict[str, Any] = {}
+        self._idle = anyio.Event()
+        self._idle.set()
+
+    async def run(self, initial: bool) -> None:
+        """Until ``run.total_steps`` updates are made. ``initial``: the weights are those the engines were started
+        with."""
+        total = self._config.run.total_steps
+        async with anyio.create_task_group() as tasks:
+            await self._start_publication(tasks, None if initial else await self._snapshot())
+            while self._trainer.updates < total:
+                await self._step(tasks)
+            self._ctx.report("publishing", "the engines to take the last version")
+            await self._idle.wait()
+        await self._finish()
+
+    async def _step(self, tasks: anyio.abc.TaskGroup) -> None:
+        started = time.perf_counter()
+        update = self._trainer.updates
+        groups = await self._wait_for_groups(update)
+        waited = time.perf_counter() - started
+        self._ctx.report("training", "", step=update + 1, groups=len(groups))
+        batch, report = await anyio.to_thread.run_sync(self._train, update, groups)
+        await self._session.consumed(update)
+        self.version += 1
+        blocked = time.perf_counter()
+        await self._start_publication(tasks, await self._snapshot())
+        done = time.perf_counter()
+        times = StepTimes(wait=waited, publish=done - blocked, total=done - started)
+        record_step(self._metrics, batch, report, times)
+        self._lines.write(step_line(batch, report, times, self._published))
+        self._tell(batch, report)
+        if self._trainer.updates % self._config.checkpoint.every == 0:
+            await self._checkpoint()
+
+    def _train(self, update: int, groups: Any) -> tuple[Batch, StepReport]:
+        start = time.perf_counter()
+        batch = build_batch(update, groups, self._config.advantage)
+        built = time.perf_counter() - start
+        report = self._trainer.step(batch, self.version)
+        report.seconds["prepare"] += built
+        return batch, report
+
+    async def _wait_for_groups(self, update: int) -> Any:
+        """The groups of the update, saying meanwhile what is missing."""
+        session, found = self._session, None
+
+        async def take(scope: anyio.CancelScope) -> None:
+            nonlocal found
+            found = await session.ready(update)
+            scope.cancel()
+
+        async with anyio.create_task_group() as waiting:
+            waiting.start_soon(take, waiting.cancel_scope)
+            while True:
+                self._ctx.beat()
+                p = session.progress(update)
+                missing = f"rollouts: {p.complete} of {p.needed} groups of step {update + 1}"
+                if not session.connected:
+                    missing = f"the replay stage ({missing})"
+                self._ctx.report("waiting", missing, step=update + 1, groups=p.complete, trajectories=p.trajectories,
+                                 engines=self._publisher.trouble())  # fmt: skip
+                with anyio.move_on_after(5.0):
+                    await session.changed()
+        return found
+
+    async def _snapshot(self) -> dict[str, Tensor]:
+        return await anyio.to_thread.run_sync(self._trainer.policy.snapshot, self._config.publish.dtype)
+
+    async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
+        """Begin to publish the present version, once the one before is through."""
+        if not self._idle.is_set():
+            self._ctx.report("publishing", "the engines to take the version before")
+            await self._idle.wait()
+        self._idle = anyio.Event()
+        tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._idle)
+
+    async def _publish(
+        self, version: int, updates: int, tensors: Mapping[str, Tensor] | None, idle: anyio.Event
+    ) -> None:
+        try:
+            done = await self._publisher.publish(version, tensors)
+            if not done.live:
+                log.warning("no engine serves version %d yet: %s", version, dict(done.lagging))
+                await self._publisher.until_live(version)
+            await self._session.announce(version, updates)
+        finally:
+            idle.set()
+        self._published = {"policy_version": version, "seconds": done.seconds, "live": len(done.live),
+                           "lagging": len(done.lagging), "finished": time.time()}  # fmt: skip
+        self._metrics.policy_version.set(version)
+        self._metrics.weight_publish_duration_seconds.observe(done.seconds)
+        self._metrics.weight_publish_bytes_total.inc(done.n_bytes)
+        log.info("version %d is live in %d engines after %.1f s", version, len(done.live), done.seconds)
+
+    async def _checkpoint(self) -> None:
+        start = time.perf_counter()
+        updates = self._trainer.updates
+        self._ctx.report("saving", "", step=updates)
+        standing = self._session.standing
+        state = CheckpointState(updates, self.version, {u: list(ids) for u, ids in standing.unacknowledged.items()})
+        directory = self._ctx.directory
+        await anyio.to_thread.run_sync(
+            partial(
+                save_checkpoint,
+                directory.checkpoints,
+                self._trainer,
+                state,
+                directory.model,
+                self._config.checkpoint.keep,
+            )
+        )
+        self._saved_updates = updates
+        self._metrics.checkpoint_duration_seconds.observe(time.perf_counter() - start)
+        self._metrics.checkpoint_timestamp_seconds.set(time.time())
+        await self._session.checkpointed(updates)
+
+    async def _finish(self) -> None:
+        if self._config.checkpoint.at_end and self._saved_updates < self._trainer.updates:
+            await self._checkpoint()
+        self._ctx.report("finishing", "the replay stage to record the last update")
+        with anyio.move_on_after(ACKNOWLEDGE_SECONDS_MAX):
+            await self._session.acknowledged()
+        await self._session.bye("finished")
+        self._ctx.report("finished", "", step=self._trainer.updates)
+
+    def _tell(self, batch: Batch, report: StepReport) -> None:
+        s = report.statistics
+        log.info(
+            "step %d: reward %.3f, ratio %.3f, ESS %.2f, staleness %d, loss %.4f, grad norm %.3f, %.0f tokens/s",
+            report.update + 1,
+            sum(t.reward or 0.0 for t in batch.trajectories) / len(batch.trajectories),
+            s.all.ratio.mean or float("nan"),
+            s.all.ratio.ess_ratio or float("nan"),
+            int(s.staleness.max()) if len(s.staleness) else 0,
+            report.loss,
+            report.grad_norm,
+            report.tokens_per_second,
+        )

@@ -1,0 +1,86 @@
+"""One engine's control routes, as vLLM (``VLLM_SERVER_DEV_MODE=1``) and the embedded engine serve them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+
+WATCH_SECONDS_MAX = 10.0
+"""An engine that does not tell its version in this time is taken to be down."""
+RESUME_SECONDS_MAX = 30.0
+_TEXT_MAX = 300
+
+
+class EngineControl:
+    """Pause, load, stamp, resume. Every call has a timeout and raises :class:`EngineUnavailable` (no answer),
+    :class:`EngineRefused` (4xx) or :class:`EngineProtocolError` (anything else that is not in the protocol)."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, timeout_seconds: float) -> None:
+        self.url = url
+        self._session = session
+        self._timeout_seconds = timeout_seconds
+
+    async def version(self) -> str:
+        """The stamp of the weights it serves (``GET /weight_info``); ``default`` before the first one."""
+        answer = await self._call("GET", "/weight_info", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
+        version = answer.get("weight_version")
+        if not isinstance(version, str | int):
+            raise EngineProtocolError(f"expected weight_version of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+        return str(version)
+
+    async def pause(self) -> None:
+        """Stop decoding; requests in flight are kept."""
+        await self._call("POST", "/pause?mode=keep")
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume", seconds=min(RESUME_SECONDS_MAX, self._timeout_seconds))
+
+    async def reload(self, folder: Path) -> None:
+        """Load the safetensors of a folder that the engine can read."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
+        await self._call("POST", "/collective_rpc", body)
+
+    async def stamp(self, version: str) -> None:
+        """Tokens sampled from now on carry ``version``."""
+        await self._call("POST", "/update_weight_version", {"new_version": version})
+
+    async def world_size(self) -> int:
+        """Number of worker processes of the engine (``GET /get_world_size``)."""
+        answer = await self._call("GET", "/get_world_size")
+        size = answer.get("world_size")
+        if not isinstance(size, int):
+            raise EngineProtocolError(f"expected world_size of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+        return size
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> dict[str, Any]:
+        seconds = seconds or self._timeout_seconds
+        what = f"{method} {self.url}{path}"
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds)
+            ) as response:
+                text = await response.read()
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{what} did not answer within {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"{what} failed: {type(error).__name__}: {error}") from error
+        shown = text[:_TEXT_MAX].decode("utf-8", "replace")
+        if 400 <= response.status < 500:
+            hint = " (is the engine started with VLLM_SERVER_DEV_MODE=1?)" if response.status == 404 else ""
+            raise EngineRefused(f"{what} was refused with {response.status}: {shown}{hint}")
+        if response.status != 200:
+            raise EngineProtocolError(f"expected 200 from {what}, got {response.status}: {shown}")
+        if not text.strip():
+            return {}
+        try:
+            answer = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise EngineProtocolError(f"expected JSON from {what}, got {shown!r}") from error
+        return answer if isinstance(answer, dict) else {"result": answer}

@@ -1,0 +1,151 @@
+"""All engines together: write a version once, aim every keeper at it, wait a bounded time."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import anyio.to_thread
+import orjson
+from torch import Tensor
+
+from learner.folder import atomic_folder, remove_leftovers
+from learner.publisher.base import Publication, Target, WeightLoader
+from learner.publisher.control import EngineControl
+from learner.publisher.keeper import EngineKeeper
+from pipeline.config.training import PublishConfig
+from pipeline.rundir import RunDirectory
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"v(\d{6,})")
+
+
+class FolderLoader:
+    """Engines read the safetensors folder themselves: any device, any engine that sees the same file system."""
+
+    async def load(self, engine: EngineControl, target: Target) -> None:
+        await engine.reload(target.folder)
+
+
+class Publisher:
+    """Keeps the contract of :class:`learner.publisher.base.WeightPublisher`. Use as an async context manager."""
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        directory: RunDirectory,
+        config: PublishConfig,
+        model: Any,
+        loader: WeightLoader | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._directory = directory
+        self._config = config
+        self._model = model
+        self._loader = loader or FolderLoader()
+        self._on_failure = on_failure
+        self._session: aiohttp.ClientSession | None = None
+        self.keepers: dict[str, EngineKeeper] = {}
+
+    async def __aenter__(self) -> Publisher:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        timeout = self._config.timeout_seconds
+        for url in self._addresses:
+            control = EngineControl(url, self._session, timeout)
+            self.keepers[url] = EngineKeeper(control, self._loader, timeout, self._on_failure)
+        remove_leftovers(self._directory.weights(0).parent)
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def run(self) -> None:
+        """Watch the engines until cancelled."""
+        async with anyio.create_task_group() as group:
+            for keeper in self.keepers.values():
+                group.start_soon(keeper.run)
+
+    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication:
+        """See :meth:`learner.publisher.base.WeightPublisher.publish`; ``run`` must be running."""
+        start = time.perf_counter()
+        if tensors is None:
+            target, n_bytes = Target(version, self._directory.model, initial=True), 0
+        else:
+            folder = self._directory.weights(version)
+            n_bytes = await anyio.to_thread.run_sync(
+                partial(write_weights, folder, self._model, tensors, self._config.dtype)
+            )
+            target = Target(version, folder, tensors=tensors)
+        prompt = [keeper for keeper in self.keepers.values() if keeper.prompt]
+        for keeper in self.keepers.values():
+            keeper.aim(target)
+        with anyio.move_on_after(self._config.timeout_seconds):
+            for keeper in prompt:
+                await keeper.settled(version)
+        for keeper in prompt:
+            keeper.state.left_behind = keeper.state.attempted < version
+        await anyio.to_thread.run_sync(self._forget_old)
+        return self._publication(version, time.perf_counter() - start, n_bytes)
+
+    async def until_live(self, version: int) -> None:
+        """Wait until at least one engine serves ``version`` or a newer one. Unbounded: without engines there is
+        nothing to do; the caller shows what it waits for."""
+        async with anyio.create_task_group() as group:
+
+            async def watch(keeper: EngineKeeper) -> None:
+                await keeper.served(version)
+                group.cancel_scope.cancel()
+
+            for keeper in self.keepers.values():
+                group.start_soon(watch, keeper)
+
+    def trouble(self) -> dict[str, str]:
+        """Why an engine does not serve the newest version, by engine."""
+        return {url: keeper.state.trouble for url, keeper in self.keepers.items() if keeper.state.trouble}
+
+    def _publication(self, version: int, seconds: float, n_bytes: int) -> Publication:
+        live = tuple(url for url, keeper in self.keepers.items() if keeper.state.live == version)
+        lagging = {
+            url: keeper.state.trouble or f"still loading after {self._config.timeout_seconds:g} s"
+            for url, keeper in self.keepers.items()
+            if url not in live
+        }
+        return Publication(version, live, lagging, seconds, n_bytes)
+
+    def _forget_old(self) -> None:
+        """Keep the newest ``publish.keep`` folders, and any that an engine is reading."""
+        used = {keeper.loading.folder for keeper in self.keepers.values() if keeper.loading is not None}
+        for version in published_versions(self._directory)[: -self._config.keep]:
+            folder = self._directory.weights(version)
+            if folder not in used:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def published_versions(directory: RunDirectory) -> list[int]:
+    """Versions whose weight folders exist, oldest first: a version that an engine may have seen has one, or had."""
+    parent = directory.weights(0).parent
+    names = parent.iterdir() if parent.is_dir() else ()
+    return sorted(int(m.group(1)) for path in names if (m := _NAME.fullmatch(path.name)))
+
+
+def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor], dtype: str) -> int:
+    """A Hugging Face folder with ``config.json`` and ``tensors`` as safetensors; bytes written.
+
+    ``model`` gives configuration and names only: its weights, which training changes meanwhile, are not read.
+    """
+    with atomic_folder(folder) as scratch:
+        model.save_pretrained(scratch, state_dict=dict(tensors))
+        config = orjson.loads((scratch / "config.json").read_bytes())
+        config["dtype"] = dtype
+        (scratch / "config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+        return sum(path.stat().st_size for path in scratch.iterdir())

@@ -1,0 +1,162 @@
+"""From a step report to metrics, to the line in ``metrics.jsonl`` and to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from learner.report import StepReport
+from learner.rows import Batch
+from learner.statistics import SourceStatistics, Weights
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.schema import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds around the trainer's own stages."""
+
+    wait: float
+    """Idle for lack of groups."""
+    publish: float
+    """Blocked by publication: copying the weights and waiting for the version before."""
+    total: float
+    """From the end of the step before."""
+
+
+def record_step(metrics: LearnerMetrics, batch: Batch, report: StepReport, times: StepTimes) -> None:
+    """Fill every metric that a step changes."""
+    s = report.statistics
+    metrics.updates_total.inc()
+    metrics.steps_total.inc(report.optimizer_steps)
+    for kind, count in _tokens(report).items():
+        metrics.tokens_total.labels(kind=kind).inc(count)
+    for stage, seconds in {**report.seconds, "wait": times.wait, "publish": times.publish}.items():
+        metrics.step_duration_seconds.labels(stage=stage).observe(seconds)
+    metrics.wait_seconds_total.inc(times.wait)
+    for name, source in s.by_source.items():
+        _record_source(metrics, name, source)
+    for level, weights in (("token", s.all.ratio), ("sequence", s.all.sequence_ratio)):
+        _record_weights(metrics, level, weights)
+    metrics.rejected_tokens_total.labels(reason="nonfinite").inc(s.all.rejected)
+    metrics.staleness_versions.observe_many(s.staleness)
+    metrics.logprob_diff_nats.observe_many(s.logprob_differences)
+    metrics.behaviour_kl_nats.labels(estimator="k1").set(_or_zero(s.all.kl_k1.value))
+    metrics.behaviour_kl_nats.labels(estimator="k3").set(_or_zero(s.all.kl_k3.value))
+    metrics.entropy_nats.set(_or_zero(s.all.entropy.value))
+    metrics.loss.labels(term="policy").set(report.policy_loss)
+    metrics.loss.labels(term="entropy").set(report.entropy_loss)
+    metrics.grad_norm.set(report.grad_norm)
+    metrics.learning_rate.set(report.learning_rate)
+    for where, count in report.nonfinite.items():
+        metrics.nonfinite_steps_total.labels(where=where).inc(count)
+    for environment, reward in rewards_by_environment(batch.trajectories).items():
+        metrics.reward_mean.labels(env=environment).set(reward)
+
+
+def _record_source(metrics: LearnerMetrics, name: str, source: SourceStatistics) -> None:
+    for level, values, weights in (
+        ("token", source.ratios_S, source.ratio),
+        ("sequence", source.sequence_ratios, source.sequence_ratio),
+    ):
+        metrics.importance_ratio.labels(level=level, source=name).observe_many(values)
+        metrics.importance_ratio_squared_total.labels(level=level, source=name).inc(weights.total_squared)
+    metrics.source_loss.labels(source=name).set(source.loss)
+    low, high = source.clipped_low, source.clipped_high
+    metrics.clipped_tokens_total.labels(side="low").inc(low.total)
+    metrics.clipped_tokens_total.labels(side="high").inc(high.total)
+    metrics.clip_ratio.labels(source=name).set(_or_zero(low.value) + _or_zero(high.value))
+
+
+def _record_weights(metrics: LearnerMetrics, level: str, weights: Weights) -> None:
+    if weights.count:
+        for stat, value in (("mean", weights.mean), ("min", weights.smallest), ("max", weights.largest)):
+            metrics.batch_importance_ratio.labels(level=level, stat=stat).set(_or_zero(value))
+        metrics.batch_ess_ratio.labels(level=level).set(_or_zero(weights.ess_ratio))
+
+
+def step_line(batch: Batch, report: StepReport, times: StepTimes, published: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of one update. ``step`` counts finished updates (the first line is step 1); times are Unix
+    seconds; ``published`` tells of the last finished publication."""
+    s, trajectories = report.statistics, batch.trajectories
+    rewards = np.asarray([t.reward for t in trajectories], dtype=np.float64)
+    timings = [t.timings for t in trajectories]
+    tokens = _tokens(report)
+    return {
+        "step": report.update + 1,
+        "update": report.update,
+        "time": report.finished_at,
+        "started": report.started_at,
+        "finished": report.finished_at,
+        "policy_version": report.policy_version,
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "rewards": rewards_by_environment(trajectories),
+        "signals": first_signals(trajectories),
+        "ratio_mean": s.all.ratio.mean,
+        "ratio_min": s.all.ratio.smallest if s.all.ratio.count else None,
+        "ratio_max": s.all.ratio.largest if s.all.ratio.count else None,
+        "ess_ratio": s.all.ratio.ess_ratio,
+        "sequence_ess_ratio": s.all.sequence_ratio.ess_ratio,
+        "kl_k1": s.all.kl_k1.value,
+        "kl_k3": s.all.kl_k3.value,
+        "entropy": s.all.entropy.value,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "clip_fraction": _or_zero(s.all.clipped_low.value) + _or_zero(s.all.clipped_high.value),
+        "clip_fraction_low": s.all.clipped_low.value,
+        "clip_fraction_high": s.all.clipped_high.value,
+        "staleness_mean": float(s.staleness.mean()) if len(s.staleness) else None,
+        "staleness_max": int(s.staleness.max()) if len(s.staleness) else None,
+        "logprob_diff_mean": float(s.logprob_differences.mean()) if len(s.logprob_differences) else None,
+        "replay_share": s.replay_share,
+        "learning_rate": report.learning_rate,
+        "optimizer_steps": report.optimizer_steps,
+        "nonfinite": dict(report.nonfinite),
+        "tokens_trained": report.tokens_trained,
+        "tokens_masked": tokens["masked"],
+        "tokens_padding": tokens["padding"],
+        "tokens_without_signal": report.tokens_without_signal,
+        "tokens_per_second": report.tokens_per_second,
+        "seconds": {"wait": times.wait, **report.seconds, "publish": times.publish, "step": times.total},
+        "published": published,
+        "n_groups": len(batch.groups),
+        "n_trajectories": len(trajectories),
+        "turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
+        "sampled_tokens_mean": float(np.mean([t.n_sampled for t in trajectories])),
+        "generation_started": min(t.started_at for t in timings),
+        "generation_finished": max(t.finished_at for t in timings),
+    }
+
+
+def rewards_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean reward of each environment."""
+    found: dict[str, list[float]] = {}
+    for t in trajectories:
+        if t.reward is not None:
+            found.setdefault(t.task.environment, []).append(t.reward)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def first_signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of each signal, the mean over trajectories of the value in the first turn that reports it."""
+    found: dict[str, list[float]] = {}
+    for t in trajectories:
+        first: dict[str, float] = {}
+        for turn in t.turns:
+            for name, value in turn.signals.items():
+                first.setdefault(name, value)
+        for name, value in first.items():
+            found.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def _tokens(report: StepReport) -> dict[str, int]:
+    return {"trained": report.tokens_trained, "masked": report.tokens_masked, "padding": report.tokens_padding}
+
+
+def _or_zero(value: float | None) -> float:
+    return 0.0 if value is None else value

@@ -1,0 +1,122 @@
+"""The learner as a process: load or resume, connect, agree on versions, train, publish, save, leave."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import torch
+from transformers.utils import logging as transformers_logging
+
+from learner.checkpoint import find_checkpoints, restore_training
+from learner.folder import remove_leftovers
+from learner.loop import LearnerLoop
+from learner.metrics_log import MetricsLog
+from learner.models.prepare import prepare_model
+from learner.policy import Interrupted, Policy
+from learner.publisher.factory import make_publisher
+from learner.publisher.publisher import published_versions
+from learner.session import LearnerSession, Standing
+from learner.trainer import Trainer
+from pipeline.config import RunConfig
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.role import RoleContext
+from pipeline.rundir import RunDirectory
+from pipeline.transport.open import limits_of, open_link
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a learner begins with."""
+
+    trainer: Trainer
+    standing: Standing
+    checkpoint: Path | None
+
+
+async def main(ctx: RoleContext) -> None:
+    """Entry point of the role. Returns when the run is finished or ``ctx.stopping`` is set."""
+    ctx.report("loading", "the model")
+    start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory)
+    if ctx.stopping.is_set():
+        return
+    metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
+    interrupt = start.trainer.policy.interrupt
+    async with (
+        open_link(ctx.config, "learner") as link,
+        make_publisher(ctx.config, ctx.directory, start.trainer.policy, metrics) as publisher,
+        anyio.create_task_group() as tasks,
+    ):
+        config = ctx.config
+        session = LearnerSession(link, config.groups, credit_groups(config), start.standing, limits_of(config))
+
+        async def stop_on_signal() -> None:
+            await ctx.stopping.wait()
+            interrupt.set()
+            tasks.cancel_scope.cancel()
+
+        async def show_life() -> None:
+            while True:
+                ctx.beat()
+                await anyio.sleep(1.0)
+
+        for task in (stop_on_signal, session.run, publisher.run, show_life):
+            tasks.start_soon(task)
+        ctx.report("connecting", f"the replay stage at {config.replay.address}")
+        recorded = await session.welcome()
+        version = choose_version(start.standing, recorded, published_versions(ctx.directory))
+        log.info("starting with %d updates as version %d", start.trainer.updates, version)
+        with MetricsLog(ctx.directory.metrics_file, start.trainer.updates) as lines:
+            loop = LearnerLoop(ctx, start.trainer, session, publisher, metrics, lines, version)
+            try:
+                await loop.run(initial=start.checkpoint is None)
+            except* Interrupted:
+                log.info("gave up the step that was under way: the process is stopping")
+        tasks.cancel_scope.cancel()
+
+
+def load(config: RunConfig, directory: RunDirectory) -> Start:
+    """Model, optimizer and counters: of the newest complete checkpoint, else of the initial model. Blocks for
+    seconds."""
+    transformers_logging.disable_progress_bar()
+    if config.learner.threads is not None:
+        torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    prepare_model(config, directory.model)
+    remove_leftovers(directory.checkpoints)
+    found = find_checkpoints(directory.checkpoints)
+    checkpoint = found[0] if found else None
+    folder = directory.model if checkpoint is None else checkpoint / "model"
+    policy = Policy.load(folder, config.learner, trust_remote_code=config.model.trust_remote_code)
+    trainer = Trainer(policy, config)
+    if checkpoint is None:
+        return Start(trainer, Standing(), None)
+    state = restore_training(checkpoint, trainer)
+    log.info("resuming from %s", checkpoint)
+    standing = Standing(state.updates, state.policy_version, state.updates, state.unacknowledged)
+    return Start(trainer, standing, checkpoint)
+
+
+def choose_version(standing: Standing, recorded: int, written: list[int]) -> int:
+    """Version under which the weights are published first (PROTOCOL.md, "Resuming").
+
+    ``recorded`` is the newest the replay stage knows, ``written`` the versions with a weight folder: an engine may
+    have served one of those although nobody announced it. A version names one set of weights for ever, so anything
+    newer than ours is passed.
+
+    >>> choose_version(Standing(), -1, []), choose_version(Standing(10, 10), 10, [9, 10]), choose_version(Standing(10,
+    10), 11, [12]) (0, 10, 13)
+    """
+    own = max(0, standing.policy_version)
+    newest = max([recorded, *written])
+    return own if newest <= own else newest + 1
+
+
+def credit_groups(config: RunConfig) -> int:
+    """Groups that may be here: those in training and the batches decoded ahead."""
+    return config.groups.groups_per_step * (1 + config.learner.prefetch_batches)

@@ -1,0 +1,192 @@
+"""The learner's side of the protocol (docs/PROTOCOL.md) over a link.
+
+Consumes: PLAN, DELIVERY, CANCEL and ACK, in a task of its own so that messages arrive while the trainer computes.
+Produces: HELLO with its true state on every connection, CONSUMED, VERSION, CHECKPOINTED, BYE; repeats what may have
+been lost. Waits for: nothing but the link. Bounded by the credit it grants: ``credit_groups`` groups are held at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from learner.assembly import Group, GroupAssembler, Progress
+from pipeline.codec import decode_plan, decode_trajectory
+from pipeline.config.training import GroupsConfig
+from pipeline.errors import TrainingError, TransportError, WireError
+from pipeline.schema import SCHEMA_VERSION
+from pipeline.transport.base import EventKind, Kind, Limits, Link, Message
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Standing:
+    """What the learner has done, as HELLO tells it."""
+
+    updates: int = 0
+    policy_version: int = -1
+    """Newest version announced or restored; -1 before the first publication."""
+    durable_updates: int = 0
+    unacknowledged: dict[int, list[str]] = field(default_factory=dict)
+    """Consumed group ids by update, not yet acknowledged."""
+    announced: tuple[int, int] | None = None
+    """Policy version and updates of the newest VERSION of this process."""
+
+
+class LearnerSession:
+    def __init__(
+        self, link: Link, groups: GroupsConfig, credit_groups: int, standing: Standing, limits: Limits
+    ) -> None:
+        self.standing = standing
+        self.assembler = GroupAssembler(groups.groups_per_step)
+        self.session = uuid.uuid4().hex
+        self.recorded_version: int | None = None
+        """Newest version that the replay stage had recorded when it first answered."""
+        self.connected = False
+        self._link = link
+        self._groups = groups
+        self._credit_groups = credit_groups
+        self._limits = limits
+        self._changed = anyio.Event()
+        self._link.describe(self.hello())
+
+    def hello(self) -> dict[str, Any]:
+        """Header of HELLO."""
+        s = self.standing
+        return {
+            "role": "learner",
+            "name": "learner",
+            "schema_version": SCHEMA_VERSION,
+            "session": self.session,
+            "updates": s.updates,
+            "policy_version": s.policy_version,
+            "durable_updates": s.durable_updates,
+            "credit_groups": self._credit_groups,
+            "holding": self.assembler.holding(),
+            "consumed": [[update, ids] for update, ids in sorted(s.unacknowledged.items())],
+        }
+
+    async def run(self) -> None:
+        """Receive until cancelled. Raises :class:`TrainingError` or :class:`WireError` for messages that break the
+        protocol, :class:`TransportClosed` when the stage refused this learner."""
+        while True:
+            event = await self._link.receive()
+            if event.kind is EventKind.CONNECTED:
+                await self._connected(event.message)
+            elif event.kind is EventKind.DISCONNECTED:
+                self.connected = False
+                log.warning("lost the replay stage (%s), connecting again", event.reason)
+            elif event.message is not None:
+                self._handle(event.message)
+            self._tell()
+
+    async def welcome(self) -> int:
+        """Wait for the first WELCOME; the newest policy version that the stage has recorded (-1: none)."""
+        while self.recorded_version is None:
+            await self._changed.wait()
+        return self.recorded_version
+
+    async def ready(self, update: int) -> tuple[Group, ...]:
+        """Wait for the groups of ``update``; they are in training from then on."""
+        while not self.assembler.ready(update):
+            await self._changed.wait()
+        groups = self.assembler.take(update)
+        self._tell()
+        return groups
+
+    async def changed(self) -> None:
+        """Wait for any message."""
+        await self._changed.wait()
+
+    def progress(self, update: int) -> Progress:
+        return self.assembler.progress(update)
+
+    async def consumed(self, update: int) -> None:
+        """The optimizer has made ``update``."""
+        ids = self.assembler.consumed(update)
+        self.standing.updates = update + 1
+        self.standing.unacknowledged[update] = ids
+        self._tell()
+        await self._send(Kind.CONSUMED, {"update": update, "group_ids": ids})
+
+    async def announce(self, policy_version: int, updates: int) -> None:
+        """The weights after ``updates`` updates are live as ``policy_version``."""
+        self.standing.policy_version = policy_version
+        self.standing.announced = (policy_version, updates)
+        self._tell()
+        await self._send(Kind.VERSION, {"policy_version": policy_version, "updates": updates})
+
+    async def checkpointed(self, updates: int) -> None:
+        """Everything up to ``updates`` updates is durable here."""
+        self.standing.durable_updates = updates
+        self._tell()
+        await self._send(Kind.CHECKPOINTED, {"updates": updates})
+
+    async def bye(self, reason: str) -> None:
+        await self._send(Kind.BYE, {"reason": reason})
+
+    async def acknowledged(self) -> None:
+        """Wait until every CONSUMED was acknowledged."""
+        while self.standing.unacknowledged:
+            await self._changed.wait()
+
+    async def _send(self, kind: Kind, header: dict[str, Any]) -> None:
+        try:
+            await self._link.send(Message(kind, header))
+        except TransportError as error:
+            log.warning("%s was not sent (%s); it is repeated after the next connection", kind, error)
+
+    async def _connected(self, welcome: Message | None) -> None:
+        self.connected = True
+        recorded = int((welcome.header if welcome else {}).get("policy_version", -1))
+        if self.recorded_version is None:
+            self.recorded_version = recorded
+            log.info("connected, the replay stage has recorded version %d", recorded)
+        self.assembler.forget_incomplete()
+        if self.standing.announced is not None:
+            version, updates = self.standing.announced
+            await self._send(Kind.VERSION, {"policy_version": version, "updates": updates})
+
+    def _handle(self, message: Message) -> None:
+        header = message.header
+        try:
+            if message.kind is Kind.PLAN:
+                self._plan(header)
+            elif message.kind is Kind.DELIVERY:
+                trajectory = decode_trajectory(message.frames, self._limits)
+                self.assembler.deliver(
+                    header["group_id"], int(header["index"]), trajectory, header["reward"], header.get("rewards") or {}
+                )
+            elif message.kind is Kind.CANCEL:
+                self.assembler.cancel(header["group_ids"])
+            elif message.kind is Kind.ACK:
+                self.standing.unacknowledged.pop(int(header["update"]), None)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, WireError | TrainingError):
+                raise
+            raise WireError(
+                f"{message.kind} from the replay stage is not understood: {type(error).__name__}: {error}"
+            ) from error
+
+    def _plan(self, header: Mapping[str, Any]) -> None:
+        plan, update = decode_plan(header), int(header["update"])
+        if plan.n_rollout != self._groups.n_rollout:
+            raise TrainingError(
+                f"expected groups of groups.n_rollout={self._groups.n_rollout} trajectories, got {plan.n_rollout} in "
+                f"{plan.group_id}: learner and replay stage must read the same run file"
+            )
+        if update < self.standing.updates:
+            log.warning("%s is planned for update %d, which is made already: ignored", plan.group_id, update)
+            return
+        self.assembler.plan(plan, update)
+
+    def _tell(self) -> None:
+        self._link.describe(self.hello())
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()

@@ -1,0 +1,190 @@
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import learner.checkpoint as checkpoints
+from learner.checkpoint import (
+    CheckpointState,
+    find_checkpoints,
+    read_state,
+    restore_training,
+    save_checkpoint,
+    set_random_state,
+)
+from learner.metrics_log import MetricsLog
+from learner.policy import Policy
+from learner.role import choose_version
+from learner.rows import Batch
+from learner.session import Standing
+from learner.trainer import Trainer
+from pipeline.errors import StoreError, TrainingError
+
+
+def trainer_of(kit, folder=None, **learner):
+    config = kit.run_config({"schedule": "cosine", "minibatches": 2, **learner})
+    model = kit.tiny_model() if folder is None else AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Trainer(Policy(model, config.learner, torch.device("cpu")), config)
+
+
+def train(trainer, kit, count):
+    for _ in range(count):
+        u = trainer.updates
+        trainer.step(Batch(u, (), kit.make_rows(6, seed=u)), policy_version=u)
+
+
+def state_of(trainer):
+    return CheckpointState(trainer.updates, trainer.updates, {})
+
+
+@pytest.fixture
+def initial(kit, tmp_path):
+    folder = tmp_path / "model"
+    kit.tiny_model().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("x")
+    return folder
+
+
+def test_stopping_and_resuming_equals_never_stopping_bit_for_bit(kit, tmp_path, initial):
+    straight = trainer_of(kit)
+    train(straight, kit, 6)
+    first = trainer_of(kit)
+    train(first, kit, 3)
+    path = save_checkpoint(tmp_path / "c", first, state_of(first), initial, keep=2)
+    resumed = trainer_of(kit, folder=path / "model")
+    assert restore_training(path, resumed).updates == 3
+    train(resumed, kit, 3)
+    expected, came = straight.policy.snapshot("float32"), resumed.policy.snapshot("float32")
+    assert all(torch.equal(expected[name], came[name]) for name in expected)
+
+
+def test_random_state_goes_on_where_it_was_saved(kit, tmp_path, initial):
+    trainer = trainer_of(kit)
+    path = save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
+    np.random.normal()
+    np.random.normal(), random.random(), torch.rand(1)
+    restore_training(path, trainer)
+    expected = [np.random.normal() for _ in range(3)], random.random(), torch.rand(2).tolist()
+    np.random.seed(9), random.seed(9), torch.manual_seed(9)
+    restore_training(path, trainer)
+    assert ([np.random.normal() for _ in range(3)], random.random(), torch.rand(2).tolist()) == expected
+    set_random_state(checkpoints.random_state())
+
+
+def test_model_of_a_checkpoint_loads_in_transformers_with_its_tokenizer_files(kit, tmp_path, initial):
+    trainer = trainer_of(kit)
+    train(trainer, kit, 1)
+    path = save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
+    model = AutoModelForCausalLM.from_pretrained(path / "model")
+    assert torch.equal(model.model.norm.weight, trainer.policy.model.model.norm.weight)
+    assert (path / "model" / "tokenizer.json").read_text() == "{}"
+    assert (path / "model" / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("moment", ["model", "training", "sync", "rename"])
+def test_a_kill_at_any_moment_leaves_the_older_checkpoint_readable(kit, tmp_path, initial, monkeypatch, moment):
+    trainer, root = trainer_of(kit), tmp_path / "c"
+    train(trainer, kit, 1)
+    older = save_checkpoint(root, trainer, state_of(trainer), initial, keep=2)
+    train(trainer, kit, 1)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*args, **kwargs):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *a, **k: None)  # a killed process cleans nothing up
+        if moment == "model":
+            patch.setattr(trainer.policy.model, "save_pretrained", die)
+        elif moment == "training":
+            patch.setattr(torch, "save", die)
+        elif moment == "sync":
+            patch.setattr("learner.folder.sync_tree", die)
+        else:
+            patch.setattr("learner.folder.os.rename", die)
+        with pytest.raises(Killed):
+            save_checkpoint(root, trainer, state_of(trainer), initial, keep=2)
+    assert find_checkpoints(root) == [older]
+    assert restore_training(older, trainer_of(kit, folder=older / "model")).updates == 1
+
+
+def test_damaged_and_foreign_folders_are_passed_over(kit, tmp_path, initial):
+    trainer, root = trainer_of(kit), tmp_path / "c"
+    paths = []
+    for _ in range(3):
+        train(trainer, kit, 1)
+        paths.append(save_checkpoint(root, trainer, state_of(trainer), initial, keep=5))
+    (paths[2] / "training.pt").write_bytes(b"short")
+    (paths[1] / "state.json").unlink()
+    (root / "u000099").mkdir()
+    (root / "notes").mkdir()
+    assert find_checkpoints(root) == [paths[0]]
+    assert find_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_only_the_newest_checkpoints_are_kept(kit, tmp_path, initial):
+    trainer, root = trainer_of(kit), tmp_path / "c"
+    for _ in range(4):
+        train(trainer, kit, 1)
+        save_checkpoint(root, trainer, state_of(trainer), initial, keep=2)
+    assert [read_state(p).updates for p in find_checkpoints(root)] == [4, 3]
+
+
+def test_counters_survive(kit, tmp_path, initial):
+    trainer = trainer_of(kit)
+    state = CheckpointState(0, 17, {4: ["g000001", "g000002"]})
+    path = save_checkpoint(tmp_path / "c", trainer, state, initial, keep=1)
+    assert read_state(path) == state
+
+
+def test_torn_weights_are_never_saved(kit, tmp_path, initial):
+    trainer = trainer_of(kit)
+    trainer.torn = True
+    with pytest.raises(TrainingError, match="whole updates"):
+        save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
+
+
+def test_a_checkpoint_of_another_format_is_refused(kit, tmp_path, initial, monkeypatch):
+    trainer = trainer_of(kit)
+    path = save_checkpoint(tmp_path / "c", trainer, CheckpointState(0, 0, {}, format=99), initial, keep=1)
+    with pytest.raises(StoreError, match="format 99"):
+        restore_training(path, trainer)
+
+
+def test_resuming_drops_the_lines_that_will_be_made_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, 0) as lines:
+        for step in range(1, 6):
+            lines.write({"step": step, "loss": float("nan") if step == 2 else 0.5})
+    with path.open("ab") as file:
+        file.write(b'{"step": 6, "lo')
+    with MetricsLog(path, 3) as lines:
+        lines.write({"step": 4, "loss": 0.1})
+    import orjson
+
+    came = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert [line["step"] for line in came] == [1, 2, 3, 4]
+    assert (came[1]["loss"], came[3]["loss"]) == (None, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("restored", "recorded", "written", "version"),
+    [
+        (None, -1, [], 0),
+        (None, 0, [], 0),
+        (None, 3, [2, 3], 4),
+        ((10, 10), 10, [9, 10], 10),
+        ((10, 10), 10, [10, 11], 12),
+        ((10, 10), 14, [], 15),
+        ((10, 12), 11, [12], 12),
+    ],
+)
+def test_a_version_names_one_set_of_weights_for_ever(restored, recorded, written, version):
+    standing = Standing() if restored is None else Standing(*restored)
+    assert choose_version(standing, recorded, written) == version

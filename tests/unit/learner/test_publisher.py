@@ -1,0 +1,274 @@
+"""The publisher against small real HTTP servers that behave like engines, and like failing ones."""
+
+import asyncio
+
+import anyio
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from learner.publisher.base import Target
+from learner.publisher.control import EngineControl
+from learner.publisher.keeper import load_needed
+from learner.publisher.publisher import Publisher, published_versions, write_weights
+from pipeline.config.training import PublishConfig
+from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.rundir import RunDirectory
+
+
+class FakeEngine:
+    """Serves the control routes on a free loopback port; ``faults`` maps a path to how it fails."""
+
+    def __init__(self):
+        self.version, self.paused, self.loaded, self.calls, self.faults = "default", False, [], [], {}
+        self.runner = self.url = None
+
+    async def start(self, port=0):
+        app = web.Application()
+        app.router.add_get("/weight_info", self._handle)
+        for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version"):
+            app.router.add_post(path, self._handle)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        return self
+
+    @property
+    def port(self):
+        return int(self.url.rsplit(":", 1)[1])
+
+    async def stop(self):
+        await self.runner.cleanup()
+
+    async def _handle(self, request):
+        path = request.path
+        self.calls.append(path)
+        fault = self.faults.get(path)
+        if fault == "hang":
+            await asyncio.sleep(60)
+        if fault == "garbage":
+            return web.Response(text="<html>")
+        if isinstance(fault, int):
+            return web.json_response({"error": "no"}, status=fault)
+        if path == "/weight_info":
+            return web.json_response({"weight_version": self.version})
+        body = await request.json() if request.can_read_body else {}
+        if path == "/pause":
+            assert request.query["mode"] == "keep"
+            self.paused = True
+        elif path == "/resume":
+            self.paused = False
+        elif path == "/collective_rpc":
+            assert self.paused
+            assert body["method"] == "reload_weights"
+            self.loaded.append(body["kwargs"]["weights_path"])
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        return web.json_response({"status": "ok"})
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr("learner.publisher.keeper.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("learner.publisher.keeper.RETRY_SECONDS", 0.02)
+
+
+@pytest.fixture
+async def engines():
+    started = [await FakeEngine().start() for _ in range(2)]
+    yield started
+    for engine in started:
+        await engine.stop()
+
+
+@pytest.fixture
+def weights(kit):
+    policy = kit.tiny_policy()
+    return policy.model, policy.snapshot("bfloat16")
+
+
+def publisher_of(urls, tmp_path, model, timeout=5.0, keep=2):
+    directory = RunDirectory(tmp_path).create()
+    return Publisher(urls, directory, PublishConfig(timeout_seconds=timeout, keep=keep), model), directory
+
+
+class running:
+    """The publisher with its keepers running."""
+
+    def __init__(self, publisher):
+        self.publisher = publisher
+
+    async def __aenter__(self):
+        await self.publisher.__aenter__()
+        self.group = anyio.create_task_group()
+        await self.group.__aenter__()
+        self.group.start_soon(self.publisher.run)
+        return self.publisher
+
+    async def __aexit__(self, *args):
+        self.group.cancel_scope.cancel()
+        await self.group.__aexit__(*args)
+        await self.publisher.__aexit__(*args)
+
+
+async def test_every_engine_serves_the_published_version_and_runs_on(engines, weights, tmp_path):
+    publisher, directory = publisher_of([e.url for e in engines], tmp_path, weights[0])
+    async with running(publisher):
+        done = await publisher.publish(1, weights[1])
+    assert sorted(done.live) == sorted(e.url for e in engines)
+    assert done.n_bytes > 0
+    for engine in engines:
+        assert (engine.version, engine.paused) == ("1", False)
+        assert engine.loaded == [str(directory.weights(1).absolute())]
+
+
+async def test_initial_version_is_only_stamped_on_engines_that_hold_it_already(engines, weights, tmp_path):
+    engines[1].version = "37"
+    publisher, directory = publisher_of([e.url for e in engines], tmp_path, weights[0])
+    async with running(publisher):
+        await publisher.publish(0, None)
+    assert [e.version for e in engines] == ["0", "0"]
+    assert engines[0].loaded == []
+    assert engines[1].loaded == [str(directory.model.absolute())]
+
+
+async def test_an_engine_that_is_down_does_not_delay_the_others(engines, weights, tmp_path):
+    await engines[1].stop()
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=20)
+    async with running(publisher):
+        with anyio.fail_after(5):
+            done = await publisher.publish(1, weights[1])
+        assert done.live == (engines[0].url,)
+        assert "failed" in done.lagging[engines[1].url]
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", "/update_weight_version"])
+@pytest.mark.parametrize("fault", [500, 404, "hang"])
+async def test_a_failing_engine_is_resumed_and_left_behind_in_bounded_time(engines, weights, tmp_path, path, fault):
+    engines[1].faults[path] = fault
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=0.3)
+    async with running(publisher):
+        with anyio.fail_after(4):
+            done = await publisher.publish(1, weights[1])
+            assert done.live == (engines[0].url,)
+            if fault == "hang":
+                await publisher.keepers[engines[1].url].settled(1)
+            assert "/resume" in engines[1].calls
+            assert not engines[1].paused
+            engines[1].faults.clear()
+            await publisher.keepers[engines[1].url].served(1)
+    assert engines[1].version == "1"
+
+
+async def test_a_slow_engine_delays_one_publication_only(engines, weights, tmp_path):
+    engines[1].faults["/collective_rpc"] = "hang"
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=0.3)
+    async with running(publisher):
+        first = await publisher.publish(1, weights[1])
+        second = await publisher.publish(2, weights[1])
+    assert first.seconds > 0.25
+    assert second.seconds < 0.25
+    assert second.live == (engines[0].url,)
+
+
+async def test_an_engine_that_restarts_gets_the_newest_version(engines, weights, tmp_path):
+    publisher, directory = publisher_of([e.url for e in engines], tmp_path, weights[0])
+    async with running(publisher):
+        await publisher.publish(0, None)
+        await publisher.publish(1, weights[1])
+        port = engines[1].port
+        await engines[1].stop()
+        keeper = publisher.keepers[engines[1].url]
+        with anyio.fail_after(10):
+            while keeper.state.live is not None:
+                await keeper._changed.wait()
+            reborn = await FakeEngine().start(port)
+            try:
+                await keeper.served(1)
+            finally:
+                await reborn.stop()
+    assert reborn.version == "1"
+    assert reborn.loaded == [str(directory.weights(1).absolute())]
+
+
+async def test_until_live_waits_for_the_first_engine(engines, weights, tmp_path):
+    engines[0].faults["/weight_info"] = engines[1].faults["/weight_info"] = 503
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0])
+    async with running(publisher):
+        done = await publisher.publish(0, None)
+        assert done.live == ()
+        assert len(publisher.trouble()) == 2
+        engines[1].faults.clear()
+        with anyio.fail_after(5):
+            await publisher.until_live(0)
+    assert engines[1].version == "0"
+
+
+async def test_only_the_newest_folders_are_kept(engines, weights, tmp_path):
+    publisher, directory = publisher_of([e.url for e in engines], tmp_path, weights[0], keep=2)
+    async with running(publisher):
+        for version in range(1, 5):
+            await publisher.publish(version, weights[1])
+    assert published_versions(directory) == [3, 4]
+
+
+def test_published_folder_loads_in_transformers_with_tied_weights_once(kit, tmp_path):
+    policy = kit.tiny_policy()
+    n_bytes = write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"), "bfloat16")
+    stored = load_file(tmp_path / "v000001" / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    assert all(t.dtype == torch.bfloat16 for t in stored.values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "v000001")
+    assert model.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        model.get_output_embeddings().weight, policy.model.get_output_embeddings().weight.to(torch.bfloat16)
+    )
+    assert n_bytes == sum(p.stat().st_size for p in (tmp_path / "v000001").iterdir())
+
+
+def test_a_killed_write_leaves_no_folder_that_an_engine_could_take(kit, tmp_path, monkeypatch):
+    policy = kit.tiny_policy()
+
+    def dies(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(policy.model, "save_pretrained", dies)
+    with pytest.raises(KeyboardInterrupt):
+        write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"), "bfloat16")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("served", "initial", "known", "needed"),
+    [
+        ("default", True, False, False),
+        ("default", False, True, True),
+        ("7", False, True, False),
+        ("7", False, False, True),
+        ("6", False, True, True),
+        ("6", True, True, True),
+    ],
+)
+def test_load_is_needed_unless_the_engine_surely_has_the_weights(served, initial, known, needed, tmp_path):
+    assert load_needed(served, Target(7, tmp_path, initial), known=known) is needed
+
+
+async def test_control_errors_say_what_came(engines):
+    import aiohttp
+
+    engine = engines[0]
+    async with aiohttp.ClientSession() as session:
+        control = EngineControl(engine.url, session, 0.2)
+        for fault, kind, words in (
+            ("garbage", EngineProtocolError, "html"),
+            (404, EngineRefused, "VLLM_SERVER_DEV_MODE"),
+            (500, EngineProtocolError, "500"),
+            ("hang", EngineUnavailable, "within 0.2 s"),
+        ):
+            engine.faults["/weight_info"] = fault
+            with pytest.raises(kind, match=words):
+                await control.version()
