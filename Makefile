@@ -1,0 +1,42 @@
+# make help tells what there is. Every target is safe to repeat.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# What is installed as PyTorch; pip options are allowed: make quickstart TORCH="torch==2.13.0 --index-url ADDRESS".
+# The plain name gives the build that your package index has for this machine (on Linux often CUDA, which is larger).
+TORCH  ?= torch==2.13.0
+# auto, cpu, gpu or none: which build of vLLM is installed. none leaves the embedded engine.
+VLLM   ?= auto
+# More arguments for afterplay run: make quickstart RUN="--fresh --set run.total_steps=4"
+RUN    ?=
+
+SETUP = $(PYTHON) scripts/setup.py --venv "$(VENV)" --torch "$(TORCH)" --vllm "$(VLLM)"
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev quickstart tiny test lint clean
+
+help:  ## Show this list
+	@echo "Afterplay. Targets:"
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' VLLM=$(VLLM)"
+
+setup:  ## Create the virtual environment and install Afterplay, PyTorch and vLLM in it
+	@$(SETUP)
+
+setup-dev:  ## The same with what the tests need
+	@$(SETUP) --dev
+
+quickstart: setup  ## Train a real 135M model with a real vLLM server on this machine (some minutes)
+	@$(VENV)/bin/python -m pipeline.cli run configs/quickstart.yaml $$($(SETUP) --engine-options) $(RUN)
+
+tiny: setup  ## Train a random tiny model through all the same processes (a minute)
+	@$(VENV)/bin/python -m pipeline.cli run configs/tiny.yaml $(RUN)
+
+test: setup-dev  ## Lint, type-check, and run every test
+	@$(VENV)/bin/python scripts/check.py
+
+lint: setup-dev  ## Lint and type-check only
+	@$(VENV)/bin/python scripts/check.py lint types
+
+clean:  ## Remove the virtual environment and caches (runs are kept)
+	rm -rf "$(VENV)" .pytest_cache .mypy_cache .ruff_cache .hypothesis
