@@ -1,0 +1,169 @@
+"""The command line teaches, refuses with the remedy, and does what it says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.cli.status import is_alive
+from pipeline.config.load import load
+from pipeline.errors import ConfigurationError
+from pipeline.plots import draw
+from pipeline.role import ExitCode, load_main
+from pipeline.rundir import RunDirectory
+from pipeline.supervisor.claim import claim
+from pipeline.supervisor.progress import MetricsTail, describe, reached, read_lines
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = str(ROOT / "configs" / "tiny.yaml")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=True)
+
+
+def line(step, **more):
+    return {
+        "step": step,
+        "reward_mean": 0.1 * step,
+        "reward_std": 0.2,
+        "ratio_mean": 1.0,
+        "ratio_min": 0.8,
+        "ratio_max": 1.2,
+        "ess_ratio": 0.98,
+        "kl_k3": 0.001,
+        "entropy": 1.5,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "tokens_per_second": 1234.5,
+        "seconds": {"wait": 0.5, "forward": 0.2, "backward": 0.4},
+        "signals": {"first_right": 0.25 + 0.1 * step},
+        **more,
+    }
+
+
+def write_lines(directory, *lines):
+    directory.create()
+    directory.metrics_file.write_bytes(b"".join(orjson.dumps(x) + b"\n" for x in lines))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run", "engine", "actor", "replay", "learner", "prepare", "keys", "status", "plot", "config show", "env list"],
+)
+def test_every_command_explains_itself(command):
+    result = invoke(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) > 6
+
+
+def test_a_checked_file_is_summed_up():
+    result = invoke("config", "check", TINY, "--set", "groups.n_rollout=4")
+    assert result.exit_code == 0
+    assert "groups of 4 rollouts" in result.output
+
+
+def test_what_show_prints_is_a_run_file_with_equal_meaning(tmp_path):
+    for options in ([], ["--plain"]):
+        shown = invoke("config", "show", TINY, "--set", "run.seed=7", *options).output
+        (tmp_path / "shown.yaml").write_text(shown)
+        assert load(tmp_path / "shown.yaml", environment={}) == load(TINY, ["run.seed=7"], environment={})
+
+
+def test_a_refusal_is_one_message_and_exit_code_2():
+    result = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "run", TINY, "--set", "run.sed=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == ExitCode.CONFIGURATION
+    assert result.stderr == "afterplay: --set run.sed=1: unknown key run.sed; did you mean run.seed?\n"
+
+
+def test_environments_are_listed():
+    output = invoke("env", "list").output
+    assert "arithmetic" in output
+    assert "number_guess" in output
+
+
+def test_keys_are_made_once(tmp_path):
+    assert invoke("keys", str(tmp_path / "k")).exit_code == 0
+    assert (tmp_path / "k" / "server.key").exists()
+    assert isinstance(invoke("keys", str(tmp_path / "k")).exception, ConfigurationError)
+
+
+def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path):
+    assert isinstance(invoke("status", str(tmp_path)).exception, ConfigurationError)
+    directory = RunDirectory(tmp_path / "r").create()
+    directory.config_file.write_text("run: {total_steps: 9}")
+    write_lines(directory, line(0), line(1))
+    result = invoke("status", str(directory.path))
+    assert result.exit_code == 0
+    assert "not running" in result.output
+    assert "step 2/9  reward 0.100  first_right 0.350  ratio 1.000" in result.output
+
+
+def test_a_run_is_alive_while_its_directory_is_claimed(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert not is_alive(directory)
+    with claim(directory):
+        assert is_alive(directory)
+    assert not is_alive(directory)
+
+
+def test_the_picture_is_drawn_from_full_partial_and_odd_lines(tmp_path):
+    directory = RunDirectory(tmp_path)
+    write_lines(
+        directory, line(0), line(1), line(1, reward_mean=None), {"step": 2}, line(3, seconds=None, signals=None)
+    )
+    result = invoke("plot", str(tmp_path))
+    assert (result.exit_code, result.output.strip()) == (0, str(tmp_path / "curves.png"))
+    assert directory.curves_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_steps_has_no_picture_and_says_so(tmp_path):
+    assert "no steps yet" in str(draw(tmp_path / "metrics.jsonl", tmp_path / "curves.png"))
+    assert isinstance(invoke("plot", str(tmp_path)).exception, ConfigurationError)
+
+
+def test_the_tail_gives_each_whole_line_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.read() == []
+    path.write_bytes(b'{"step": 0}\n{"st')
+    assert tail.read() == [{"step": 0}]
+    with path.open("ab") as file:
+        file.write(b'ep": 1}\nnot json\n[1]\n')
+    assert tail.read() == [{"step": 1}]
+    assert tail.read() == []
+    path.write_bytes(b'{"step": 0}\n')
+    assert tail.read() == [{"step": 0}]
+
+
+def test_a_step_that_was_made_again_counts_once(tmp_path):
+    directory = RunDirectory(tmp_path)
+    write_lines(directory, line(0), line(1), line(1, reward_mean=9.0), line(2))
+    assert [(x["step"], x["reward_mean"]) for x in read_lines(directory.metrics_file)][1] == (1, 9.0)
+
+
+def test_the_end_is_reached_with_the_last_step():
+    assert [reached(x, 3) for x in (None, {}, {"step": 1}, {"step": 2}, {"step": 3})] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert describe({"step": 1}, 3) == "step 2/3"
+
+
+def test_a_role_that_cannot_be_imported_is_a_clear_refusal():
+    with pytest.raises(ConfigurationError, match="expected nowhere:main to be importable"):
+        load_main("nowhere:main")
