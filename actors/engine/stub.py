@@ -150,6 +150,7 @@ class StubServer:
         version: str = "0",
         has_generate: bool = True,
         completion: Answer | None = None,
+        keep_bodies: bool = True,
     ) -> None:
         self.answer = answer
         self.completion = completion
@@ -158,6 +159,7 @@ class StubServer:
         self.has_generate = has_generate
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
+        self.keep_bodies = keep_bodies
         self.metrics_text = ""
         self._stack = AsyncExitStack()
 
@@ -172,7 +174,7 @@ class StubServer:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
         await site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return self
@@ -190,7 +192,8 @@ class StubServer:
 
     async def _reply(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         body = orjson.loads(await request.read())
-        self.bodies.append(body)
+        if self.keep_bodies:
+            self.bodies.append(body)
         value = answer(body)
         if hasattr(value, "__await__"):
             value = await value

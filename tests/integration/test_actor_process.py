@@ -1,0 +1,110 @@
+"""The actor's ``main`` over real ZeroMQ, with a real word model in the embedded engine: exact tokens, drain, no order lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+
+from actors.role import main
+from learner.models.prepare import prepare_model
+from pipeline.codec import decode_trajectory, encode_order
+from pipeline.config import RunConfig
+from pipeline.role import RoleContext
+from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
+from pipeline.transport.base import EventKind, Hub, Kind, Message
+from pipeline.transport.open import open_hub
+
+SECONDS_MAX = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def engine_port(tmp_path: Path) -> AsyncIterator[int]:
+    """An embedded engine with a tiny model, stamped as version 3."""
+    config = RunConfig.model_validate({"model": {"source": "tiny", "max_length": 128}})
+    prepare_model(config, tmp_path / "run" / "model")
+    port = free_port()
+    command = [sys.executable, "-m", "actors.embedded", "--model", str(tmp_path / "run" / "model"), "--port", str(port)]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--max-length", "128", "--threads", "1", env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        with anyio.fail_after(SECONDS_MAX):
+            async with aiohttp.ClientSession() as session:
+                while process.returncode is None:
+                    try:
+                        body = {"new_version": "3"}
+                        async with session.post(f"http://127.0.0.1:{port}/update_weight_version", json=body) as response:
+                            assert response.status == 200
+                            break
+                    except aiohttp.ClientConnectionError:
+                        await anyio.sleep(0.2)
+        assert process.returncode is None
+        yield port
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        with anyio.move_on_after(10):
+            await process.wait()
+        if process.returncode is None:
+            process.kill()
+
+
+async def collect(hub: Hub, orders: list[Order], found: dict[str, Trajectory], stop: anyio.Event) -> None:
+    while len(found) < len(orders):
+        event = await hub.receive()
+        if event.kind is EventKind.PEER_UP:
+            await hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 10**6, "policy_version": 3}))
+            for order in orders:
+                await hub.send(event.peer, Message(Kind.ORDER, encode_order(order)))
+        elif event.kind is EventKind.MESSAGE and event.message is not None:
+            trajectory = decode_trajectory(event.message.frames)
+            found[trajectory.trajectory_id] = trajectory
+            ack = {"trajectory_ids": [trajectory.trajectory_id], "refused": {}}
+            await hub.send(event.peer, Message(Kind.ACK, ack))
+    stop.set()
+
+
+@pytest.mark.slow
+async def test_actor_plays_real_orders_on_a_real_engine_and_drains(tmp_path: Path, engine_port: int) -> None:
+    settings: dict[str, Any] = {
+        "run": {"name": "run", "directory": str(tmp_path)},
+        "model": {"source": "tiny", "max_length": 128},
+        "engine": {"kind": "embedded", "port": engine_port},
+        "sampling": {"max_tokens": 2},
+        "environments": {"guess": {"name": "number_guess", "options": {"compact": True, "turns": 4}}},
+        "actor": {"concurrency": 8},
+    }
+    found: dict[str, Trajectory] = {}
+    orders = [Order(f"g{i}.0.0", f"g{i}", Task(f"guess/{i}", "guess", i), 0, 0, 3, 30.0) for i in range(24)]
+    async with open_hub(RunConfig.model_validate(settings)) as hub:
+        ctx = RoleContext(
+            "actor-0", 0, RunConfig.model_validate({**settings, "replay": {"address": hub.address}}), registry=None
+        )
+        with anyio.fail_after(SECONDS_MAX):
+            async with anyio.create_task_group() as group:
+                group.start_soon(collect, hub, orders, found, ctx.stopping)
+                await main(ctx)
+    assert len(found) == 24
+    for trajectory in found.values():
+        assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+        assert trajectory.version_range() == (3, 3) and trajectory.engine.backend == "embedded"
+        assert len(list(trajectory.branches())) == 1 and trajectory.turns[-1].signals.keys() == {"solved"}
+    text = __import__("prometheus_client").generate_latest(ctx.registry).decode()
+    assert 'afterplay_actor_trajectories_total{env="guess",outcome="complete"} 24.0' in text
+    assert ctx.status.state.startswith("draining") or ctx.status.state.startswith("playing")
