@@ -25,6 +25,7 @@ from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
 from pipeline.rundir import RunDirectory
+from pipeline.transport.base import Link
 from pipeline.transport.open import limits_of, open_link
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ class Start:
 
 async def main(ctx: RoleContext) -> None:
     """Entry point of the role. Returns when the run is finished or ``ctx.stopping`` is set."""
+    await serve(ctx, open_link(ctx.config, "learner"))
+
+
+async def serve(ctx: RoleContext, link_to_stage: Link) -> None:
+    """The learner over a given link (tests use one in memory)."""
     ctx.report("loading", "the model")
     start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory)
     if ctx.stopping.is_set():
@@ -48,7 +54,7 @@ async def main(ctx: RoleContext) -> None:
     metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
     interrupt = start.trainer.policy.interrupt
     async with (
-        open_link(ctx.config, "learner") as link,
+        link_to_stage as link,
         make_publisher(ctx.config, ctx.directory, start.trainer.policy, metrics) as publisher,
         anyio.create_task_group() as tasks,
     ):

@@ -1,0 +1,266 @@
+"""The whole learner against the real replay stage in memory, an actor that answers orders, and an engine over HTTP."""
+
+import contextlib
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+import anyio
+import numpy as np
+import orjson
+import pytest
+from aiohttp import web
+
+from learner.checkpoint import find_checkpoints, read_state
+from learner.metrics_log import MetricsLog
+from learner.role import serve as serve_learner
+from pipeline.codec import decode_order, encode_trajectory
+from pipeline.config import RunConfig
+from pipeline.replay.role import serve as serve_stage
+from pipeline.role import RoleContext
+from pipeline.rundir import RunDirectory
+from pipeline.schema import (
+    SCHEMA_VERSION,
+    FinishReason,
+    TokenSpan,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+)
+from pipeline.schema import (
+    Message as ChatMessage,
+)
+from pipeline.transport.base import EventKind, Kind, Message
+from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+
+
+class Engine:
+    """Control routes of an engine; ``versions`` is every stamp it was given, ``weights_of`` what it held under each."""
+
+    digest = "initial"
+
+    def __init__(self):
+        self.version, self.versions, self.loaded, self.weights_of = "default", [], [], {}
+
+    async def handle(self, request):
+        if request.path == "/weight_info":
+            return web.json_response({"weight_version": self.version})
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/collective_rpc":
+            self.loaded.append(body["kwargs"]["weights_path"])
+            folder = Path(self.loaded[-1])
+            read = sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+            self.digest = "initial" if folder.name == "model" else read
+        if request.path == "/update_weight_version":
+            self.version = body["new_version"]
+            self.versions.append(int(self.version))
+            self.weights_of.setdefault(self.version, set()).add(self.digest)
+        return web.json_response({})
+
+
+@contextlib.asynccontextmanager
+async def serving(engine):
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def config_of(tmp_path, url, **sections) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"directory": str(tmp_path), "name": "r", "total_steps": sections.pop("total_steps", 3)},
+            "model": {"source": "tiny", "max_length": 64, "tiny": {"hidden_size": 16, "layers": 1, "heads": 2}},
+            "sampling": {"max_tokens": 8},
+            "engine": {"kind": "external", "urls": [url]},
+            "environments": {"toy": {"name": "arithmetic"}},
+            "groups": {"n_rollout": 2, "groups_per_step": 2},
+            "learner": {
+                "device": "cpu",
+                "compute_dtype": "float32",
+                "learning_rate": 1e-3,
+                **sections.pop("learner", {}),
+            },
+            "checkpoint": {"every": 2, **sections.pop("checkpoint", {})},
+            "replay": {"synchronous": "NORMAL"},
+            **sections,
+        }
+    )
+
+
+async def play(network, engine):
+    """An actor: every order is answered at once by two sampled tokens, worth 1 or 0."""
+    rng = np.random.default_rng(0)
+    async with MemoryLink(network, "actor-0") as link:
+        link.describe({"role": "actor", "name": "actor-0", "schema_version": SCHEMA_VERSION, "slots": 4, "holding": []})
+        while True:
+            event = await link.receive()
+            if event.kind is not EventKind.MESSAGE or event.message.kind is not Kind.ORDER:
+                continue
+            order = decode_order(event.message.header)
+            turn = Turn(
+                TokenSpan.context([1, 2]), TokenSpan.sampled(rng.integers(3, 9, 2), [-1.0, -2.0], int(engine.version)),
+                (ChatMessage("user", "u"),), ChatMessage("assistant", "a"), FinishReason.STOP, 1.0, {"right": 1.0},
+            )  # fmt: skip
+            trajectory = Trajectory(
+                order.order_id, order.group_id, order.task, (turn,), TrajectoryStatus.COMPLETE,
+                rewards={"environment": float(rng.integers(0, 2))},
+            )  # fmt: skip
+            header = {"trajectory_id": order.order_id}
+            await link.send(Message(Kind.TRAJECTORY, header, encode_trajectory(trajectory)))
+
+
+class World:
+    """Stage, actor and engine that live on while learners come and go."""
+
+    def __init__(self, config, engine):
+        self.config, self.engine, self.network = config, engine, MemoryNetwork()
+        self.directory = RunDirectory(config.run.path).create()
+        self.written = anyio.Event()
+
+    async def run(self, tasks):
+        stage = RoleContext("replay", 0, self.config, self.directory)
+        tasks.start_soon(serve_stage, stage, MemoryHub(self.network))
+        tasks.start_soon(play, self.network, self.engine)
+
+    def learner(self):
+        ctx = RoleContext("learner", 0, self.config, self.directory)
+        return ctx, partial(serve_learner, ctx, MemoryLink(self.network, "learner"))
+
+    async def until_step(self, step):
+        """Wait until the line of ``step`` was written."""
+        while not self.directory.metrics_file.exists() or len(self.lines()) < step:
+            await self.written.wait()
+
+    def wrote(self):
+        written, self.written = self.written, anyio.Event()
+        written.set()
+
+    def lines(self):
+        return [orjson.loads(line) for line in self.directory.metrics_file.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    @contextlib.asynccontextmanager
+    async def make(**sections):
+        engine = Engine()
+        async with serving(engine) as url:
+            w = World(config_of(tmp_path, url, **sections), engine)
+            write = MetricsLog.write
+            monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
+            with anyio.fail_after(60):
+                async with anyio.create_task_group() as tasks:
+                    await w.run(tasks)
+                    yield w
+                    tasks.cancel_scope.cancel()
+
+    return make
+
+
+async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):
+    async with world() as w:
+        ctx, run = w.learner()
+        await run()
+        assert ctx.status.state == "finished"
+    lines = w.lines()
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["policy_version"] for line in lines] == [0, 1, 2]
+    assert all(line["n_trajectories"] == 4 and line["signals"] == {"right": 1.0} for line in lines)
+    assert max(line["staleness_max"] for line in lines) <= 1
+    assert {"wait", "prepare", "forward", "backward", "optimize", "publish"} <= set(lines[0]["seconds"])
+    assert w.engine.versions == [0, 1, 2, 3]
+    assert len(w.engine.loaded) == 3
+    assert read_state(find_checkpoints(w.directory.checkpoints)[0]).updates == 3
+    text = ctx.registry.get_sample_value
+    assert text("afterplay_learner_updates_total") == 3
+    assert text("afterplay_learner_importance_ratio_count", {"level": "token", "source": "fresh"}) == 24
+
+
+async def kill_after(w, steps):
+    """A learner that is torn away after some lines, as by SIGKILL: no drain, no checkpoint of what came last."""
+    _, run = w.learner()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await w.until_step(steps)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_killed_learner_makes_the_lost_updates_again_under_new_versions(world):
+    async with world(total_steps=6) as w:
+        await kill_after(w, 3)
+        _, run = w.learner()
+        await run()
+    lines = w.lines()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert w.engine.versions == sorted(w.engine.versions)
+    assert {version: len(weights) for version, weights in w.engine.weights_of.items() if len(weights) > 1} == {}
+
+
+async def test_a_learner_killed_before_its_first_checkpoint_starts_over(world):
+    async with world(total_steps=3, checkpoint={"every": 100}) as w:
+        await kill_after(w, 1)
+        _, run = w.learner()
+        await run()
+    assert [line["step"] for line in w.lines()] == [1, 2, 3]
+    assert w.engine.versions == sorted(w.engine.versions)
+    assert all(len(weights) == 1 for weights in w.engine.weights_of.values())
+
+
+async def test_lost_connections_lose_no_update(world):
+    async with world(total_steps=5) as w:
+        _, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            for steps in (1, 2, 3):
+                await w.until_step(steps)
+                w.network.disconnect("learner")
+    assert [line["step"] for line in w.lines()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+async def test_stopping_returns_at_once_and_leaves_a_run_that_can_go_on(world, steps):
+    async with world(total_steps=1000, checkpoint={"every": 1}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            if steps:
+                await w.until_step(steps)
+            tasks.cancel_scope.deadline = anyio.current_time() + 5
+            ctx.stopping.set()
+        assert not tasks.cancel_scope.cancel_called
+        if steps:
+            assert read_state(find_checkpoints(w.directory.checkpoints)[0]).updates >= steps - 1
+
+
+async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypatch):
+    async with world() as w:
+        closed = w.config.model_copy(
+            update={"engine": w.config.engine.model_copy(update={"urls": ("http://127.0.0.1:9",)})}
+        )
+        w.config = closed
+        ctx, run = w.learner()
+        reported, report = anyio.Event(), ctx.report
+
+        def listening(*args, **details):
+            nonlocal reported
+            report(*args, **details)
+            reported.set()
+            reported = anyio.Event()
+
+        monkeypatch.setattr(ctx, "report", listening)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            with anyio.fail_after(20):
+                while (
+                    "rollouts: 0 of 2 groups of step 1" not in ctx.status.waiting_for
+                    or not ctx.status.details["engines"]
+                ):
+                    await reported.wait()
+            ctx.stopping.set()
