@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from actors.engine.base import Engine, PrefixCache
-from actors.engine.router import UNSTAMPED, Lease, MoveReason, Router, RouterStatistics
+from actors.engine.router import UNSTAMPED, Lease, MoveReason, Placement, Router, RouterStatistics
 from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics
 
@@ -52,6 +52,7 @@ class EnginePool:
         self._wait_seconds_max = wait_seconds_max
         self._probe_seconds = probe_seconds
         self._metrics = metrics
+        self._placements = {p: metrics.sticky_placements_total.labels(kind=p.value) for p in Placement}
         self._changed = anyio.Event()
         self._poked = {name: anyio.Event() for name in self._engines}
         self._caches: dict[str, PrefixCache] = {}
@@ -119,7 +120,7 @@ class EnginePool:
         lease = self.router.acquire(session, version_min, avoid)
         if lease is None:
             lease = await self._wait_for_lease(session, version_min, avoid)
-        self._metrics.sticky_placements_total.labels(kind=lease.placement.value).inc()
+        self._placements[lease.placement].inc()
         if lease.move is not None:
             self._metrics.sticky_moves_total.labels(reason=lease.move.value).inc()
         return lease

@@ -70,6 +70,7 @@ class Renderer:
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: "
                 "set model.chat_template to a Jinja file"
             )
+        self._backend = _plain_backend(tokenizer)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
         ends = {int(i) for i in end_ids}
         if tokenizer.eos_token_id is not None:
@@ -153,12 +154,25 @@ class Renderer:
         return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
         assert isinstance(text, str)
         return text
+
+
+def _plain_backend(tokenizer: Any) -> Any | None:
+    """The Rust tokenizer itself, where there is one: the same ids at a quarter of the cost, and no thread pool per call."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    return backend
 
 
 def load_tokenizer(

@@ -1,4 +1,4 @@
-"""The actor's ``main`` over real ZeroMQ, with a real word model in the embedded engine: exact tokens, drain, no order lost."""
+"""The actor's ``main`` over real ZeroMQ and a real engine: exact tokens, versions, metrics, drain, no order lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ async def engine_port(tmp_path: Path) -> AsyncIterator[int]:
                 while process.returncode is None:
                     try:
                         body = {"new_version": "3"}
-                        async with session.post(f"http://127.0.0.1:{port}/update_weight_version", json=body) as response:
+                        async with session.post(
+                            f"http://127.0.0.1:{port}/update_weight_version", json=body
+                        ) as response:
                             assert response.status == 200
                             break
                     except aiohttp.ClientConnectionError:
