@@ -2,7 +2,8 @@
 
     python benchmarks/replay_ingest.py [--trajectories 8000] [--round 16]
 
-Prints trajectories/s of the stage (decode, validate, account, score, commit) and of bare SQLite inserts of the same bytes.
+Prints trajectories/s of the stage (decode, validate, account, score, commit) and of bare SQLite inserts of the same
+bytes.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def run() -> None:
         f"{n:.0f} trajectories of {parts['bytes']:.0f} bytes, {options.round} to a transaction, {options.synchronous}"
     )
     print(
-        f"stage        {rate:8.0f} /s   (apply {parts['apply'] / n * 1e6:.0f} us, commit {parts['commit'] / n * 1e6:.0f} us each)"
+        f"stage        {rate:8.0f} /s   (each: apply {parts['apply'] / n * 1e6:.0f} us, "
+        f"commit {parts['commit'] / n * 1e6:.0f} us)"
     )
     print(f"bare SQLite  {floor:8.0f} /s   ratio {rate / floor:.2f}")
 

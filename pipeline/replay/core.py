@@ -39,6 +39,7 @@ from pipeline.transport.base import Frames, Kind, Limits, Message
 ScoreNow = Callable[[Trajectory], Verdict]
 
 _ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED}
+_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
 
 
 class StageCore:
@@ -270,7 +271,7 @@ class StageCore:
         if isinstance(seen, Unreadable):
             log.warning("%s sent an unreadable trajectory %s: %s", actor, trajectory_id, seen.reason)
             s.journal.refuse(actor, str(trajectory_id), f"{seen.drop.value}: {seen.reason}")
-            self.groups.failed(order, seen.drop, None, seen.reason)
+            self.groups.failed(order, seen.drop, None, f"{seen.drop.value}: {seen.reason}")
             return
         s.journal.ack(actor, order.key.text)
         if seen.drop is not None:
@@ -314,7 +315,8 @@ class StageCore:
                 else Drop.UNKNOWN
             )
         else:
-            drop = _ENDED.get(order.state, Drop.DUPLICATE)
+            unreadable = order.state is OrderState.FAILED and order.reason.startswith(_UNREADABLE)
+            drop = Drop(order.reason.split(":")[0]) if unreadable else _ENDED.get(order.state, Drop.DUPLICATE)
         self.journal.count(f"trajectories.dropped.{drop.value}")
         if drop is Drop.DUPLICATE:
             self.journal.ack(actor, trajectory_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pipeline.metrics.base import HistogramChild
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.core import StageCore
@@ -39,6 +41,7 @@ class Observer:
     def __init__(self, metrics: ReplayMetrics) -> None:
         self._m = metrics
         self._seen: dict[str, int] = {}
+        self._oldest_at = 0.0
 
     def update(self, core: StageCore) -> None:
         """Publish what changed since the last call."""
@@ -101,5 +104,7 @@ class Observer:
         m.capacity_trajectories.set((batches.rule.bound + 1) * batches.rule.groups_per_step * n_rollout)
         m.connected_peers.labels(peer="actor").set(core.leases.connected)
         m.connected_peers.labels(peer="learner").set(int(core.learner.peer is not None))
-        oldest = core.oldest_version
-        m.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))
+        if time.monotonic() - self._oldest_at >= 1.0:
+            self._oldest_at = time.monotonic()
+            oldest = core.oldest_version
+            m.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))

@@ -358,11 +358,13 @@ class Simulation:
         self._serial = itertools.count()
         self.engine_version = -1
         self.acknowledged: set[str] = set()
+        self.slow_scores = self.rng.random() < 0.5
+        """Scores come later, as those of user functions do."""
         self.trained_total = 0
         self.restarts = 0
         self.core: StageCore | None = None
         self.store: ReplayStore | None = None
-        self._inbox: list[tuple[str, Peer, Any]] = []
+        self._inbox: list[tuple[str, Any, Any]] = []
         self._round = False
         self.actors = [SimulatedActor(self, f"actor-{i}", slots) for i in range(actors)]
         self.learner = SimulatedLearner(
@@ -403,7 +405,7 @@ class Simulation:
         if self.store is not None:
             self.store.close()
 
-    def stage_event(self, event: tuple[str, Peer, Any]) -> None:
+    def stage_event(self, event: tuple[str, Any, Any]) -> None:
         if self.core is not None:
             self._inbox.append(event)
             if not self._round:
@@ -422,13 +424,29 @@ class Simulation:
 
     def _start_stage(self) -> None:
         self.store = ReplayStore(self.path, synchronous="NORMAL")
-        self.core = StageCore(self.config, self.store.load(), now=self.now, wall=self.now, score_now=self._score_now)
-        self._wake()
+        score_now = None if self.slow_scores else self._score_now
+        self.core = StageCore(self.config, self.store.load(), now=self.now, wall=self.now, score_now=score_now)
+        self._do_round()
 
     def _score_now(self, trajectory: Trajectory) -> Verdict:
         if self.rng.random() < self.faults_now.unscored:
             return combine({"environment": None}, {"environment": 1.0})
         return combine(trajectory.rewards, {"environment": 1.0})
+
+    def _score(self, store: ReplayStore, effect: Score) -> None:
+        frames = store.payloads([effect.record.seq])
+        if effect.record.seq not in frames:
+            return
+        trajectory = decode_trajectory(frames[effect.record.seq])
+        assert effect.trajectory is None or effect.trajectory.trajectory_id == trajectory.trajectory_id
+        body = (effect.record, self._score_now(trajectory))
+        core = self.core
+
+        def deliver() -> None:
+            if self.core is core:
+                self.stage_event(("scored", None, body))
+
+        self.after(self.rng.choice((0.01, self.rng.uniform(0, 3))), deliver)
 
     def _do_round(self) -> None:
         self._round = False
@@ -443,6 +461,8 @@ class Simulation:
                     core.peer_up(peer.name, body)
                 case "down":
                     core.peer_down(peer.name, left=False)
+                case "scored":
+                    core.scored(*body)
                 case _:
                     core.message(peer.name, body)
         core.plan()
@@ -455,8 +475,10 @@ class Simulation:
         if crash:
             effects = effects[: self.rng.randrange(len(effects) + 1)]
         for effect in effects:
-            assert not isinstance(effect, Score)
-            self._send(store, effect)
+            if isinstance(effect, Score):
+                self._score(store, effect)
+            else:
+                self._send(store, effect)
         if crash:
             self.restart_stage()
         else:

@@ -68,15 +68,21 @@ def check_header(path: Path) -> bool:
 
     Raises :class:`StoreError` that names the remedy when it is anything else.
     """
-    remedy = "Move it away to start with an empty store, or set replay.store to another file"
+    remedy = "Move it away (with its -wal) to start with an empty store, or set replay.store to another file"
     try:
         with path.open("rb") as file:
             header = file.read(100)
     except FileNotFoundError:
-        return False
+        header = b""
     except OSError as error:
         raise StoreError(f"the replay store {path} cannot be read: {error}. {remedy}") from error
+    log = path.with_name(path.name + "-wal")
+    logged = log.stat().st_size if log.exists() else 0
     if not header:
+        if logged:
+            raise StoreError(
+                f"{log} belongs to a replay store, but {path} is not there: move it back, or {log} away too"
+            )
         return False
     if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
         raise StoreError(f"expected {path} to be a replay store (an SQLite file), got something else. {remedy}")
@@ -93,7 +99,7 @@ def check_header(path: Path) -> bool:
         )
     pages, page_bytes = struct.unpack(">I", header[28:32])[0], struct.unpack(">H", header[16:18])[0] or 65536
     page_bytes = 65536 if page_bytes == 1 else page_bytes
-    if pages * page_bytes > path.stat().st_size and not path.with_name(path.name + "-wal").exists():
+    if pages * page_bytes > path.stat().st_size + logged:
         raise StoreError(f"{path} is cut off: expected {pages * page_bytes} bytes, got {path.stat().st_size}. {remedy}")
     return True
 

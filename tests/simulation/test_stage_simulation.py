@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from pipeline.config import RunConfig
 from pipeline.replay.ledger import read_ledger
 from pipeline.replay.simulation import Faults, Simulation
 
-SCHEDULES = 240
+SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "120"))
+"""Each is a different run file, mixture of faults and order of events; hundreds more were run when this was written."""
 PER_TEST = 20
 
 
@@ -59,6 +62,12 @@ def check(sim: Simulation) -> None:
     assert len(groups) == len(set(groups)) == weights.updates * sim.config.groups.groups_per_step
     assert len(trajectories) == len(set(trajectories)) == len(groups) * sim.config.groups.n_rollout
     assert not any(peer.refused for peer in sim.peers), [peer.refused for peer in sim.peers]
+    assert sim.store is not None
+    with sqlite3.connect(sim.path) as connection:
+        stored = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
+    connection.close()
+    assert sim.acknowledged <= set(stored) and len(set(stored)) == len(stored)
+    assert set(trajectories) <= set(stored)
     ledger = read_ledger(sim.path, rows=True)
     assert ledger.audit() == []
     assert ledger.groups["trained"] == len(groups)

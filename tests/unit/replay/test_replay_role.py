@@ -55,7 +55,9 @@ class Player:
                     order = decode_order(event.message.header)
                     self.held[order.order_id] = encode_trajectory(rollout(order, order.policy_version))
                     self._describe(link)
-                    await link.send(Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, self.held[order.order_id]))
+                    await link.send(
+                        Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, self.held[order.order_id])
+                    )
                 elif event.message is not None and event.message.kind is Kind.ACK:
                     for order_id in event.message.header["trajectory_ids"]:
                         self.held.pop(order_id, None)
@@ -63,7 +65,13 @@ class Player:
                     self._describe(link)
 
     def _describe(self, link: Link) -> None:
-        header = {"role": "actor", "name": "actor-0", "schema_version": SCHEMA_VERSION, "slots": 4, "holding": list(self.held)}
+        header = {
+            "role": "actor",
+            "name": "actor-0",
+            "schema_version": SCHEMA_VERSION,
+            "slots": 4,
+            "holding": list(self.held),
+        }
         link.describe(header)
 
 

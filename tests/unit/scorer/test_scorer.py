@@ -38,7 +38,8 @@ async def test_reward_is_the_weighted_sum_of_all_parts() -> None:
     ("name", "reason", "worker"),
     [
         ("raises", "raised", False), ("raises", "raised", True), ("text", "type", False), ("text", "type", True),
-        ("nan", "nonfinite", False), ("nothing", "missing", False), ("hangs", "timeout", False), ("blocks", "timeout", False),
+        ("nan", "nonfinite", False), ("nothing", "missing", False), ("hangs", "timeout", False),
+        ("blocks", "timeout", False),
         ("spins", "timeout", True), ("dies", "crashed", True),
     ],
 )  # fmt: skip

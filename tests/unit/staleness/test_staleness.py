@@ -82,7 +82,8 @@ class History:
 
     def step(self, choice: int, pick: int) -> bool:
         actions = [
-            self.admit, self.admit, self.admit, lambda: self.finish(pick), lambda: self.finish(pick), self.place, self.place,
+            self.admit, self.admit, self.admit, lambda: self.finish(pick), lambda: self.finish(pick),
+            self.place, self.place,
             self.consume, self.publish, lambda: self.cancel(pick), self.restart_stage, lambda: self.roll_back(pick),
         ]  # fmt: skip
         return actions[choice % len(actions)]()
@@ -93,13 +94,16 @@ choices = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 50)), max_size=1
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 4), st.integers(1, 4), choices)
-def test_no_group_is_trained_later_than_its_bound(bound: int, groups_per_step: int, script: list[tuple[int, int]]) -> None:
+def test_no_group_is_trained_later_than_its_bound(
+    bound: int, groups_per_step: int, script: list[tuple[int, int]]
+) -> None:
     history = History(bound, groups_per_step)
     for choice, pick in script:
         history.step(choice, pick)
-        assert history.batches.open + history.batches.consumed * groups_per_step <= (
-            max(history.batches.live or 0, *history.admitted.values(), 0) + bound + 1
-        ) * groups_per_step
+        assert (
+            history.batches.open + history.batches.consumed * groups_per_step
+            <= (max(history.batches.live or 0, *history.admitted.values(), 0) + bound + 1) * groups_per_step
+        )
     for group, update in history.trained.items():
         assert update <= history.admitted[group] + bound
 

@@ -1,0 +1,168 @@
+"""The store: what was committed is there once, and a file that is not ours is refused unharmed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.errors import StoreError
+from pipeline.replay.core import StageCore
+from pipeline.replay.ledger import read_ledger
+from pipeline.replay.store import ReplayStore
+from pipeline.replay.store_file import STORE_VERSION
+
+CHILD = """
+import sys
+from pathlib import Path
+from pipeline.codec import decode_order, encode_trajectory
+from pipeline.config import RunConfig
+from pipeline.replay.core import StageCore
+from pipeline.replay.simulation import rollout
+from pipeline.replay.store import ReplayStore
+from pipeline.scorer.scorer import Scorer
+from pipeline.transport.base import Kind, Message
+
+config = RunConfig.model_validate({
+    "run": {"total_steps": 10**6}, "groups": {"n_rollout": 4, "groups_per_step": 10_000}, "environments": {"a": {}},
+    "transport": {"silence_seconds_max": 10},
+})
+store = ReplayStore(Path(sys.argv[1]), "NORMAL")
+core = StageCore(config, store.load(), score_now=Scorer(config.scorer).score_now)
+core.peer_up("actor-0", {"role": "actor", "schema_version": 1, "slots": 16, "holding": []})
+core.peer_up("learner", {"role": "learner", "schema_version": 1, "session": "s", "updates": 0, "policy_version": -1,
+    "credit_groups": 1})
+core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+while True:
+    core.plan()
+    changes, effects = core.collect()
+    store.commit(changes)
+    for effect in effects:
+        if effect.kind is Kind.ACK and effect.peer == "actor-0":
+            sys.stdout.write("".join(i + "\\n" for i in effect.header["trajectory_ids"]))
+            sys.stdout.flush()
+        if effect.kind is Kind.ORDER:
+            order = decode_order(effect.header)
+            frames = encode_trajectory(rollout(order, 0))
+            core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+"""
+
+
+def test_acknowledged_trajectory_survives_kill(tmp_path: Path) -> None:
+    path, rng = tmp_path / "replay.sqlite", random.Random(5)
+    acknowledged: list[str] = []
+    for _ in range(5):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        try:
+            for _ in range(rng.randrange(1, 400)):
+                acknowledged.append(child.stdout.readline().strip())
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+        acknowledged += [line for line in child.stdout.read().split("\n") if line.count(".") == 2][:-1]
+        child.stdout.close()
+        child.wait()
+        with sqlite3.connect(path) as connection:
+            stored = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
+            payloads = connection.execute("SELECT count(*) FROM payloads JOIN trajectories USING (seq)").fetchone()[0]
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        connection.close()
+        assert len(stored) == len(set(stored)) == payloads
+        assert set(acknowledged) <= set(stored)
+        assert len(set(acknowledged)) == len(acknowledged)
+        assert read_ledger(path, rows=True).audit() == []
+    assert len(acknowledged) > 100
+
+
+def foreign_sqlite(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE other (x)")
+    connection.commit()
+    connection.close()
+
+
+def other_version(path: Path) -> None:
+    ReplayStore(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {STORE_VERSION + 1}")
+    connection.close()
+
+
+def cut_off(path: Path) -> None:
+    ReplayStore(path).close()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def scribbled(path: Path) -> None:
+    ReplayStore(path).close()
+    data = bytearray(path.read_bytes())
+    data[100:] = os.urandom(len(data) - 100)
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.write_text("dear diary, this is not a data base " * 10), "something else"),
+        (lambda path: path.write_bytes(b"short"), "something else"),
+        (foreign_sqlite, "something else"),
+        (other_version, "a newer Afterplay"),
+        (cut_off, "cut off"),
+        (scribbled, "could not be"),
+    ],
+)
+def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, says: str) -> None:
+    path = tmp_path / "replay.sqlite"
+    damage(path)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=says) as caught:
+        ReplayStore(path).load()
+    assert "ove it away" in str(caught.value)
+    assert path.read_bytes() == before
+
+
+def test_the_log_of_another_store_is_not_played_into_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "replay.sqlite-wal").write_bytes(b"what was not yet in the store")
+    with pytest.raises(StoreError, match="move it back"):
+        ReplayStore(tmp_path / "replay.sqlite")
+
+
+def test_two_stages_cannot_write_one_store(tmp_path: Path) -> None:
+    path = tmp_path / "replay.sqlite"
+    with ReplayStore(path), pytest.raises(StoreError, match="another replay stage"):
+        ReplayStore(path)
+    ReplayStore(path).close()
+
+
+def test_a_failed_commit_changes_nothing(tmp_path: Path) -> None:
+    core = StageCore(RunConfig())
+    with ReplayStore(tmp_path / "s.sqlite") as store:
+        core.journal.count("orders.issued")
+        store.commit(core.collect()[0])
+        core.journal.count("orders.issued")
+        changes = core.collect()[0]
+        changes.payloads.append((1, ("no", "bytes")))  # type: ignore[arg-type]
+        with pytest.raises(StoreError):
+            store.commit(changes)
+        assert store.load().counters == {"orders.issued": 1}
+
+
+def test_the_ledger_is_readable_while_the_stage_writes(tmp_path: Path) -> None:
+    path = tmp_path / "s.sqlite"
+    with pytest.raises(StoreError, match="no replay store"):
+        read_ledger(path)
+    core = StageCore(RunConfig())
+    with ReplayStore(path) as store:
+        core.journal.count("orders.issued")
+        store.commit(core.collect()[0])
+        ledger = read_ledger(path, rows=True)
+        assert ledger.orders == {"issued": 1}
+        assert "orders issued: 1, but their states add up to 0" in ledger.audit()
+    assert read_ledger(path).orders == {"issued": 1}
