@@ -48,13 +48,13 @@ def draw(metrics_file: Path, picture: Path) -> str | None:
 
 
 def _series(lines: Iterable[Line], key: str, within: str | None = None) -> tuple[list[int], list[float]]:
-    """Steps (from 1) and values of one key; lines without a number there are left out."""
+    """Steps and values of one key; lines without a number there are left out."""
     points = []
     for line in lines:
         holder: Any = line.get(within, {}) if within else line
         value = holder.get(key) if isinstance(holder, Mapping) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
-            points.append((int(line["step"]) + 1, float(value)))
+            points.append((int(line["step"]), float(value)))
     return [p[0] for p in points], [p[1] for p in points]
 
 
@@ -124,7 +124,7 @@ def _throughput(axis: Any, lines: list[Line]) -> None:
 
 def _seconds(axis: Any, lines: list[Line]) -> None:
     axis.set_title("seconds per step, by stage")
-    steps = [int(line["step"]) + 1 for line in lines]
+    steps = [int(line["step"]) for line in lines]
     base = [0.0] * len(lines)
     for colour, stage in enumerate(_STAGES):
         told = [line.get("seconds") for line in lines]

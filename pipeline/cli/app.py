@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -226,7 +229,12 @@ def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) 
     from pipeline.role import load_main, role_name, run_role
 
     config = _load(file, sets)
-    raise typer.Exit(run_role(role_name(role, index), index, config, load_main(main)))
+    code = run_role(role_name(role, index), index, config, load_main(main))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The role has closed what it opened. Taking the interpreter apart would take seconds (torch), or hang on a thread.
+    os._exit(code)
 
 
 def _refuse(message: str) -> NoReturn:

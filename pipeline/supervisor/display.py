@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pipeline.supervisor.machine import Phase, Process
 from pipeline.supervisor.probe import Answer
-from pipeline.supervisor.progress import Line, describe, facts
+from pipeline.supervisor.progress import Line, describe, facts, step_of
 
 _STYLE = {
     Phase.WAITING: "dim",
@@ -74,7 +74,7 @@ class Display:
         return Group(self._header(), self._facts(), self._table())
 
     def _header(self) -> Table:
-        step = int(self._line.get("step", -1)) + 1 if self._line else 0
+        step = step_of(self._line)
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
             Text(self._title, style="bold"),

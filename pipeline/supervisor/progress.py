@@ -50,13 +50,19 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def reached(line: Mapping[str, Any] | None, total_steps: int) -> bool:
-    """Whether this line is of the last step of the run. Steps count updates from 0."""
-    return line is not None and int(line.get("step", -1)) + 1 >= total_steps
+    """Whether this line is of the last step of the run. Steps count from 1."""
+    return line is not None and step_of(line) >= total_steps
+
+
+def step_of(line: Mapping[str, Any] | None) -> int:
+    """Steps done when the line was written; 0 without a line."""
+    step = line.get("step") if line else None
+    return step if isinstance(step, int) else 0
 
 
 def describe(line: Mapping[str, Any], total_steps: int) -> str:
     """One line for people: step, reward, signals, ratio, ESS, staleness, speed."""
-    parts = [f"step {int(line.get('step', -1)) + 1}/{total_steps}"]
+    parts = [f"step {step_of(line)}/{total_steps}"]
     parts += [f"{label} {text}" for label, text in facts(line).items()]
     return "  ".join(parts)
 

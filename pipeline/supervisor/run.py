@@ -18,7 +18,7 @@ from pipeline.rundir import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.claim import RunIsAlive, claim, make_room
 from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.machine import Limits
-from pipeline.supervisor.progress import MetricsTail, reached
+from pipeline.supervisor.progress import MetricsTail, reached, step_of
 from pipeline.supervisor.shell import Supervisor
 from pipeline.supervisor.specs import ProcessSpec, specs_of
 from pipeline.supervisor.undertaker import Undertaker
@@ -65,7 +65,7 @@ def supervise(
     begun = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
-        console.print(f"going on after step {int(tail.last.get('step', -1)) + 1} (--fresh starts anew)", soft_wrap=True)
+        console.print(f"going on after step {step_of(tail.last)} (--fresh starts anew)", soft_wrap=True)
     with Display(
         config.run.name, config.run.total_steps, supervisor.machine.processes, supervisor.answers, console
     ) as display:

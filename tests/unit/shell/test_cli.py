@@ -107,7 +107,7 @@ def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path
     result = invoke("status", str(directory.path))
     assert result.exit_code == 0
     assert "not running" in result.output
-    assert "step 2/9  reward 0.100  first_right 0.350  ratio 1.000" in result.output
+    assert "step 1/9  reward 0.100  first_right 0.350  ratio 1.000" in result.output
 
 
 def test_a_run_is_alive_while_its_directory_is_claimed(tmp_path):
@@ -154,14 +154,9 @@ def test_a_step_that_was_made_again_counts_once(tmp_path):
 
 
 def test_the_end_is_reached_with_the_last_step():
-    assert [reached(x, 3) for x in (None, {}, {"step": 1}, {"step": 2}, {"step": 3})] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
-    assert describe({"step": 1}, 3) == "step 2/3"
+    lines = (None, {}, {"step": 2}, {"step": 3}, {"step": 4})
+    assert [reached(x, 3) for x in lines] == [False, False, False, True, True]
+    assert describe({"step": 1}, 3) == "step 1/3"
 
 
 def test_a_role_that_cannot_be_imported_is_a_clear_refusal():

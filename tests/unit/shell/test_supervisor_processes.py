@@ -57,8 +57,8 @@ with (root / "notes").open("a") as f: f.write(f"grandchild started {child.pid}\\
 while True: time.sleep(1)
 '''
 FINISHES = PRELUDE + r'''
-line = '{"step": 0, "reward_mean": 0.25}'
-last = '{"step": 1, "reward_mean": 0.5, "signals": {"first_right": 0.5}}'
+line = '{"step": 1, "reward_mean": 0.25}'
+last = '{"step": 2, "reward_mean": 0.5, "signals": {"first_right": 0.5}}'
 (root / "metrics.jsonl").open("a").write(line + chr(10) + last + chr(10))
 '''
 FAILS = PRELUDE + "print('expected a pear'); sys.exit(1)"
