@@ -72,7 +72,7 @@ class Api:
 @pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 async def api(request: pytest.FixtureRequest) -> AsyncIterator[Api]:
     engine = request.getfixturevalue(f"{request.param}_engine")
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         api = Api(engine, session)
         await api.update(next_version(engine), api.model)
         yield api

