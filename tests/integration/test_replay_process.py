@@ -1,0 +1,69 @@
+"""The replay stage as a real process over ZeroMQ, killed again and again while it works."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+import yaml
+
+from pipeline.config import RunConfig
+from pipeline.replay.fakes import InstantActor, InstantLearner
+from pipeline.replay.ledger import read_ledger
+from pipeline.transport.open import open_link
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.timeout(120)
+async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    raw = {
+        "run": {"directory": str(tmp_path), "name": "r", "total_steps": 400},
+        "groups": {"n_rollout": 4, "groups_per_step": 2},
+        "environments": {"a": {}},
+        "replay": {"address": f"tcp://127.0.0.1:{free_port()}"},
+        "transport": {"heartbeat_seconds": 0.2, "silence_seconds_max": 2.0},
+    }
+    run_file.write_text(yaml.safe_dump(raw))
+    config = RunConfig.model_validate(raw)
+    actor, learner = InstantActor(), InstantLearner(400, 4, 2)
+    rng = random.Random(3)
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "pipeline.cli", "replay", str(run_file)]
+        return subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+
+    process = start()
+    try:
+        with anyio.fail_after(100):
+            async with anyio.create_task_group() as peers:
+                peers.start_soon(actor.run, open_link(config, "actor-0"))
+                peers.start_soon(learner.run, open_link(config, "learner"))
+                for _ in range(3):
+                    until = learner.updates + rng.randint(10, 60)
+                    while learner.updates < until:
+                        await learner.progress()
+                    os.kill(process.pid, signal.SIGKILL)
+                    process.wait()
+                    process = start()
+                await learner.done.wait()
+                peers.cancel_scope.cancel()
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+    assert len(learner.trained) == len(set(learner.trained)) == 400 * 2 * 4
+    ledger = read_ledger(tmp_path / "r" / "replay.sqlite", rows=True)
+    assert ledger.audit() == []
+    assert ledger.updates == 400 and ledger.trajectories["trained"] == 3200
