@@ -34,24 +34,29 @@ class CurveKeys:
     clients: frozenset[bytes]
     """Public keys that the hub accepts."""
 
-    def apply_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a ROUTER accept only known clients. Raises :class:`ConfigurationError` without the server's secret."""
+    def require_server(self) -> None:
+        """Raises :class:`ConfigurationError` where the folder cannot serve a hub."""
         if self.server_secret is None:
             raise ConfigurationError(
                 f"the hub needs {self.folder / (_SERVER + _SECRET)}: copy it here or run `afterplay keys`"
             )
+
+    def require_client(self) -> None:
+        """Raises :class:`ConfigurationError` where the folder cannot serve a link."""
+        if self.client_secret is None or self.client_public is None:
+            raise ConfigurationError(
+                f"a link needs {self.folder / (_CLIENT + _SECRET)} and its public half: run `afterplay keys`"
+            )
+
+    def apply_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a ROUTER accept only known clients."""
         socket.curve_secretkey = self.server_secret
         socket.curve_publickey = self.server_public
         socket.curve_server = True
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
 
     def apply_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a DEALER prove who it is, and talk to no other server. Raises :class:`ConfigurationError` without
-        client keys."""
-        if self.client_secret is None or self.client_public is None:
-            raise ConfigurationError(
-                f"a link needs {self.folder / (_CLIENT + _SECRET)} and its public half: run `afterplay keys`"
-            )
+        """Make a DEALER prove who it is, and talk to no other server."""
         socket.curve_secretkey = self.client_secret
         socket.curve_publickey = self.client_public
         socket.curve_serverkey = self.server_public

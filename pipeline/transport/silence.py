@@ -26,7 +26,8 @@ class Silence:
         """Call once per heartbeat. ``deaf``: we did not listen since the last tick. Returns who was silent too long."""
         if self._last_tick is not None:
             elapsed = now - self._last_tick
-            excused = elapsed if deaf else max(0.0, elapsed - 2 * self._heartbeat_seconds)
+            late = elapsed - self._heartbeat_seconds if elapsed > 2 * self._heartbeat_seconds else 0.0
+            excused = elapsed if deaf else late
             if excused > 0:
                 for key, at in self._heard.items():
                     self._heard[key] = min(now, at + excused)

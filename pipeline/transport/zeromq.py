@@ -32,10 +32,11 @@ class ZmqHub(WireHub):
     ) -> None:
         if curve is None and not is_local(address):
             raise ConfigurationError(
-                f"replay.address {address} is reachable from other machines, so it needs CURVE keys: run `afterplay "
-                f"keys DIR`, "
-                "set transport.curve to DIR in the run file of every process, or bind to tcp://127.0.0.1:0"
+                f"replay.address {address} is reachable from other machines, so it needs CURVE keys: run "
+                "`afterplay keys DIR`, set transport.curve to DIR in the run file of every process, or bind to tcp://127.0.0.1:0"
             )
+        if curve is not None:
+            curve.require_server()
         wire = HubSocketWire(address, limits, silence_seconds_max, curve)
         super().__init__(wire, limits, heartbeat_seconds, silence_seconds_max)
 
@@ -52,6 +53,8 @@ class ZmqLink(WireLink):
         silence_seconds_max: float = 10.0,
         curve: CurveKeys | None = None,
     ) -> None:
+        if curve is not None:
+            curve.require_client()
         wire = LinkSocketWire(address, limits, silence_seconds_max, curve)
         super().__init__(wire, name, limits, heartbeat_seconds, silence_seconds_max)
 

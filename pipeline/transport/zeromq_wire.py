@@ -28,8 +28,16 @@ _VIEW_BYTES_MIN = 8193
 receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
+_HANDSHAKES_MAX = 5
+"""Connections closed during the handshake, one after another, before it is taken for a matter of keys."""
 _MONITORED = (
-    zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
@@ -69,8 +77,7 @@ class HubSocketWire:
             context.term()
             raise ConfigurationError(
                 f"replay.address {self._address} cannot be bound: {error}. Expected something like "
-                f"tcp://127.0.0.1:7100 whose "
-                "port is free (another run may still use it; port 0 takes a free one)"
+                "tcp://127.0.0.1:7100 whose port is free (another run may still use it; port 0 takes a free one)"
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._context, self._socket = context, socket
@@ -133,11 +140,13 @@ class LinkSocketWire:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
+        self._shaking = False
+        self._failed_handshakes = 0
 
     def connect(self) -> None:
         if self._context is None:
             self._context = zmq.Context()
-        self.lost = None
+        self.lost, self._shaking = None, False
         socket = self._socket = self._context.socket(zmq.DEALER)
         _limit(socket, self._limits, self._silence_seconds_max, self.address)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -194,18 +203,25 @@ class LinkSocketWire:
                 event = parse_monitor_message(self._monitor.recv_multipart(_NOW))["event"]
             except zmq.Again:
                 return
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self.hopeless = f"{self.address} does not accept our CURVE key: its folder of keys needs our client key"
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self.hopeless = (
-                    f"{self.address} speaks another security mechanism: set the same transport.curve on both sides"
-                )
-            else:
-                closed = event == zmq.EVENT_CLOSED
-                self.lost = self.lost or (
-                    f"{self.address} does not answer" if closed else f"connection to {self.address} lost"
-                )
+            self._note(event)
             self.signal.fire()
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            self._shaking = True
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._shaking, self._failed_handshakes = False, 0
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.hopeless = f"{self.address} does not accept our CURVE key: its folder of keys needs our client key"
+        elif not self._shaking:
+            closed = event == zmq.EVENT_CLOSED
+            what = "does not answer" if closed else "has closed the connection"
+            self.lost = self.lost or f"{self.address} {what}"
+        elif self.lost is None:
+            self._failed_handshakes += 1
+            self.lost = f"{self.address} ended the handshake: expected the same transport.curve on both sides"
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._failed_handshakes >= _HANDSHAKES_MAX:
+                self.hopeless = self.lost
 
 
 def _limit(socket: zmq.Socket[bytes], limits: Limits, silence_seconds_max: float, address: str) -> None:

@@ -184,7 +184,7 @@ async def test_bye_of_a_link_is_peer_down_after_all_that_it_queued(face):
             for i in range(face.limits.queue_messages_max // 2):
                 await link.send(numbered(i, 100_000))
             started = anyio.current_time()
-        assert anyio.current_time() - started < 1
+        assert anyio.current_time() - started < 1.5
         for i in range(face.limits.queue_messages_max // 2):
             assert (await hub.receive()).message.header == {"n": i}
         down = await hub.receive()
@@ -214,7 +214,7 @@ async def test_a_hub_that_closes_delivers_what_it_queued_and_links_find_the_next
             for i in range(10):
                 await hub.send("a", numbered(i))
             started = anyio.current_time()
-        assert anyio.current_time() - started < 1
+        assert anyio.current_time() - started < 1.5
         for i in range(10):
             assert (await link.receive()).message.header == {"n": i}
         down = await link.receive()

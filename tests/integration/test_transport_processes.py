@@ -1,0 +1,163 @@
+"""Real processes, really killed: hub and link find each other again and nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from pipeline.transport.base import EventKind, Kind, Message
+from pipeline.transport.outbox import Outbox
+from pipeline.transport.zeromq import ZmqHub, ZmqLink
+
+pytestmark = pytest.mark.timeout(60)
+HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX = 0.1, 1.0
+
+HUB = """
+import os, sys, asyncio, uvloop
+from pipeline.transport.base import EventKind, Kind, Message
+from pipeline.transport.zeromq import ZmqHub
+
+async def main(address, store):
+    file = open(store, "a")
+    async with ZmqHub(address, heartbeat_seconds=0.1, silence_seconds_max=1.0) as hub:
+        print(hub.address, flush=True)
+        while True:
+            event = await hub.receive()
+            if event.kind is EventKind.PEER_UP:
+                await hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 20_000}))
+            elif event.kind is EventKind.MESSAGE:
+                name = event.message.header["trajectory_id"]
+                file.write(name + chr(10))
+                file.flush()
+                os.fsync(file.fileno())
+                await hub.send(event.peer, Message(Kind.ACK, {"trajectory_ids": [name]}))
+
+uvloop.run(main(*sys.argv[1:]))
+"""
+
+LINK = """
+import sys, uvloop
+from pipeline.transport.base import EventKind, Kind, Message
+from pipeline.transport.zeromq import ZmqLink
+
+async def main(address):
+    async with ZmqLink(address, "actor-0", heartbeat_seconds=0.1, silence_seconds_max=1.0) as link:
+        link.describe({"role": "actor", "slots": 1})
+        while (await link.receive()).kind is not EventKind.CONNECTED:
+            pass
+        for n in range(5):
+            await link.send(Message(Kind.TRAJECTORY, {"n": n}, (b"x" * 20_000,)))
+        while True:
+            await link.receive()
+
+uvloop.run(main(*sys.argv[1:]))
+"""
+
+
+class Child:
+    def __init__(self, code: str, *args: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        )
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_sent_again(tmp_path):
+    store, n, kills = tmp_path / "store.txt", 600, 3
+    hub = Child(HUB, "tcp://127.0.0.1:0", str(store))
+    try:
+        address = await hub.line()
+        outbox: Outbox[bytes] = Outbox(10_000_000)
+        acknowledged: set[str] = set()
+        down = 0
+        for i in range(n):
+            outbox.add(f"t{i}", b"x" * 1000, 1000)
+        async with ZmqLink(address, "actor-0", heartbeat_seconds=HEARTBEAT_SECONDS, silence_seconds_max=1.0) as link:
+            link.describe({"role": "actor"})
+            while outbox:
+                event = await link.receive()
+                if event.kind is EventKind.CONNECTED:
+                    outbox.reconnected()
+                    outbox.grant(event.message.header["credit_bytes"])
+                elif event.kind is EventKind.DISCONNECTED:
+                    down += 1
+                elif event.message.kind is Kind.ACK:
+                    names = event.message.header["trajectory_ids"]
+                    assert all(map(outbox.acknowledge, names)), "nothing acknowledged was sent again"
+                    acknowledged.update(names)
+                while (taken := outbox.take()) is not None:
+                    await link.send(Message(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, (taken[1],)))
+                if down < kills and len(acknowledged) > (down + 1) * n // (kills + 2) and link.connected:
+                    hub.kill()
+                    stored = set(store.read_text().split())
+                    assert acknowledged <= stored, "acknowledged before it was durable"
+                    hub = Child(HUB, address, str(store))
+                    while (await link.receive()).kind is not EventKind.DISCONNECTED:
+                        pass
+                    down += 1
+        assert down == kills == link.statistics().peers_dropped
+        assert acknowledged == {f"t{i}" for i in range(n)} == set(store.read_text().split())
+        assert outbox.counters.resent > 0 and outbox.counters.acknowledged == n
+    finally:
+        hub.kill()
+
+
+async def test_a_killed_link_process_is_peer_down_after_all_that_it_sent():
+    async with ZmqHub("tcp://127.0.0.1:0", heartbeat_seconds=HEARTBEAT_SECONDS, silence_seconds_max=30.0) as hub:
+        for _ in range(2):
+            child = Child(LINK, hub.address)
+            try:
+                assert (await hub.receive()).kind is EventKind.PEER_UP
+                await hub.send("actor-0", Message(Kind.WELCOME))
+                first = await hub.receive()
+                await anyio.sleep(3 * HEARTBEAT_SECONDS)
+                child.kill()
+                numbers = [first.message.header["n"]]
+                with anyio.fail_after(20 * HEARTBEAT_SECONDS):
+                    while (event := await hub.receive()).kind is EventKind.MESSAGE:
+                        numbers.append(event.message.header["n"])
+                assert numbers == list(range(5))
+                assert event.kind is EventKind.PEER_DOWN and event.peer == "actor-0"
+                assert hub.peers == ()
+            finally:
+                child.kill()
+        assert hub.statistics().peers_dropped == 2
+
+
+async def test_a_stopped_link_process_is_dropped_for_silence_and_comes_back_when_it_goes_on():
+    async with ZmqHub(
+        "tcp://127.0.0.1:0", heartbeat_seconds=HEARTBEAT_SECONDS, silence_seconds_max=SILENCE_SECONDS_MAX
+    ) as hub:
+        child = Child(LINK, hub.address)
+        try:
+            assert (await hub.receive()).kind is EventKind.PEER_UP
+            await hub.send("actor-0", Message(Kind.WELCOME))
+            for _ in range(5):
+                assert (await hub.receive()).kind is EventKind.MESSAGE
+            os.kill(child.process.pid, signal.SIGSTOP)
+            with anyio.fail_after(5 * SILENCE_SECONDS_MAX):
+                down = await hub.receive()
+            assert down.kind is EventKind.PEER_DOWN and "silent" in down.reason
+            os.kill(child.process.pid, signal.SIGCONT)
+            with anyio.fail_after(5 * SILENCE_SECONDS_MAX):
+                assert (await hub.receive()).kind is EventKind.PEER_UP, "it greets again by itself"
+            assert hub.statistics().corrupt == 0
+        finally:
+            child.kill()
