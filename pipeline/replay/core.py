@@ -150,6 +150,8 @@ class StageCore:
 
     def peer_down(self, peer: str, *, left: bool) -> None:
         """A peer is silent, or ``left`` on purpose."""
+        if not left:
+            self.journal.count(f"peers.silent.{'learner' if peer == self.learner.peer else 'actor'}")
         self.leases.down(peer, left=left)
         self.learner.down(peer)
 

@@ -30,6 +30,7 @@ class Dispatch:
         self.credit = 0
         self.sent: set[int] = set()
         """Groups that the connected learner has."""
+        self._starved_since: float | None = None
 
     def up(self, name: str, hello: Mapping[str, Any]) -> None:
         """HELLO of the learner: agree on what it has trained, forget what it lost, repeat what it misses."""
@@ -54,7 +55,7 @@ class Dispatch:
 
     def down(self, name: str) -> None:
         if name == self.peer:
-            self.peer, self.sent = None, set()
+            self.peer, self.sent, self._starved_since = None, set(), None
 
     def version(self, policy_version: int, updates: int) -> None:
         """Weights with ``updates`` updates are live as ``policy_version``: this is what admits new groups."""
@@ -132,6 +133,8 @@ class Dispatch:
                     dropped.append(group)
                     continue
             self._send(group)
+        if len(self.sent) < self.credit and self._starved_since is None:
+            self._starved_since = s.now
         return dropped
 
     def cancelled(self, group: GroupRecord) -> None:
@@ -196,6 +199,8 @@ class Dispatch:
         s = self._s
         assert self.peer is not None
         self.sent.add(group.number)
+        s.journal.observe("sample_wait", 0.0 if self._starved_since is None else s.now - self._starved_since)
+        self._starved_since = None
         plan = GroupPlan(
             group.group_id, group.task, group.n_rollout, group.n_rollout, (), group.attempt, group.admitted_update
         )

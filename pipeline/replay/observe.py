@@ -71,6 +71,8 @@ class Observer:
             m.sampled_trajectories_total.inc(change)
         elif name == "trajectories.stale":
             m.dropped_trajectories_total.labels(reason="stale").inc(change)
+        elif name.startswith("peers.silent."):
+            m.peers_dropped_total.labels(peer=name.removeprefix("peers.silent.")).inc(change)
         elif name.startswith("inserted."):
             m.inserted_trajectories_total.labels(env=name.removeprefix("inserted.")).inc(change)
 
@@ -79,6 +81,7 @@ class Observer:
         targets: dict[str, HistogramChild] = {
             "insert_staleness": m.staleness_versions.labels(at="insert"),
             "sample_staleness": m.staleness_versions.labels(at="sample"),
+            "sample_wait": m.sample_wait_seconds.labels(),
             "sample_age": m.item_age_seconds.labels(),
             "item_samples": m.item_samples.labels(),
             "sampled_tokens": m.audit_tokens.labels(population="sampled"),

@@ -62,6 +62,20 @@ async def test_a_run_is_served_to_its_end(tmp_path: Path, functions: list[Any]) 
             await trainer.done.wait()
             peers.cancel_scope.cancel()
         assert ctx.status.state == "stopping"
+    for name, labels, value in (
+        ("terminal_trajectories_total", {"state": "trained"}, 24),
+        ("groups_total", {"outcome": "trained"}, 8),
+        ("orders_total", {"outcome": "completed"}, 24),
+        ("orders_issued_total", {}, 24),
+        ("inserted_trajectories_total", {"env": "a"}, 24),
+        ("sampled_trajectories_total", {}, 24),
+        ("staleness_versions_count", {"at": "sample"}, 24),
+        ("audit_reward_count", {"population": "trained"}, 24),
+        ("item_age_seconds_count", {}, 24),
+        ("sample_wait_seconds_count", {}, 8),
+        ("orders_inflight", {}, 0),
+    ):
+        assert ctx.registry.get_sample_value(f"afterplay_replay_{name}", labels) == value, name
     assert len(set(trainer.trained)) == len(trainer.trained) == 4 * 2 * 3
     assert set(trainer.trained) <= set(player.acknowledged)
     assert set(trainer.rewards) == ({0.5, 1.5} if functions else {0.0, 1.0})
