@@ -51,6 +51,9 @@ def encode_message(message: base.Message, limits: Limits = _DEFAULT_LIMITS) -> l
     header = orjson.dumps(message.header, option=orjson.OPT_SERIALIZE_NUMPY)
     frames: list[Buffer] = [message.kind.value.encode(), header, *message.frames]
     check_limits(frames, limits)
+    for frame in message.frames:
+        if type(frame) is memoryview and not frame.c_contiguous:
+            raise WireError("expected frames of contiguous memory, got a strided view: make it contiguous first")
     return frames
 
 
@@ -74,7 +77,9 @@ def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
         raise LimitExceeded(
             f"header has {_size(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
         )
-    total = sum(map(_size, frames))
+    total = 0
+    for frame in frames:
+        total += len(frame) if type(frame) is bytes else _size(frame)
     if total > limits.message_bytes_max:
         raise LimitExceeded(
             f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}"

@@ -113,6 +113,8 @@ class HubSocketWire:
         await to_thread.run_sync(context.term)
 
     def _woken(self) -> None:
+        if self._socket.closed:
+            return
         _events(self._socket)
         self.signal.fire()
 
@@ -122,7 +124,8 @@ class HubSocketWire:
 
     def _authenticate(self) -> None:
         assert self._zap is not None and self._curve is not None
-        serve_zap(self._zap, self._curve.clients)
+        if not self._zap.closed:
+            serve_zap(self._zap, self._curve.clients)
 
 
 class LinkSocketWire:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from pipeline.errors import LimitExceeded, PeerGone, TransportClosed
+from pipeline.errors import LimitExceeded, PeerGone, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.base import EventKind, Kind, Message
 
@@ -346,3 +346,52 @@ async def test_large_frames_are_views_of_what_arrived(face):
         assert frame[:3] == b"\x07\x07\x07" and len(frame) == 150_000
         if face.name == "zmq":
             assert isinstance(frame, memoryview)
+
+
+async def test_a_sender_that_waits_for_a_peer_that_dies_gets_peer_gone(face):
+    async with face.hub() as hub:
+        raw = face.raw(hub)
+        raw.send([b"hello", b'{"name":"raw","schema_version":%d}' % SCHEMA_VERSION])
+        assert (await hub.receive()).kind is EventKind.PEER_UP
+        sent = 0
+
+        async def flood():
+            nonlocal sent
+            with pytest.raises(PeerGone, match="raw"):
+                for i in range(10_000):
+                    await hub.send("raw", numbered(i, size=100_000))
+                    sent = i + 1
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(flood)
+            await anyio.sleep(0.1)
+            assert sent < 10_000
+            raw.close()
+        assert (await hub.receive()).kind is EventKind.PEER_DOWN
+
+
+async def test_a_sender_that_waits_for_a_hub_that_closes_goes_on(face):
+    await face.fix_address()
+    async with face.link("a") as link, anyio.create_task_group() as group:
+        async with face.hub() as hub:
+            await face.greet(hub, link)
+
+            async def flood():
+                for i in range(2000):
+                    await link.send(numbered(i, size=100_000))
+                group.cancel_scope.cancel()
+
+            group.start_soon(flood)
+            await anyio.sleep(0.1)
+            assert link.statistics().messages_sent < 2000
+        await anyio.sleep_forever()
+    assert link.statistics().messages_sent < 2000, "the rest was dropped: CONNECTED is the time to send it again"
+
+
+async def test_a_frame_that_is_not_contiguous_is_refused_before_anything_is_sent(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        with pytest.raises(WireError, match="contiguous"):
+            await link.send(Message(Kind.TRAJECTORY, {}, (memoryview(b"abcdef")[::2],)))
+        await link.send(numbered(1))
+        assert (await hub.receive()).message.header == {"n": 1}
