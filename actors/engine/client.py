@@ -19,8 +19,11 @@ from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailabl
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
-CONNECT_SECONDS_MAX = 5.0
-PROBE_SECONDS_MAX = 5.0
+CONNECT_SECONDS_MAX = 30.0
+"""Long, because thousands of first requests at once may have to wait for the engine to accept them; probes are
+shorter."""
+PROBE_SECONDS_MAX = 10.0
+"""Longer than the pool's own patience, which decides what silence means."""
 KEEPALIVE_SECONDS = 3.0
 """Below the 5 s after which vLLM closes idle connections: a request on a connection that is being closed would fail."""
 _JSON_HEADERS = {"Content-Type": "application/json"}
@@ -37,7 +40,7 @@ class EngineClient:
         self._url = url.rstrip("/")
         self._vocabulary = vocabulary
         self._request_timeout = aiohttp.ClientTimeout(total=request_seconds_max, sock_connect=CONNECT_SECONDS_MAX)
-        self._probe_timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS_MAX, sock_connect=CONNECT_SECONDS_MAX)
+        self._probe_timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS_MAX)
         self._session: aiohttp.ClientSession | None = None
         self._has_generate = True
 
@@ -129,6 +132,10 @@ class EngineClient:
                 method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 return response.status, await _read(self._url, response)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineUnavailable(
+                f"engine {self._url} did not accept a connection within {CONNECT_SECONDS_MAX:g} s"
+            ) from error
         except TimeoutError as error:
             raise EngineUnavailable(f"engine {self._url} did not answer {path} within {timeout.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

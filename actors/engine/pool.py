@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 PROBE_SECONDS_MAX = 5.0
-"""A probe that takes longer counts as no answer."""
+"""A probe that takes longer counts as no answer; two in a row mean that the engine is down (one: it was busy)."""
 CACHE_PROBE_EVERY = 5
 """Probes between two readings of the prefix-cache counters."""
 
@@ -55,6 +55,7 @@ class EnginePool:
         self._placements = {p: metrics.sticky_placements_total.labels(kind=p.value) for p in Placement}
         self._changed = anyio.Event()
         self._poked = {name: anyio.Event() for name in self._engines}
+        self._unanswered = dict.fromkeys(self._engines, 0)
         self._caches: dict[str, PrefixCache] = {}
         self._waiting: Counter[int] = Counter()
         self._evicted = 0
@@ -157,15 +158,21 @@ class EnginePool:
             self._poked[engine.name] = anyio.Event()
 
     async def _probe(self, engine: Engine) -> None:
+        state = self.router.engines[engine.name]
         alive, version, problem = False, None, f"no answer within {PROBE_SECONDS_MAX:g} s"
+        self._unanswered[engine.name] += 1
         try:
             with anyio.move_on_after(PROBE_SECONDS_MAX):
                 await engine.health()
                 stamped = await engine.weight_version()
                 alive, version, problem = True, UNSTAMPED if stamped is None else stamped, ""
+                self._unanswered[engine.name] = 0
         except EngineError as error:
+            self._unanswered[engine.name] = 0
             problem = str(error)
-        was_alive = self.router.engines[engine.name].alive
+        if self._unanswered[engine.name] == 1 and state.alive:
+            return
+        was_alive = state.alive
         if self.router.mark(engine.name, alive=alive, version=version, problem=problem):
             if alive != was_alive:
                 logger.info("engine %s is %s %s", engine.name, "fit to play" if alive else "down:", problem)

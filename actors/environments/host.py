@@ -6,11 +6,13 @@ boundary ``environment start``, ``environment step`` or ``environment close``, a
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import anyio
@@ -89,7 +91,7 @@ class EnvironmentHost:
     ) -> Any:
         seconds_max = self.config.step_seconds_max if seconds_max is None else seconds_max
         is_async = inspect.iscoroutinefunction(function)
-        with boundary(where):
+        with boundary(where), _no_exit():
             if not (self.config.blocking or is_async):
                 result = self._timed(where, function, *args)
                 if not inspect.isawaitable(result):
@@ -112,6 +114,8 @@ class EnvironmentHost:
         started = time.perf_counter()
         try:
             return function(*args)
+        except asyncio.CancelledError as error:
+            raise RuntimeError("a plain function raised CancelledError") from error
         finally:
             seconds = time.perf_counter() - started
             if seconds > INLINE_SECONDS_MAX and not self._warned:
@@ -142,6 +146,15 @@ class EnvironmentHost:
         shown = repr(came)
         shown = shown if len(shown) <= 200 else shown[:200] + "…"
         return PlugInError(where, "WrongValue", f"environment {self.section}: expected {expected}, got {shown}")
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """A plug-in may end its episode, not the actor."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"the environment called sys.exit({error.code!r})") from error
 
 
 async def _identity(awaitable: Any) -> Any:

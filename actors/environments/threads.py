@@ -40,10 +40,10 @@ class BlockingCalls:
             failure: BaseException | None = None
             try:
                 value = function(*args)
-            except StopIteration as error:
-                failure = RuntimeError(f"StopIteration escaped: {error}")
+            except Exception as error:
+                failure = RuntimeError("StopIteration escaped") if isinstance(error, StopIteration) else error
             except BaseException as error:
-                failure = error
+                failure = RuntimeError(f"{type(error).__name__} escaped: {error}")
             try:
                 loop.call_soon_threadsafe(settle, value, failure)
             except RuntimeError:

@@ -28,6 +28,8 @@ from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
 
 RENDERER = "renderer"
+PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Tokenizer classes that add nothing to ``tokenizer.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,8 @@ class Renderer:
 
 
 def _plain_backend(tokenizer: Any) -> Any | None:
-    """The Rust tokenizer itself, where there is one: the same ids at a quarter of the cost, and no thread pool per call."""
+    """The Rust tokenizer itself, where there is one: the same ids at a quarter of the cost, and no thread pool per
+    call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "split_special_tokens", False):
         return None
@@ -182,12 +185,8 @@ def load_tokenizer(
 
     Raises :class:`ConfigurationError` when the folder or the template file cannot be read.
     """
-    from transformers import AutoTokenizer  # takes seconds to import
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        tokenizer = _load(folder, trust_remote_code)
     except Exception as error:
         raise ConfigurationError(
             f"no tokenizer can be loaded from {folder}: {error}; prepare the model first"
@@ -200,10 +199,29 @@ def load_tokenizer(
     return tokenizer, _generation_ends(folder / "generation_config.json")
 
 
-def _generation_ends(path: Path) -> tuple[int, ...]:
+def _load(folder: Path, trust_remote_code: bool) -> Any:
+    """transformers' tokenizer. ``AutoTokenizer`` imports torch (4 s of CPU, 340 MB an actor), so a folder whose
+    tokenizer is wholly its ``tokenizer.json`` is loaded without it."""
+    if (folder / "tokenizer.json").is_file() and _json_of(folder / "tokenizer_config.json").get(
+        "tokenizer_class"
+    ) in PLAIN:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return ()
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _generation_ends(path: Path) -> tuple[int, ...]:
+    value = _json_of(path).get("eos_token_id")
     values = value if isinstance(value, list) else [value]
     return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))

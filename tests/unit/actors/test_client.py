@@ -137,11 +137,11 @@ async def test_status_decides_whether_to_try_again_and_the_engines_message_is_to
 
 
 async def test_unstamped_tokens_are_not_version_zero() -> None:
-    async with StubServer(changed(**versions(("default", 0, 4))), version="default") as server:
-        async with EngineClient(server.url) as client:
-            assert await client.weight_version() is None
-            with pytest.raises(EngineUnavailable, match="stamped"):
-                await client.generate([1], SAMPLING)
+    answer = changed(**versions(("default", 0, 4)))
+    async with StubServer(answer, version="default") as server, EngineClient(server.url) as client:
+        assert await client.weight_version() is None
+        with pytest.raises(EngineUnavailable, match="stamped"):
+            await client.generate([1], SAMPLING)
 
 
 async def test_aborted_request_is_given_back_with_what_was_sampled() -> None:
@@ -185,11 +185,11 @@ def completion(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_engine_without_the_generate_route_is_asked_for_completions() -> None:
-    async with StubServer(has_generate=False, completion=completion, version="6") as server:
-        async with EngineClient(server.url) as client:
-            for _ in range(2):
-                generation = await client.generate([1, 2], SAMPLING)
-                assert generation.version_spans == (VersionSpan(0, 4, 6),)
+    stub = StubServer(has_generate=False, completion=completion, version="6")
+    async with stub as server, EngineClient(server.url) as client:
+        for _ in range(2):
+            generation = await client.generate([1, 2], SAMPLING)
+            assert generation.version_spans == (VersionSpan(0, 4, 6),)
     assert [body["prompt"] for body in server.bodies] == [[1, 2], [1, 2]]
     assert server.bodies[0]["return_token_ids"] is True and "seed" not in server.bodies[0]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.rendering import Renderer
+from actors.rendering import Renderer, load_tokenizer
 from pipeline.errors import ConfigurationError, PlugInError
 from pipeline.schema import Message
 
@@ -185,3 +188,22 @@ def test_template_that_raises_is_a_renderer_failure(words: Any) -> None:
     conversation = renderer.start([Message("user", "x")])
     with pytest.raises(PlugInError, match="renderer"):
         renderer.extend(conversation, [7], renderer.completed([7]), [Message("user", "y")])
+
+
+def test_actor_loads_a_plain_tokenizer_without_torch(tmp_path: Path, words: Any) -> None:
+    words.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    code = (
+        "import sys; from pathlib import Path; from actors.rendering import Renderer, load_tokenizer\n"
+        "import actors.role\n"
+        f"tokenizer, ends = load_tokenizer(Path({str(tmp_path)!r})); renderer = Renderer(tokenizer, ends)\n"
+        "assert renderer.end_ids == (2, 5), renderer.end_ids\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no tokenizer can be loaded"):
+        load_tokenizer(tmp_path)

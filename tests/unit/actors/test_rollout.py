@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import threading
@@ -165,6 +166,8 @@ async def test_time_limit_while_no_engine_answers_is_an_engine_failure(
     [
         (failing(ValueError("boom")), "ValueError"),
         (failing(StopIteration()), "StopIteration"),
+        (failing(SystemExit(1)), "RuntimeError"),
+        (failing(asyncio.CancelledError()), "RuntimeError"),
         (lambda self, reply: None, "WrongValue"),
         (lambda self, reply: Step((), 0.0, False), "WrongValue"),
         (lambda self, reply: Step((Message("user", "hello"),), math.nan), "WrongValue"),

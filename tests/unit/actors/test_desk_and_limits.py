@@ -1,0 +1,121 @@
+"""Pure parts: the desk, the budget, and the threads of blocking environments."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from actors.desk import Desk
+from actors.environments.threads import BlockingCalls
+from actors.loop.limits import Budget, Limit
+from pipeline.schema import Order, Task
+
+PLACES = 3
+
+
+class DeskMachine(RuleBasedStateMachine):
+    """Every order that was accepted leaves exactly once: finished, withdrawn, or withdrawn with all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk(PLACES)
+        self.serial = 0
+        self.accepted: list[str] = []
+        self.playing: list[str] = []
+        self.left: list[str] = []
+
+    @rule()
+    def accept(self) -> None:
+        order = Order(f"o{self.serial}", "g", Task("t", "e", 0), 0, 0, 0, 1.0)
+        self.serial += 1
+        assert self.desk.accept(order)
+        assert not self.desk.accept(order)
+        self.accepted.append(order.order_id)
+
+    @rule()
+    def begin(self) -> None:
+        order = self.desk.begin()
+        waiting = [i for i in self.accepted if i not in self.playing and i not in self.left]
+        assert (order is None) == (not waiting or len(self.playing) == PLACES)
+        if order is not None:
+            assert order.order_id == waiting[0]
+            self.playing.append(order.order_id)
+
+    @precondition(lambda self: self.playing)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        order_id = data.draw(st.sampled_from(self.playing))
+        self.desk.finish(order_id)
+        self.playing.remove(order_id)
+        self.left.append(order_id)
+
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        order_id = data.draw(st.sampled_from(self.accepted))
+        order = self.desk.withdraw(order_id)
+        assert (order is None) == (order_id in self.playing or order_id in self.left)
+        if order is not None:
+            self.left.append(order_id)
+
+    @rule()
+    def withdraw_all(self) -> None:
+        self.left += [order.order_id for order in self.desk.withdraw_all()]
+
+    @invariant()
+    def every_order_is_in_one_place(self) -> None:
+        assert sorted(self.desk.ids + self.left) == sorted(self.accepted)
+        assert self.desk.playing == len(self.playing) <= PLACES
+
+
+TestDeskMachine = DeskMachine.TestCase
+TestDeskMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+@given(
+    limits=st.tuples(st.integers(1, 5), st.integers(1, 60), st.integers(2, 60), st.integers(1, 9)),
+    added=st.lists(st.integers(1, 9), min_size=6, max_size=6),
+    used=st.lists(st.floats(0, 1), min_size=6, max_size=6),
+)
+def test_no_limit_is_ever_exceeded(limits: tuple[int, int, int, int], added: list[int], used: list[float]) -> None:
+    turns_max, tokens_max, context_max, turn_max = limits
+    budget, prompt, turns, stored = Budget(*limits), 0, 0, 0
+    for n_added, share in zip(added, used, strict=True):
+        prompt += n_added
+        room = budget.room(prompt, n_added)
+        if isinstance(room, Limit):
+            assert turns == turns_max or prompt >= context_max or stored + n_added >= tokens_max
+            return
+        sampled = max(1, round(room * share))
+        assert 1 <= room <= turn_max
+        prompt, turns, stored = prompt + sampled, turns + 1, stored + n_added + sampled
+        budget.spend(n_added, sampled)
+        assert turns <= turns_max and stored <= tokens_max and prompt <= context_max
+
+
+async def test_hung_call_keeps_its_place_so_that_threads_are_bounded() -> None:
+    calls, release = BlockingCalls(1), threading.Event()
+    with anyio.move_on_after(0.02) as first:
+        await calls.run(release.wait, 20)
+    assert first.cancelled_caught
+    with anyio.move_on_after(0.02) as second:
+        await calls.run(int, "3")
+    assert second.cancelled_caught
+    release.set()
+    with anyio.fail_after(5):
+        assert await calls.run(int, "3") == 3
+
+
+async def test_what_a_thread_raises_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await BlockingCalls(1).run(divmod, 1, 0)
+
+
+async def test_exit_in_a_thread_does_not_end_the_actor() -> None:
+    with pytest.raises(RuntimeError, match="SystemExit escaped"):
+        await BlockingCalls(1).run(exit, 3)
