@@ -81,14 +81,16 @@ def stage(path: Path, n: int, per_round: int, synchronous: str) -> tuple[float, 
             )
             arrivals.append(WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(answer)))
     size = arrivals[0].n_bytes
-    apply = commit = 0.0
+    apply = commit = cpu = 0.0
     for at in range(0, len(arrivals), per_round):
         t0 = time.perf_counter()
+        c0 = time.process_time()
         for message in arrivals[at : at + per_round]:
             core.message("actor-0", message)
         core.plan()
         changes, effects = core.collect()
         t1 = time.perf_counter()
+        cpu += time.process_time() - c0
         store.commit(changes)
         commit += time.perf_counter() - t1
         apply += t1 - t0
@@ -96,6 +98,7 @@ def stage(path: Path, n: int, per_round: int, synchronous: str) -> tuple[float, 
     return len(arrivals) / (apply + commit), {
         "apply": apply,
         "commit": commit,
+        "cpu": cpu,
         "bytes": float(size),
         "n": float(len(arrivals)),
     }
@@ -137,7 +140,7 @@ def run() -> None:
     )
     print(
         f"stage        {rate:8.0f} /s   (each: apply {parts['apply'] / n * 1e6:.0f} us, "
-        f"commit {parts['commit'] / n * 1e6:.0f} us)"
+        f"{parts['cpu'] / n * 1e6:.0f} us of CPU; commit {parts['commit'] / n * 1e6:.0f} us)"
     )
     print(f"bare SQLite  {floor:8.0f} /s   ratio {rate / floor:.2f}")
 

@@ -180,6 +180,10 @@ class StageCore:
         """The scorer answered."""
         if verdict.reward is not None:
             self.journal.observe("sampled_reward", verdict.reward)
+        else:
+            why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
+            log.warning("trajectory %s has no reward: %s", record.key.text, why)
+            self.groups.brake.reason = f"score: {why}"
         self.groups.scored(record, verdict.reward, verdict.rewards)
 
     def plan(self) -> None:
@@ -197,7 +201,11 @@ class StageCore:
 
     def next_deadline(self) -> float | None:
         """When :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
-        return self.leases.next_deadline()
+        brake = self.groups.brake.until
+        deadline = self.leases.next_deadline()
+        if not self.groups.brake.holds(self._s.now):
+            return deadline
+        return brake if deadline is None else min(brake, deadline)
 
     def collect(self) -> tuple[Changes, list[Effect]]:
         """Rows to write in one transaction, and what to send after it."""
@@ -277,8 +285,8 @@ class StageCore:
             return
         s.journal.ack(actor, order.key.text)
         if seen.drop is not None:
-            failure = seen.facts.failure or {}
-            reason = f"{failure.get('boundary', '')}: {failure.get('kind', 'nothing was sampled')}"
+            failure = seen.trajectory.failure
+            reason = f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing was sampled"
             self.groups.failed(order, seen.drop, seen.facts, reason)
             return
         self._hold(
@@ -346,7 +354,7 @@ class StageCore:
         while free:
             pending = self.groups.take_pending()
             if pending is None:
-                if s.batches.capacity() < 1:
+                if s.batches.capacity() < 1 or self.groups.brake.holds(s.now):
                     break
                 self.groups.plan(self.sampler.draw())
                 drawn = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
+from pipeline.replay.brake import Brake
 from pipeline.replay.records import (
     CancelReason,
     Drop,
@@ -33,6 +34,7 @@ class Groups:
         self._pending: list[tuple[int, int, int]] = []
         self.given_up: list[GroupRecord] = []
         """Groups to cancel because a slot failed too often; the core empties it."""
+        self.brake = Brake()
 
     def restore(self) -> None:
         """Rebuild what is derived, from the groups in memory."""
@@ -91,6 +93,9 @@ class Groups:
         """The rollout gave nothing to train; its slot is ordered again, or the group given up."""
         s = self._s
         aborted = drop is Drop.ABORTED
+        if not aborted:
+            self.brake.reason = reason
+            log.warning("rollout %s failed: %s", order.key.text, reason)
         if facts is not None:
             record = self._record(order, facts)
             record.state, record.reason = TrajectoryState.DROPPED, drop.value
@@ -126,6 +131,7 @@ class Groups:
             group.state = GroupState.READY
             s.journal.group(group)
             s.batches.complete(group.number)
+            self.brake.succeeded()
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must be told to stop."""
@@ -154,6 +160,7 @@ class Groups:
             log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
                         group.slots[order.key.slot].failures)  # fmt: skip
             self.given_up.append(group)
+            self.brake.failed(self._s.now)
 
     def _record(self, order: OrderRecord, facts: Facts) -> TrajectoryRecord:
         s = self._s

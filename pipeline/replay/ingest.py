@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline.codec import decode_trajectory
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.replay.records import Drop, Facts, OrderKey, group_id
 from pipeline.schema import Task, Trajectory, TrajectoryStatus
+from pipeline.schema.tokens import NO_VERSION
 from pipeline.transport.base import Buffer, Limits
 
 
@@ -30,7 +33,7 @@ class Unreadable:
 
 
 def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task) -> Arrival | Unreadable:
-    """Decode and validate once; arrays stay views on ``frames``."""
+    """Decode and validate once; arrays stay views on ``frames``, laid out as in ``pipeline.codec``."""
     try:
         trajectory = decode_trajectory(frames, limits)
     except (SchemaError, VersionMismatch) as error:
@@ -41,22 +44,23 @@ def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task)
     came = (trajectory.trajectory_id, trajectory.group_id, trajectory.task.task_id)
     if came != expected:
         return Unreadable(Drop.CORRUPT, f"expected trajectory, group and task {expected}, got {came}")
-    return Arrival(trajectory, _facts(trajectory, frames), _unfit(trajectory))
+    facts = _facts(trajectory, frames)
+    return Arrival(trajectory, facts, _unfit(trajectory, facts))
 
 
 def _facts(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
-    versions = trajectory.version_range() or (-1, -1)
+    versions = np.frombuffer(frames[3], dtype="<i4")[2::3]
     failure = trajectory.failure
     return Facts(
         status=trajectory.status.value,
         n_turns=len(trajectory.turns),
-        n_tokens=trajectory.n_tokens,
-        n_sampled=trajectory.n_sampled,
-        version_min=versions[0],
-        version_max=versions[1],
+        n_tokens=_size(frames[1]) // 4,
+        n_sampled=_size(frames[2]) // 4,
+        version_min=int(versions.min()) if len(versions) else NO_VERSION,
+        version_max=int(versions.max()) if len(versions) else NO_VERSION,
         duration_seconds=trajectory.timings.duration_seconds,
         actor=trajectory.actor_id,
-        n_bytes=sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames),
+        n_bytes=sum(map(_size, frames)),
         failure={
             "boundary": failure.boundary,
             "kind": failure.kind,
@@ -68,7 +72,12 @@ def _facts(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
     )
 
 
-def _unfit(trajectory: Trajectory) -> Drop | None:
+def _unfit(trajectory: Trajectory, facts: Facts) -> Drop | None:
     if trajectory.status is TrajectoryStatus.ABORTED:
         return Drop.ABORTED
-    return None if trajectory.usable else Drop.FAILED
+    failed = trajectory.status is TrajectoryStatus.ERROR or facts.n_sampled == 0
+    return Drop.FAILED if failed else None
+
+
+def _size(frame: Buffer) -> int:
+    return len(frame) if isinstance(frame, bytes) else frame.nbytes

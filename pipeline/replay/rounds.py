@@ -144,6 +144,8 @@ class Rounds:
             state, waiting = "finished", ""
         elif core.policy_version < 0:
             state, waiting = "waiting", "the learner's first weights"
+        elif core.groups.brake.holds(time.monotonic()):
+            state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.brake.reason[:300]})"
         elif not core.leases.connected:
             state, waiting = "waiting", "actors"
         elif core.learner.peer is None:

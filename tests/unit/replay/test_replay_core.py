@@ -156,6 +156,21 @@ def test_a_failed_rollout_is_ordered_again_until_its_attempts_are_used_up() -> N
     assert ledger.groups["cancelled.attempts"] == 1 and ledger.trajectories["dropped.failed"] == 2
 
 
+def test_an_environment_that_always_fails_is_played_ever_more_slowly() -> None:
+    stage = started(groups={"n_rollout": 1, "groups_per_step": 1, "attempts_max": 1}, staleness={"max": 0})
+    played = 0
+    while stage.now < 120:
+        for order in stage.orders()[played:]:
+            played += 1
+            stage.answer(order, status=TrajectoryStatus.ERROR)
+        deadline = stage.core.next_deadline()
+        assert deadline is not None
+        stage.round(max(deadline - stage.now, 0.001))
+    assert 5 < played < 30
+    assert stage.core.groups.brake.reason == "simulation: injected: as asked"
+    stage.ledger()
+
+
 def test_an_aborted_rollout_uses_up_no_attempt() -> None:
     stage = started(groups={"n_rollout": 1, "groups_per_step": 1, "attempts_max": 1}, staleness={"max": 0})
     for serial in range(5):
