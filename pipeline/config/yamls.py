@@ -1,7 +1,7 @@
 """YAML as run files mean it: 1.2's scalars, and no key twice.
 
-PyYAML follows YAML 1.1, where ``1e-6`` is a string and ``no`` is a boolean. Here ``1e-6`` is a number, only ``true`` and
-``false`` are booleans, and dates stay text. What :func:`dump` writes, :func:`parse` reads as the same value.
+PyYAML follows YAML 1.1, where ``1e-6`` is a string and ``no`` is a boolean. Here ``1e-6`` is a number, only ``true``
+and ``false`` are booleans, and dates stay text. What :func:`dump` writes, :func:`parse` reads as the same value.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Line separators that only YAML 1.1 knows must be escaped: elsewhere they would be read as spaces."""
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _tag, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(_pattern), list(_first))

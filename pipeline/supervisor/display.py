@@ -26,6 +26,9 @@ _STYLE = {
     Phase.DONE: "dim",
 }
 
+SILENCE_SECONDS = 15.0
+"""Without a terminal: how long nothing is said before everything says what it waits for."""
+
 
 class Display:
     """Use as a context manager. ``processes`` and ``answers`` are read at every refresh, never changed."""
@@ -44,7 +47,7 @@ class Display:
         self._answers = answers
         self.console = console or Console(highlight=False)
         self._line: Line | None = None
-        self._since = time.monotonic()
+        self._since = self._said_at = time.monotonic()
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(self, console=self.console, refresh_per_second=2, transient=False)
@@ -62,6 +65,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """An event worth a line of its own."""
+        self._said_at = time.monotonic()
         self.console.print(Text(f"{clock(time.monotonic() - self._since)}  {text}"), soft_wrap=True)
 
     def progress(self, line: Line) -> None:
@@ -69,6 +73,18 @@ class Display:
         self._line = line
         if self._live is None:
             self.say(describe(line, self._total_steps))
+
+    def idle(self) -> None:
+        """Nothing new. Without a terminal, after a silence, say what everything does and waits for."""
+        if self._live is None and time.monotonic() - self._said_at >= SILENCE_SECONDS:
+            self.say("; ".join(self._describe(name) for name in self._processes if self._processes[name].alive))
+
+    def _describe(self, name: str) -> str:
+        process, answer = self._processes[name], self._answers.get(name)
+        if answer is None or not answer.state:
+            return f"{name} {process.phase.value}"
+        waiting = f" for {answer.waiting_for}" if answer.waiting_for else ""
+        return f"{name} {answer.state}{waiting}"
 
     def __rich__(self) -> Group:
         return Group(self._header(), self._facts(), self._table())

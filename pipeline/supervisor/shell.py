@@ -172,6 +172,7 @@ class Supervisor:
         while True:
             for line in tail.read():
                 self._display.progress(line)
+            self._display.idle()
             await anyio.sleep(0.5)
 
     async def _obey_signals(self) -> None:

@@ -1,11 +1,13 @@
 """The command line teaches, refuses with the remedy, and does what it says."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import orjson
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
@@ -16,6 +18,9 @@ from pipeline.plots import draw
 from pipeline.role import ExitCode, load_main
 from pipeline.rundir import RunDirectory
 from pipeline.supervisor.claim import claim
+from pipeline.supervisor.display import Display
+from pipeline.supervisor.machine import Machine, Rule
+from pipeline.supervisor.probe import Answer
 from pipeline.supervisor.progress import MetricsTail, describe, reached, read_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,3 +167,19 @@ def test_the_end_is_reached_with_the_last_step():
 def test_a_role_that_cannot_be_imported_is_a_clear_refusal():
     with pytest.raises(ConfigurationError, match="expected nowhere:main to be importable"):
         load_main("nowhere:main")
+
+
+def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(monkeypatch):
+    machine = Machine((Rule("engine-0", 3), Rule("learner", 1)))
+    machine.begin(0)
+    answers = {"learner": Answer(True, "waiting", "an engine that serves version 0")}
+    now = [0.0]
+    monkeypatch.setattr("pipeline.supervisor.display.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    display = Display("run", 2, machine.processes, answers, console)
+    display.idle()
+    now[0] = 16.0
+    display.idle()
+    display.idle()
+    told = "0:16  engine-0 starting; learner waiting for an engine that serves version 0\n"
+    assert console.file.getvalue() == told
