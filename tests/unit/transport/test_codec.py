@@ -127,7 +127,7 @@ def example(n_turns: int = 3) -> Trajectory:
 
 
 EXAMPLE = encode_trajectory(example())
-fast = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fast = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @fast
@@ -151,7 +151,7 @@ def test_what_is_decoded_is_as_frozen_and_as_valid_as_what_is_built(trajectory):
     dataclasses.replace(decoded)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_damaged_bytes_raise_our_errors_or_decode_to_something_valid(data):
     frames = [bytearray(f) for f in encode_trajectory(data.draw(trajectories()))]
@@ -165,7 +165,7 @@ def test_damaged_bytes_raise_our_errors_or_decode_to_something_valid(data):
         encode_trajectory(decode_trajectory([bytes(f) for f in frames]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_header_with_any_foreign_value_raises_our_errors_or_decodes(data):
     frames = list(encode_trajectory(data.draw(trajectories())))
