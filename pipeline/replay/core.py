@@ -8,38 +8,24 @@ keeps this order: apply events, :meth:`StageCore.plan`, :meth:`StageCore.collect
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.errors import WireError
+from pipeline.replay.arrivals import Arrivals, ScoreNow
 from pipeline.replay.dispatch import Dispatch
 from pipeline.replay.groups import Groups
-from pipeline.replay.ingest import Unreadable, examine
 from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
 from pipeline.replay.leases import Leases
-from pipeline.replay.records import (
-    CancelReason,
-    Drop,
-    GroupRecord,
-    GroupState,
-    OrderKey,
-    OrderRecord,
-    OrderState,
-    TrajectoryRecord,
-)
+from pipeline.replay.records import CancelReason, GroupRecord, GroupState, TrajectoryRecord
 from pipeline.replay.snapshot import Snapshot
 from pipeline.replay.state import StageState, log
 from pipeline.replay.tasks import TaskSampler
-from pipeline.schema import SCHEMA_VERSION, Trajectory
+from pipeline.schema import SCHEMA_VERSION
 from pipeline.scorer.verdict import Verdict
 from pipeline.staleness import Batches, StalenessRule
-from pipeline.transport.base import Frames, Kind, Limits, Message
-
-ScoreNow = Callable[[Trajectory], Verdict]
-
-_ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED}
-_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
+from pipeline.transport.base import Kind, Limits, Message
 
 
 class StageCore:
@@ -73,11 +59,10 @@ class StageCore:
             now=now,
             wall=wall,
         )
-        self._limits = _limits(config)
-        self._score_now = score_now
         self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"))
         self.groups = Groups(self._s)
         self.leases = Leases(self._s, self.groups)
+        self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
         self.learner = Dispatch(self._s, self.groups, meta.get("session"), meta.get("durable_updates", 0))
         self._restore(meta)
 
@@ -162,7 +147,7 @@ class StageCore:
             if peer == self.learner.peer:
                 self._learner_message(message)
             elif message.kind is Kind.TRAJECTORY and peer in self.leases.actors:
-                self._trajectory(peer, header.get("trajectory_id"), message.frames)
+                self.arrivals.accept(peer, header.get("trajectory_id"), message.frames)
             else:
                 raise WireError(f"{message.kind.value} was not expected from {peer}: say HELLO first")
         except (WireError, KeyError, TypeError, ValueError) as error:
@@ -178,13 +163,7 @@ class StageCore:
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer answered."""
-        if verdict.reward is not None:
-            self.journal.observe("sampled_reward", verdict.reward)
-        else:
-            why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
-            log.warning("trajectory %s has no reward: %s", record.key.text, why)
-            self.groups.brake.reason = f"score: {why}"
-        self.groups.scored(record, verdict.reward, verdict.rewards)
+        self.arrivals.scored(record, verdict)
 
     def plan(self) -> None:
         """Everything that follows from the events and the time: expiry, cancellations, orders, dispatch."""
@@ -267,71 +246,6 @@ class StageCore:
                 self.learner.checkpointed(int(header["updates"]))
             case _:
                 raise WireError(f"{message.kind.value} was not expected from the learner")
-
-    def _trajectory(self, actor: str, trajectory_id: object, frames: Frames) -> None:
-        s = self._s
-        s.journal.count("trajectories.received")
-        key = OrderKey.parse(trajectory_id)
-        order = s.find_order(key) if key else None
-        if order is None or order.state is not OrderState.LEASED:
-            self._unexpected(actor, str(trajectory_id), key, order)
-            return
-        seen = examine(frames, self._limits, order.key, s.groups[order.key.group].task)
-        self.leases.ended([order])
-        if isinstance(seen, Unreadable):
-            log.warning("%s sent an unreadable trajectory %s: %s", actor, trajectory_id, seen.reason)
-            s.journal.refuse(actor, str(trajectory_id), f"{seen.drop.value}: {seen.reason}")
-            self.groups.failed(order, seen.drop, None, f"{seen.drop.value}: {seen.reason}")
-            return
-        s.journal.ack(actor, order.key.text)
-        if seen.drop is not None:
-            failure = seen.trajectory.failure
-            reason = f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing was sampled"
-            self.groups.failed(order, seen.drop, seen.facts, reason)
-            return
-        self._hold(
-            order,
-            seen.trajectory,
-            self.groups.answered(order, seen.facts, frames, self._is_late(order, seen.facts.version_min)),
-        )
-
-    def _is_late(self, order: OrderRecord, version_min: int) -> bool:
-        late = version_min < order.policy_version
-        if late:
-            log.warning(
-                "trajectory %s was sampled by version %d, ordered from %d on",
-                order.key.text,
-                version_min,
-                order.policy_version,
-            )
-        return late
-
-    def _hold(self, order: OrderRecord, trajectory: Trajectory, record: TrajectoryRecord) -> None:
-        self.journal.count(f"inserted.{trajectory.task.environment}")
-        self.journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
-        self.journal.observe("sampled_tokens", record.facts.n_sampled)
-        self.journal.observe("sampled_duration", record.facts.duration_seconds)
-        if self._score_now is not None:
-            self.scored(record, self._score_now(trajectory))
-        else:
-            self.journal.effect(Score(record, trajectory))
-
-    def _unexpected(self, actor: str, trajectory_id: str, key: OrderKey | None, order: OrderRecord | None) -> None:
-        """An answer to an order that is not open: acknowledged again if it is here, refused otherwise."""
-        if order is None:
-            drop = (
-                Drop.ENDED
-                if key is not None and key.group < self._s.next_group and key.group not in self._s.groups
-                else Drop.UNKNOWN
-            )
-        else:
-            unreadable = order.state is OrderState.FAILED and order.reason.startswith(_UNREADABLE)
-            drop = Drop(order.reason.split(":")[0]) if unreadable else _ENDED.get(order.state, Drop.DUPLICATE)
-        self.journal.count(f"trajectories.dropped.{drop.value}")
-        if drop is Drop.DUPLICATE:
-            self.journal.ack(actor, trajectory_id)
-        else:
-            self.journal.refuse(actor, trajectory_id, drop.value)
 
     def _give_up(self) -> None:
         while self.groups.given_up:

@@ -1,0 +1,109 @@
+"""Trajectories coming in: expected ones are kept and scored, all others get the answer that ends them at the actor.
+
+*consumes* TRAJECTORY messages and verdicts; *produces* acknowledgements, refusals, :class:`Score` effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.replay.groups import Groups
+from pipeline.replay.ingest import Arrival, Unreadable, examine
+from pipeline.replay.journal import Score
+from pipeline.replay.leases import Leases
+from pipeline.replay.records import Drop, OrderKey, OrderRecord, OrderState, TrajectoryRecord
+from pipeline.replay.state import StageState, log
+from pipeline.schema import Trajectory
+from pipeline.scorer.verdict import Verdict
+from pipeline.transport.base import Frames, Limits
+
+ScoreNow = Callable[[Trajectory], Verdict]
+
+_ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED}
+_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
+
+
+class Arrivals:
+    """Every trajectory that arrives is counted once as received, and once by what became of it."""
+
+    def __init__(
+        self, state: StageState, groups: Groups, leases: Leases, limits: Limits, score_now: ScoreNow | None
+    ) -> None:
+        self._s = state
+        self._groups = groups
+        self._leases = leases
+        self._limits = limits
+        self._score_now = score_now
+
+    def accept(self, actor: str, trajectory_id: object, frames: Frames) -> None:
+        """One TRAJECTORY message."""
+        s = self._s
+        s.journal.count("trajectories.received")
+        key = OrderKey.parse(trajectory_id)
+        order = s.find_order(key) if key else None
+        if order is None or order.state is not OrderState.LEASED:
+            self._unexpected(actor, str(trajectory_id), key, order)
+            return
+        seen = examine(frames, self._limits, order.key, s.groups[order.key.group].task)
+        self._leases.ended([order])
+        if isinstance(seen, Unreadable):
+            why = f"{seen.drop.value}: {seen.reason}"
+            s.journal.refuse(actor, order.key.text, why)
+            self._groups.failed(order, seen.drop, None, why)
+            return
+        s.journal.ack(actor, order.key.text)
+        if seen.drop is not None:
+            self._groups.failed(order, seen.drop, seen.facts, _failure(seen))
+        else:
+            late = self._is_late(order, seen.facts.version_min)
+            self._hold(seen.trajectory, self._groups.answered(order, seen.facts, frames, late))
+
+    def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
+        """The scorer's answer to a :class:`Score` effect."""
+        if verdict.reward is not None:
+            self._s.journal.observe("sampled_reward", verdict.reward)
+        else:
+            why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
+            log.warning("trajectory %s has no reward: %s", record.key.text, why)
+            self._groups.brake.reason = f"score: {why}"
+        self._groups.scored(record, verdict.reward, verdict.rewards)
+
+    def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
+        journal = self._s.journal
+        journal.count(f"inserted.{trajectory.task.environment}")
+        journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
+        journal.observe("sampled_tokens", record.facts.n_sampled)
+        journal.observe("sampled_duration", record.facts.duration_seconds)
+        if self._score_now is not None:
+            self.scored(record, self._score_now(trajectory))
+        else:
+            journal.effect(Score(record, trajectory))
+
+    def _is_late(self, order: OrderRecord, version_min: int) -> bool:
+        late = version_min < order.policy_version
+        if late:
+            versions = (version_min, order.policy_version)
+            log.warning("trajectory %s was sampled by version %d, ordered from %d on", order.key.text, *versions)
+        return late
+
+    def _unexpected(self, actor: str, trajectory_id: str, key: OrderKey | None, order: OrderRecord | None) -> None:
+        """An answer to an order that is not open: acknowledged again if it is here, refused otherwise."""
+        drop = self._why_unexpected(key, order)
+        self._s.journal.count(f"trajectories.dropped.{drop.value}")
+        if drop is Drop.DUPLICATE:
+            self._s.journal.ack(actor, trajectory_id)
+        else:
+            self._s.journal.refuse(actor, trajectory_id, drop.value)
+
+    def _why_unexpected(self, key: OrderKey | None, order: OrderRecord | None) -> Drop:
+        if order is not None:
+            if order.state is OrderState.FAILED and order.reason.startswith(_UNREADABLE):
+                return Drop(order.reason.split(":")[0])
+            return _ENDED.get(order.state, Drop.DUPLICATE)
+        forgotten = key is not None and key.group < self._s.next_group and key.group not in self._s.groups
+        return Drop.ENDED if forgotten else Drop.UNKNOWN
+
+
+def _failure(seen: Arrival) -> str:
+    failure = seen.trajectory.failure
+    return f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing was sampled"
