@@ -64,19 +64,18 @@ root_file_system() { # NAME PACKAGES: a minimal Debian as $CACHE/NAME.tar
 wheelhouse() { # every wheel of the image, for the base's interpreter
   local spec key
   spec=$("$PYTHON" - "$ROOT/pyproject.toml" <<'PY'
-import importlib.metadata, sys, tomllib
+import sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))
-try:
-    print("torch==" + importlib.metadata.version("torch").split("+")[0])
-except importlib.metadata.PackageNotFoundError:
-    pass
 print("\n".join(project["build-system"]["requires"] + project["project"]["dependencies"]))
 PY
 )
-  key=$(echo "$spec" | sha256sum | cut -c1-12)
+  # the versions that this machine's tests run with, where they are installed; a torch build such as +cpu is pip's choice
+  "$PYTHON" -m pip freeze --exclude-editable 2>/dev/null | grep -E '^[A-Za-z0-9._-]+==' | sed 's/^\(torch==[^+]*\)+.*/\1/' >"$WORK/constraints"
+  key=$(cat <(echo "$spec") "$WORK/constraints" | sha256sum | cut -c1-12)
   WHEELS=$CACHE/wheels-$key
   [ -d "$WHEELS" ] && return
-  $NICE "$PYTHON" -m pip download -q --only-binary=:all: --python-version $PY -d "$WORK/wheels" -r <(echo "$spec") 2>"$WORK/wheels.log" \
+  $NICE "$PYTHON" -m pip download -q --only-binary=:all: --python-version $PY -d "$WORK/wheels" \
+    -c "$WORK/constraints" -r <(echo "$spec") 2>"$WORK/wheels.log" \
     || { grep -v '^WARNING' "$WORK/wheels.log" | tail -5; cannot "the wheels cannot be downloaded"; }
   mv "$WORK/wheels" "$WHEELS"
 }
@@ -97,7 +96,7 @@ start_engine() {
 }
 
 build() { # TAG CONTEXT: a Dockerfile from stdin
-  $NICE docker build -q -t "$1" -f - "$2" >/dev/null
+  $NICE docker build -q -t "$1" -f - "$2" >/dev/null 2>"$WORK/build.log" || { tail -5 "$WORK/build.log"; exit 1; }
 }
 
 stand_ins() {
@@ -137,7 +136,8 @@ diagnose() {
 }
 
 cleanup() {
-  trap - EXIT INT TERM
+  trap - EXIT
+  trap '' INT TERM
   [ -n "${UP:-}" ] && docker compose down -v -t 3 >/dev/null 2>&1
   if [ -n "${ENGINE_PID:-}" ]; then
     kill $ENGINE_PID 2>/dev/null
@@ -161,7 +161,7 @@ requirements
 compose_plugin
 say "tools are there: $(docker compose version --short)"
 root_file_system python python3,python3-venv,python3-pip,ca-certificates
-root_file_system monitoring python3-minimal,prometheus,wget
+root_file_system monitoring python3,prometheus,wget
 wheelhouse
 say "root file systems $(du -cm "$CACHE"/*.tar | tail -1 | cut -f1) MB, wheels $(du -sm "$WHEELS" | cut -f1) MB"
 start_engine
@@ -169,7 +169,7 @@ say "engine $(docker version -f '{{.Server.Version}}')"
 stand_ins
 say "stand-in images"
 cd "$ROOT"
-$NICE docker compose build -q
+$NICE docker compose build -q >"$WORK/build.log" 2>&1 || { tail -30 "$WORK/build.log"; exit 1; }
 say "project image $(($(docker image inspect -f '{{.Size}}' afterplay:latest) / 1000000)) MB"
 
 UP=1
@@ -196,9 +196,16 @@ for _ in $(seq 100); do # a published port needs a moment after its container is
 done
 echo
 
-docker compose kill -s KILL actor >/dev/null 2>&1
-docker compose up -d --wait --wait-timeout 60 actor >/dev/null 2>&1 || { diagnose; exit 1; }
-say "actor killed and back"
+# kill -9 of the actor: its restart policy brings it back and training goes on (`docker kill` would switch the policy off)
+kill -9 "$(docker inspect -f '{{.State.Pid}}' "$(docker compose ps -q actor)")"
+played='sum(afterplay_actor_trajectories_total{outcome="complete"}) and (max(process_start_time_seconds{job="afterplay-actor"}) > '$(date +%s)')'
+for _ in $(seq 120); do
+  again=$(prometheus "$played")
+  [ "${again%.*}" -gt 0 ] 2>/dev/null && break
+  sleep 1
+done
+[ "${again%.*}" -gt 0 ] 2>/dev/null || { echo "the killed actor did not play again"; diagnose; exit 1; }
+say "actor killed, restarted, $again trajectories since"
 docker compose stop -t 15 >/dev/null 2>&1
 codes=$(docker compose ps -a --format '{{.Service}}={{.ExitCode}}' | sort | tr '\n' ' ')
 say "stopped by SIGTERM: $codes"
