@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 START, STEP, CLOSE = "environment start", "environment step", "environment close"
 INLINE_SECONDS_MAX = 0.05
-"""A plain ``def`` that holds the event loop for longer is worth a warning, once per section."""
+"""A plain ``def`` that holds the loop for longer, ``INLINE_SLOW_MAX`` times, is worth a warning (once a section)."""
+INLINE_SLOW_MAX = 5
 CLOSE_SECONDS_MAX = 5.0
 
 
@@ -42,7 +43,7 @@ class EnvironmentHost:
         self.config = config
         self._environment = environment if environment is not None else build(section, config)
         self._threads = BlockingCalls(threads_max)
-        self._warned = False
+        self._slow = 0
 
     async def start(self, task: Task) -> Episode:
         """A new play of ``task`` whose messages have been checked. Raises :class:`PlugInError`."""
@@ -118,8 +119,8 @@ class EnvironmentHost:
             raise RuntimeError("a plain function raised CancelledError") from error
         finally:
             seconds = time.perf_counter() - started
-            if seconds > INLINE_SECONDS_MAX and not self._warned:
-                self._warned = True
+            self._slow += seconds > INLINE_SECONDS_MAX
+            if seconds > INLINE_SECONDS_MAX and self._slow == INLINE_SLOW_MAX:
                 logger.warning(
                     "environment %s: %s held the event loop for %.0f ms; set environments.%s.blocking: true",
                     self.section, where, seconds * 1e3, self.section,

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-import socket
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,56 +10,36 @@ import aiohttp
 import anyio
 import pytest
 
+from actors.engine.servers.process import start_engine
 from actors.role import main
-from learner.models.prepare import prepare_model
+from learner.models import prepare_model
 from pipeline.codec import decode_trajectory, encode_order
 from pipeline.config import RunConfig
 from pipeline.role import RoleContext
+from pipeline.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
 from pipeline.transport.base import EventKind, Hub, Kind, Message
 from pipeline.transport.open import open_hub
 
-SECONDS_MAX = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+SECONDS_MAX = 120
 
 
 @pytest.fixture
 async def engine_port(tmp_path: Path) -> AsyncIterator[int]:
     """An embedded engine with a tiny model, stamped as version 3."""
-    config = RunConfig.model_validate({"model": {"source": "tiny", "max_length": 128}})
-    prepare_model(config, tmp_path / "run" / "model")
-    port = free_port()
-    command = [sys.executable, "-m", "actors.embedded", "--model", str(tmp_path / "run" / "model"), "--port", str(port)]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--max-length", "128", "--threads", "1", env={**os.environ, "OMP_NUM_THREADS": "1"}
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "run", "directory": str(tmp_path)},
+            "model": {"source": "tiny", "max_length": 128},
+            "engine": {"kind": "embedded", "port": 0, "threads": 1, "start_seconds_max": SECONDS_MAX},
+        }
     )
-    try:
-        with anyio.fail_after(SECONDS_MAX):
-            async with aiohttp.ClientSession() as session:
-                while process.returncode is None:
-                    try:
-                        body = {"new_version": "3"}
-                        async with session.post(
-                            f"http://127.0.0.1:{port}/update_weight_version", json=body
-                        ) as response:
-                            assert response.status == 200
-                            break
-                    except aiohttp.ClientConnectionError:
-                        await anyio.sleep(0.2)
-        assert process.returncode is None
-        yield port
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        with anyio.move_on_after(10):
-            await process.wait()
-        if process.returncode is None:
-            process.kill()
+    prepare_model(config, RunDirectory(config.run.path).model)
+    async with start_engine(config) as engine:
+        url, body = f"{engine.url}/update_weight_version", {"new_version": "3"}
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            assert response.status == 200
+        yield engine.config.engine.port
 
 
 async def collect(hub: Hub, orders: list[Order], found: dict[str, Trajectory], stop: anyio.Event) -> None:
@@ -107,6 +82,6 @@ async def test_actor_plays_real_orders_on_a_real_engine_and_drains(tmp_path: Pat
         assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
         assert trajectory.version_range() == (3, 3) and trajectory.engine.backend == "embedded"
         assert len(list(trajectory.branches())) == 1 and trajectory.turns[-1].signals.keys() == {"solved"}
-    text = __import__("prometheus_client").generate_latest(ctx.registry).decode()
-    assert 'afterplay_actor_trajectories_total{env="guess",outcome="complete"} 24.0' in text
+    labels = {"env": "guess", "outcome": "complete"}
+    assert ctx.registry.get_sample_value("afterplay_actor_trajectories_total", labels) == 24
     assert ctx.status.state.startswith("draining") or ctx.status.state.startswith("playing")
