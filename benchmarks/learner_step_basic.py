@@ -47,9 +47,12 @@ def make_rows(count: int, vocabulary: int, seed: int, shortest: int = 70, longes
 
 
 def bare_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: tuple[Row, ...], config: RunConfig
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: tuple[Row, ...], config: RunConfig, select: bool
 ) -> None:
-    """Forward with labels on the sampled tokens, backward, clip, AdamW; micro-batches as the learner makes them."""
+    """Forward with labels on the sampled tokens, backward, clip, AdamW; micro-batches as the learner makes them.
+
+    ``select``: only positions with a label pass the output layer, the best a bare script could do.
+    """
     plan = plan_microbatches([len(row) for row in rows], config.learner.tokens_per_microbatch)
     enabled = config.learner.compute_dtype == "bfloat16"
     for chosen in plan:
@@ -63,7 +66,13 @@ def bare_step(
             attention[b, : len(tokens)] = 1
             labels[b, : len(tokens)] = torch.where(torch.from_numpy(rows[i].loss_mask), tokens, -100)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            loss = model(input_ids=ids, attention_mask=attention, labels=labels, use_cache=False).loss
+            if select:
+                hidden = model.model(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
+                labelled = labels[:, 1:] != -100
+                logits = model.lm_head(hidden[:, :-1][labelled])
+                loss = torch.nn.functional.cross_entropy(logits.float(), labels[:, 1:][labelled])
+            else:
+                loss = model(input_ids=ids, attention_mask=attention, labels=labels, use_cache=False).loss
         loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -97,21 +106,22 @@ def main() -> None:
     trainer = Trainer(Policy.load(arguments.model, config.learner), config)
     rows = make_rows(arguments.rows, bare.config.vocab_size, seed=0)
     tokens = sum(len(row) for row in rows)
-    seconds: dict[str, list[float]] = {"bare": [], "learner": []}
+    seconds: dict[str, list[float]] = {"bare": [], "selecting": [], "learner": []}
     stages: dict[str, float] = {}
     for _ in range(arguments.repeat + 1):
-        start = time.perf_counter()
-        bare_step(bare, optimizer, rows, config)
-        middle = time.perf_counter()
-        report = trainer.step(Batch(trainer.updates, (), rows), policy_version=0)
-        seconds["bare"].append(middle - start)
-        seconds["learner"].append(time.perf_counter() - middle)
-        stages = report.seconds
+        for name in seconds:
+            start = time.perf_counter()
+            if name == "learner":
+                stages = trainer.step(Batch(trainer.updates, (), rows), policy_version=0).seconds
+            else:
+                bare_step(bare, optimizer, rows, config, select=name == "selecting")
+            seconds[name].append(time.perf_counter() - start)
     times = {name: stats.median(values[1:]) for name, values in seconds.items()}
     for name, value in times.items():
-        print(f"{name:8s} {value:7.2f} s/step {tokens / value:8.0f} tokens/s ({tokens} tokens, {arguments.rows} rows)")
+        print(f"{name:9s} {value:7.2f} s/step {tokens / value:8.0f} tokens/s ({tokens} tokens, {arguments.rows} rows)")
     print("learner stages", {name: round(value, 2) for name, value in stages.items()})
-    print(f"ratio learner/bare tokens/s {times['bare'] / times['learner']:.3f}")
+    for name in ("bare", "selecting"):
+        print(f"ratio learner/{name} tokens/s {times[name] / times['learner']:.3f}")
 
 
 if __name__ == "__main__":

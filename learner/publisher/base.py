@@ -49,6 +49,9 @@ class Publication:
 class WeightLoader(Protocol):
     """Puts the weights of a target into one engine that is paused."""
 
+    reads_memory: bool
+    """Whether it needs ``Target.tensors``; else they are not kept once they are written."""
+
     async def load(self, engine: EngineControl, target: Target) -> None:
         """Raises :class:`pipeline.errors.EngineError`. Cancelled when it takes too long."""
         ...

@@ -31,6 +31,8 @@ _NAME = re.compile(r"v(\d{6,})")
 class FolderLoader:
     """Engines read the safetensors folder themselves: any device, any engine that sees the same file system."""
 
+    reads_memory = False
+
     async def load(self, engine: EngineControl, target: Target) -> None:
         await engine.reload(target.folder)
 
@@ -85,7 +87,7 @@ class Publisher:
             n_bytes = await anyio.to_thread.run_sync(
                 partial(write_weights, folder, self._model, tensors, self._config.dtype)
             )
-            target = Target(version, folder, tensors=tensors)
+            target = Target(version, folder, tensors=tensors if self._loader.reads_memory else None)
         prompt = [keeper for keeper in self.keepers.values() if keeper.prompt]
         for keeper in self.keepers.values():
             keeper.aim(target)

@@ -31,6 +31,8 @@ from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
 class VllmTransferLoader:
     """Keeps the contract of :class:`learner.publisher.base.WeightLoader`."""
 
+    reads_memory = True
+
     def __init__(self, backend: Literal["nccl", "ipc"], timeout_seconds: float) -> None:
         if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
             raise ConfigurationError(

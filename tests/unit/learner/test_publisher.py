@@ -272,3 +272,12 @@ async def test_control_errors_say_what_came(engines):
             engine.faults["/weight_info"] = fault
             with pytest.raises(kind, match=words):
                 await control.version()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+def test_vllm_transfer_without_a_gpu_names_the_remedy():
+    from learner.publisher.vllm_transfer import VllmTransferLoader
+    from pipeline.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match="weight_transfer=files"):
+        VllmTransferLoader("nccl", 10.0)

@@ -301,3 +301,12 @@ def test_rows_of_a_forked_trajectory_train_each_sampled_token_once(kit):
     rows = trajectory_rows(forked, 0, 1.0)
     report = trainer_of(kit).step(Batch(0, (), tuple(rows)), 0)
     assert report.tokens_trained == forked.n_sampled
+
+
+def test_gradient_checkpointing_changes_no_gradient(kit):
+    rows = kit.make_rows(4)
+    loss, grads = gradients(trainer_of(kit, {"grad_clip": 1e9}), rows)
+    other_loss, other = gradients(trainer_of(kit, {"grad_clip": 1e9, "gradient_checkpointing": True}), rows)
+    assert loss == pytest.approx(other_loss, rel=1e-6)
+    for name in grads:
+        torch.testing.assert_close(other[name], grads[name], rtol=1e-5, atol=1e-7)
