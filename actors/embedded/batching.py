@@ -1,6 +1,8 @@
-"""transformers' continuous batching with what a server needs: results to the event loop, cache salted by weights, a fatal hook.
+"""transformers' continuous batching with what a server needs.
 
-One background thread (of transformers) samples; everything here that touches its state runs inside :meth:`Batching.frozen`.
+Results go to the event loop, the prefix cache forgets old weights, a dead sampling thread is reported.
+One background thread (of transformers) samples; everything here that touches its state runs inside
+:meth:`Batching.frozen`.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ class Batching(ContinuousBatchingManager):
     def forget_cache(self) -> None:
         """Make new requests blind to KV computed by the old weights. Inside :meth:`frozen`.
 
-        Requests in flight keep their KV, as with vLLM's ``pause?mode=keep``: their later tokens are sampled by the new weights over
-        a context read by the old ones. What they compute is not offered to other requests.
+        Requests in flight keep their KV, as with vLLM's ``pause?mode=keep``: their later tokens are sampled by the
+        new weights over a context read by the old ones. What they compute is not offered to other requests.
         """
         if self.batch_processor is None:
             return

@@ -24,6 +24,7 @@ def exposition(model: str, values: Mapping[str, float], finished: Mapping[str, i
         lines += [f"# HELP vllm:{name} {_HELP[name]}", f"# TYPE vllm:{name} {kind}", f"vllm:{name}{{{labels}}} {value}"]
     lines += ["# HELP vllm:request_success_total Finished requests.", "# TYPE vllm:request_success_total counter"]
     lines += [
-        f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {count}' for reason, count in finished.items()
+        f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {count}'
+        for reason, count in finished.items()
     ]
     return "\n".join(lines) + "\n"

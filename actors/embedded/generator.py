@@ -81,7 +81,10 @@ class Generator:
         if self._stopping or not self.alive:
             raise Refused(503, "the engine is shutting down")
         if len(self._waiting) >= self.options.queue_max:
-            raise Refused(503, f"{len(self._waiting)} requests are in flight, the engine takes {self.options.queue_max}: try again")
+            raise Refused(
+                503,
+                f"{len(self._waiting)} requests are in flight, the engine takes {self.options.queue_max}: try again",
+            )
         if request.request_id in self._waiting:
             raise Refused(400, f"request_id {request.request_id!r} is in flight already")
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()

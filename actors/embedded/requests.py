@@ -28,7 +28,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
 }
 """Sampling parameters of vLLM that are accepted only where they change nothing."""
-_IGNORED = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"}
+_IGNORED = {
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+}
 _USED = {"max_tokens", "temperature", "top_p", "top_k", "logprobs", "stop_token_ids", "ignore_eos"}
 
 
@@ -63,7 +69,7 @@ class Bounds:
     vocabulary_size: int
 
     def parse(self, body: bytes) -> GenerateRequest:
-        """Read the JSON of ``POST /inference/v1/generate``. Raises :class:`Refused` with what was expected and what came."""
+        """Read the JSON of ``POST /inference/v1/generate``. Raises :class:`Refused`: what was expected, what came."""
         try:
             request = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -71,7 +77,9 @@ class Bounds:
         if not isinstance(request, dict):
             raise Refused(400, f"expected a JSON object, got {type(request).__name__}")
         if request.get("model") not in (None, self.options.served_name):
-            raise Refused(404, f"The model {request['model']!r} does not exist: this engine serves {self.options.served_name!r}")
+            raise Refused(
+                404, f"The model {request['model']!r} does not exist: this engine serves {self.options.served_name!r}"
+            )
         if request.get("stream"):
             raise Refused(400, "stream: the embedded engine does not stream; leave it out")
         sampling = request.get("sampling_params")
@@ -103,7 +111,8 @@ class Bounds:
             raise Refused(400, f"Token id {high} is out of vocabulary (size {self.vocabulary_size})")
         if len(ids) >= self.options.max_length:
             raise Refused(
-                400, f"The prompt has {len(ids)} tokens; with at least one to sample the engine takes {self.options.max_length}"
+                400,
+                f"The prompt has {len(ids)} tokens; with one to sample the engine takes {self.options.max_length}",
             )
         return ids
 
@@ -114,11 +123,16 @@ class Bounds:
             if name not in _NEUTRAL:
                 raise Refused(400, f"sampling_params.{name}: not known to the embedded engine")
             if value not in _NEUTRAL[name]:
-                raise Refused(400, f"sampling_params.{name}={value!r}: the embedded engine supports only {_NEUTRAL[name][0]!r}")
+                raise Refused(
+                    400, f"sampling_params.{name}={value!r}: the embedded engine supports only {_NEUTRAL[name][0]!r}"
+                )
         for name, mine, off in (("top_p", self.options.top_p, (1, None)), ("top_k", self.options.top_k, (-1, 0, None))):
             asked = sampling.get(name)
             if asked != mine and not (asked in off and mine in off):
-                raise Refused(400, f"sampling_params.{name} is {asked}, this engine was started with {name}={mine} for all requests")
+                raise Refused(
+                    400,
+                    f"sampling_params.{name} is {asked}, this engine was started with {name}={mine} for all requests",
+                )
         if sampling.get("logprobs") not in (None, 0):
             raise Refused(400, "sampling_params.logprobs: only 0 (the sampled tokens) is supported")
 

@@ -17,7 +17,7 @@ DRAIN_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one engine; returns the exit code: 0 after SIGTERM or SIGINT, 1 when sampling died or the address is taken."""
+    """Run one engine. Exit code 0 after SIGTERM or SIGINT, 1 when sampling died or the address is taken."""
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if not (options.model / "config.json").exists():
@@ -48,7 +48,11 @@ async def serve(options: EngineOptions) -> int:
     generator = Generator(options, fatal=end)
     generator.start()
     runner = web.AppRunner(
-        application(generator), access_log=None, handler_cancellation=True, keepalive_timeout=3600, shutdown_timeout=DRAIN_SECONDS
+        application(generator),
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=3600,
+        shutdown_timeout=DRAIN_SECONDS,
     )
     await runner.setup()
     failed = True

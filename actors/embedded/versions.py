@@ -31,7 +31,7 @@ class VersionRecord:
         self._marks[request_id] = [(0, self.current)]
 
     def stamp(self, version: str, sampled: Mapping[str, int]) -> None:
-        """From now on tokens come from ``version``; ``sampled`` says how many tokens each unfinished request has so far.
+        """From now on tokens come from ``version``; ``sampled`` counts the tokens of each unfinished request so far.
 
         A request that is not in ``sampled`` has none if it begins later, or has finished.
         """
@@ -46,7 +46,7 @@ class VersionRecord:
                 marks.append((count, version))
 
     def finish(self, request_id: str, count: int) -> list[Span]:
-        """Stop recording; spans ``{version, start, end}`` that tile ``[0, count)``. Raises KeyError for an unknown id."""
+        """Stop recording; spans ``{version, start, end}`` that tile ``[0, count)``. KeyError for an unknown id."""
         marks = self._marks.pop(request_id)
         ends = [start for start, _ in marks[1:]] + [count]
         return [

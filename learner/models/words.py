@@ -14,21 +14,24 @@ PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIAL = (PAD, UNKNOWN, END, *(f"<|{role}|>" for role in ROLES))
 
-DEFAULT_WORDS = tuple("guess higher lower I think of a number from to . Guess it Reply with only The is than".split())
+DEFAULT_WORDS = (
+    *("guess", "higher", "lower", "I", "think", "of", "a", "number", "from", "to", "."),
+    *("Guess", "it", "Reply", "with", "only", "The", "is", "than"),
+)
 """The vocabulary of ``number_guess``, short and long form."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""``<|user|>guess a number from 0 to 7<|end|><|assistant|>``: a role token before and an end token after each message."""
+"""``<|user|>guess<|end|><|assistant|>``: a role token before and an end token after each message."""
 
 
 def build_tokenizer(numbers: int, words: Sequence[str] = DEFAULT_WORDS) -> PreTrainedTokenizerFast:
     """Tokens are the special ones, the numbers below ``numbers`` and ``words``, in this order.
 
-    Text of known words and numbers with single spaces between them survives encode and decode unchanged; punctuation is a
-    token of its own. Raises :class:`ConfigurationError` for a word that could never be a token.
+    Text of known words and numbers with single spaces between them survives encode and decode unchanged; punctuation
+    is a token of its own. Raises :class:`ConfigurationError` for a word that could never be a token.
     """
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel

@@ -1,4 +1,4 @@
-"""Real engine processes, started once a session. ``vllm`` marks what needs a vLLM server (35 s to start, both cores)."""
+"""Real engine processes. ``vllm`` marks what needs a vLLM server (35 s to start, both cores)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,14 @@ def smollm_config(directory: Path, **engine: Any) -> RunConfig:
     usable, reason = vllm_available()
     if not usable:
         pytest.skip(f"NO vLLM TESTS HERE: {reason}")
-    defaults = {"kind": "vllm", "port": 0, "dtype": "float32", "block_size": 32, "max_sequences": 32, "start_seconds_max": 300}
+    defaults = {
+        "kind": "vllm",
+        "port": 0,
+        "dtype": "float32",
+        "block_size": 32,
+        "max_sequences": 32,
+        "start_seconds_max": 300,
+    }
     config = RunConfig.model_validate(
         {
             "run": {"name": "smollm", "directory": directory},

@@ -144,7 +144,9 @@ async def test_recorded_logprobs_are_those_of_the_sampled_distribution(api: Api,
 async def test_requests_of_different_temperature_share_a_batch(api: Api) -> None:
     ids = prompt(api, 20, seed=4)
     temperatures = [0.5, 1.0, 2.0]
-    choices = await asyncio.gather(*(api.generate(ids, temperature=t, max_tokens=20, ignore_eos=True) for t in temperatures))
+    choices = await asyncio.gather(
+        *(api.generate(ids, temperature=t, max_tokens=20, ignore_eos=True) for t in temperatures)
+    )
     for temperature, choice in zip(temperatures, choices, strict=True):
         mine = recomputed(api.model, ids, choice["token_ids"], temperature)
         assert (mine - recorded(choice)).abs().mean() < MEAN_ERROR_MAX
@@ -285,7 +287,9 @@ def family(pid: int) -> set[int]:
 def gone(members: set[int], seconds_max: float) -> None:
     deadline = time.monotonic() + seconds_max
     while alive := {pid for pid in members if _alive(pid)}:
-        assert time.monotonic() < deadline, f"still there: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in alive]}"
+        assert time.monotonic() < deadline, (
+            f"still there: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in alive]}"
+        )
         time.sleep(0.02)
 
 

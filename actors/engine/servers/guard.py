@@ -1,8 +1,10 @@
-"""``python -m actors.engine.servers.guard COMMAND ...``: run a server that starts processes of its own, and leave none behind.
+"""Run a server that starts processes of its own, and leave none behind.
 
-The command runs in a process group of its own. SIGTERM and SIGINT reach it as SIGTERM; after ``GRACE_SECONDS`` the group is
-killed. When the command ends, what is left of its group is killed. When this process is killed itself, a small shell that
-waits on a pipe sees the pipe close and kills the group.
+``python -m actors.engine.servers.guard COMMAND ...``
+
+The command runs in the process group of a small shell, the sentry, which waits on a pipe. SIGTERM and SIGINT reach
+the command as SIGTERM; after ``GRACE_SECONDS`` the group is killed. When the command ends, what is left of the group
+is killed. When this process is killed itself, the sentry sees the pipe close and kills the group.
 """
 
 from __future__ import annotations
@@ -17,17 +19,24 @@ from contextlib import suppress
 from types import FrameType
 
 GRACE_SECONDS = 5.0
-_SENTRY = 'read -r line && exit 0; kill -KILL -- "-$1"'
+_SENTRY = "read -r line; kill -KILL 0"
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``argv``; returns its exit code, 0 when it ended because we were asked to, 1 when it had to be killed for that."""
+    """Run ``argv``. Returns its exit code; 0 when it ended because we were asked to, 1 when it had to be killed."""
     if not argv:
         print("usage: python -m actors.engine.servers.guard COMMAND ...", file=sys.stderr)
         return 2
     asked = {"stop": False, "forced": False}
+    sentry = subprocess.Popen(
+        ["/bin/sh", "-c", _SENTRY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
     child: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -38,27 +47,21 @@ def main(argv: Sequence[str]) -> int:
 
     def force(number: int, frame: FrameType | None) -> None:
         asked["forced"] = True
-        if child is not None:
-            kill_group(child.pid)
+        kill_group(sentry.pid)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     signal.signal(signal.SIGALRM, force)
     parent = os.getpid()
-    child = subprocess.Popen(argv, start_new_session=True, preexec_fn=lambda: _die_with(parent))
+    child = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, process_group=sentry.pid, preexec_fn=lambda: _die_with(parent)
+    )
     if asked["stop"]:
         child.send_signal(signal.SIGTERM)
-    sentry = subprocess.Popen(
-        ["/bin/sh", "-c", _SENTRY, "sentry", str(child.pid)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
     code = child.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
-    kill_group(child.pid)
-    _dismiss(sentry)
+    kill_group(sentry.pid)
+    sentry.communicate()
     if asked["stop"]:
         return 1 if asked["forced"] else 0
     return code if code >= 0 else 128 - code
@@ -80,14 +83,6 @@ def group_is_gone(leader: int, seconds_max: float) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-def _dismiss(sentry: subprocess.Popen[bytes]) -> None:
-    assert sentry.stdin is not None
-    with suppress(BrokenPipeError):
-        sentry.stdin.write(b"done\n")
-        sentry.stdin.close()
-    sentry.wait(timeout=5)
 
 
 def _die_with(parent: int) -> None:

@@ -34,14 +34,16 @@ def main(config: RunConfig, index: int) -> int:
 def command(config: RunConfig, index: int) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of engine ``index``, for a process that the caller starts and watches.
 
-    Raises :class:`ConfigurationError`: no such replica, engine is external, port in use, model not prepared, a combination that
-    the engine cannot do.
+    Raises :class:`ConfigurationError`: no such replica, engine is external, port in use, model not prepared, a
+    combination that the engine cannot do.
     """
     engine = config.engine
     if engine.kind == "external":
         raise ConfigurationError("engine.kind is external: the engines at engine.urls are started by somebody else")
     if not 0 <= index < engine.replicas:
-        raise ConfigurationError(f"expected an engine index of 0 to {engine.replicas - 1} (engine.replicas), got {index}")
+        raise ConfigurationError(
+            f"expected an engine index of 0 to {engine.replicas - 1} (engine.replicas), got {index}"
+        )
     host, port = address(config, index)
     model = RunDirectory(config.run.path).model.absolute()
     if not (model / "config.json").exists():
@@ -79,13 +81,15 @@ def engine_kind(config: RunConfig) -> tuple[str, str]:
 
 
 def address(config: RunConfig, index: int) -> tuple[str, int]:
-    """Host and port that engine ``index`` binds. Raises :class:`ConfigurationError` for port 0 outside ``afterplay run``."""
+    """Host and port of engine ``index``. Raises :class:`ConfigurationError` for port 0 outside ``afterplay run``."""
     engine = config.engine
     port = engine.port + index if engine.port else 0
     if engine.urls and not port and index < len(engine.urls):
         port = urlsplit(engine.urls[index]).port or 0
     if not port:
-        raise ConfigurationError("engine.port is 0, which only 'afterplay run' can fill in: give --set engine.port=8100")
+        raise ConfigurationError(
+            "engine.port is 0, which only 'afterplay run' can fill in: give --set engine.port=8100"
+        )
     return engine.host, port
 
 
@@ -110,7 +114,9 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
     if engine.weight_transfer != "files":
         raise ConfigurationError("the embedded engine takes weights as files: set engine.weight_transfer: files")
     if sampling.stop:
-        raise ConfigurationError("sampling.stop: the embedded engine knows no stop strings; the end-of-turn token stops it")
+        raise ConfigurationError(
+            "sampling.stop: the embedded engine knows no stop strings; the end-of-turn token stops it"
+        )
     flags = {
         "model": model,
         "host": host,
@@ -126,7 +132,13 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
         "top-p": sampling.top_p,
         "top-k": sampling.top_k,
     }
-    return [sys.executable, "-m", "actors.embedded", *(f"--{name}={value}" for name, value in flags.items()), *engine.args]
+    return [
+        sys.executable,
+        "-m",
+        "actors.embedded",
+        *(f"--{name}={value}" for name, value in flags.items()),
+        *engine.args,
+    ]
 
 
 def _embedded_environment(config: RunConfig) -> dict[str, str]:

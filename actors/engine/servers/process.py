@@ -55,7 +55,8 @@ async def start_engine(config: RunConfig, index: int = 0) -> AsyncIterator[Runni
     """Engine ``index`` of a run whose model is prepared: started, healthy, and gone at the end.
 
     ``engine.port: 0`` takes a free port. Raises :class:`ConfigurationError` for what :func:`command` refuses and
-    :class:`EngineUnavailable` (with the end of its log) when it ends or is not healthy within ``engine.start_seconds_max``.
+    :class:`EngineUnavailable` (with the end of its log) when it ends or is not healthy within
+    ``engine.start_seconds_max``.
     """
     running = running_engine(config, index)
     with anyio.CancelScope(shield=True):  # bounded by start_seconds_max; cancelled half-way the process would be lost
@@ -74,7 +75,9 @@ def running_engine(config: RunConfig, index: int = 0) -> Iterator[RunningEngine]
     argv, environment = command(config, index)
     log = RunDirectory(config.run.path).logs / f"engine-{index}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[3]), environment.get("PYTHONPATH")])
+    )
     with log.open("ab") as sink:
         process = subprocess.Popen(guarded(argv), env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
     url = f"http://{config.engine.host}:{config.engine.port + index}"
@@ -110,7 +113,9 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path, seconds
             code = process.wait(timeout=PROBE_PAUSE_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-        raise EngineUnavailable(f"engine {url} ended with exit code {code} before it was ready; its log ends:\n{_tail(log)}")
+        raise EngineUnavailable(
+            f"engine {url} ended with exit code {code} before it was ready; its log ends:\n{_tail(log)}"
+        )
     raise EngineUnavailable(
         f"engine {url} was not healthy within {seconds_max:g} s (engine.start_seconds_max); its log ends:\n{_tail(log)}"
     )

