@@ -1,4 +1,4 @@
-"""Exports one role's metrics and moves them: ``python metrics_process.py ROLE`` prints its port and ends on EOF.
+"""Exports one role's metrics and moves them: ``metrics_process.py ROLE [PORT]`` prints its port and ends on EOF.
 
 Not a test. It makes the dashboard provable in seconds, without models and engines; the real run is proved beside it.
 """
@@ -99,7 +99,7 @@ class Engine:
 ROLES: dict[str, Any] = {"actor": Actor, "replay": Replay, "learner": Learner, "engine": Engine}
 
 
-def main(role: str) -> None:
+def main(role: str, port: int = 0) -> None:
     registry, stop = CollectorRegistry(), Event()
     process = ProcessMetrics(registry, "test", "grpo", "tiny") if role != "engine" else None
     body = ROLES[role](registry)
@@ -112,7 +112,7 @@ def main(role: str) -> None:
             if process is not None:
                 process.heartbeat_timestamp_seconds.set(time.time())
 
-    with MetricsServer(registry, lambda: (True, {})) as server:
+    with MetricsServer(registry, lambda: (True, {}), port=port) as server:
         thread = Thread(target=run)
         thread.start()
         print(server.port, flush=True)
@@ -122,4 +122,4 @@ def main(role: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
