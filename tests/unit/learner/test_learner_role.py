@@ -62,7 +62,7 @@ class Engine:
 async def serving(engine):
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -24,13 +24,14 @@ class FakeEngine:
     def __init__(self):
         self.version, self.paused, self.loaded, self.calls, self.faults = "default", False, [], [], {}
         self.runner = self.url = None
+        self.released = asyncio.Event()
 
     async def start(self, port=0):
         app = web.Application()
         app.router.add_get("/weight_info", self._handle)
         for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version"):
             app.router.add_post(path, self._handle)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
+        self.runner = web.AppRunner(app, shutdown_timeout=1.0)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", port)
         await site.start()
@@ -42,6 +43,7 @@ class FakeEngine:
         return int(self.url.rsplit(":", 1)[1])
 
     async def stop(self):
+        self.released.set()
         await self.runner.cleanup()
 
     async def _handle(self, request):
@@ -49,7 +51,7 @@ class FakeEngine:
         self.calls.append(path)
         fault = self.faults.get(path)
         if fault == "hang":
-            await asyncio.sleep(60)
+            await self.released.wait()
         if fault == "garbage":
             return web.Response(text="<html>")
         if isinstance(fault, int):
