@@ -1,13 +1,16 @@
-"""Wall time and reward of Afterplay against TRL's ``GRPOTrainer``: same model, task, rollouts a step, optimizer and clip.
+"""Wall time and reward of Afterplay against TRL's ``GRPOTrainer``: same model, task, rollouts a step, optimizer and
+clip.
 
 ::
 
     pip install 'trl>=1.16,<1.17'          # or the extra: pip install -e '.[benchmarks]'
     python -m benchmarks.against_trl --steps 10
 
-Both sides train SmolLM2-135M on "What is a + b?" with 8 tasks of 8 rollouts a step, at most 24 new tokens, temperature 1, AdamW at 2e-5, clip 0.2/0.28, advantage
-(R - mean)/std, one attempt a task. TRL generates with transformers inside its trainer (its form for a machine without a GPU); Afterplay plays against a real vLLM server
-while it trains. Each side runs alone, one after the other, on all cores; the first step of each side, which pays for warming up, is left out of the median.
+Both sides train SmolLM2-135M on "What is a + b?" with 8 tasks of 8 rollouts a step, at most 24 new tokens, temperature
+1, AdamW at 2e-5, clip 0.2/0.28, advantage (R - mean)/std, one attempt a task. TRL generates with transformers inside
+its trainer (its form for a machine without a GPU); Afterplay plays against a real vLLM server while it trains. Each
+side runs alone, one after the other, on all cores; the first step of each side, which pays for warming up, is left out
+of the median.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +114,7 @@ def last_integer(text: str) -> int | None:
 
 def summary(rows: list[dict[str, Any]], target: float) -> dict[str, float]:
     """Median seconds between steps, seconds from the first step to the first one at ``target``, and the last reward."""
-    gaps = [b["time"] - a["time"] for a, b in zip(rows, rows[1:], strict=False)]
+    gaps = [b["time"] - a["time"] for a, b in pairwise(rows)]
     reached = [row["time"] - rows[0]["time"] for row in rows if row["reward"] >= target]
     return {
         "seconds_per_step": statistics.median(gaps),

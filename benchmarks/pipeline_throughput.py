@@ -1,12 +1,14 @@
-"""Trajectories/s and MB/s through actor → replay stage → learner, against bare ZeroMQ moving the same bytes in the same run.
+"""Trajectories/s and MB/s through actor → replay stage → learner, against bare ZeroMQ moving the same bytes in the
+same run.
 
 ::
 
     python -m benchmarks.pipeline_throughput --trajectories 8192 --tokens 2000 --turns 8
 
-Three real processes: an actor whose episodes are ready-made (each is encoded on its own, as an actor does), the real replay stage with its durable SQLite store, and a
-learner's end that decodes every trajectory, assembles every group and answers CONSUMED. The bare side is one PUSH and one PULL socket in two processes that move the
-same number of messages of the same size, once (Afterplay moves each trajectory twice, and makes it durable in between).
+Three real processes: an actor whose episodes are ready-made (each is encoded on its own, as an actor does), the real
+replay stage with its durable SQLite store, and a learner's end that decodes every trajectory, assembles every group
+and answers CONSUMED. The bare side is one PUSH and one PULL socket in two processes that move the same number of
+messages of the same size, once (Afterplay moves each trajectory twice, and makes it durable in between).
 """
 
 from __future__ import annotations
@@ -98,12 +100,25 @@ async def act(config: RunConfig, tokens: int, turns: int) -> None:
 
 
 async def learn(config: RunConfig) -> tuple[float, int]:
-    """The learner's end: seconds from the first to the last trained update, and the bytes of the trajectories in between."""
+    """The learner's end: seconds from the first to the last trained update, and the bytes of the trajectories in
+    between."""
     assembler = GroupAssembler(config.groups.groups_per_step)
     steps, n_bytes, started = config.run.total_steps, 0, 0.0
     async with open_link(config, "learner") as link:
-        hello = {"role": "learner", "name": "learner", "schema_version": SCHEMA_VERSION, "session": "bench", "updates": 0}
-        hello |= {"policy_version": -1, "durable_updates": 0, "credit_groups": 4 * GROUPS, "holding": [], "consumed": []}
+        hello = {
+            "role": "learner",
+            "name": "learner",
+            "schema_version": SCHEMA_VERSION,
+            "session": "bench",
+            "updates": 0,
+        }
+        hello |= {
+            "policy_version": -1,
+            "durable_updates": 0,
+            "credit_groups": 4 * GROUPS,
+            "holding": [],
+            "consumed": [],
+        }
         link.describe(hello)
         update = 0
         while update < steps:
@@ -157,7 +172,9 @@ def through_afterplay(trajectories: int, tokens: int, turns: int) -> tuple[float
         file = Path(folder) / "config.yaml"
         file.write_text(dump(config))
         stage = subprocess.Popen([sys.executable, "-m", "pipeline.cli", "replay", str(file)], stderr=subprocess.DEVNULL)
-        actor = multiprocessing.get_context("spawn").Process(target=run_actor, args=(config, tokens, turns), daemon=True)
+        actor = multiprocessing.get_context("spawn").Process(
+            target=run_actor, args=(config, tokens, turns), daemon=True
+        )
         actor.start()
         try:
             seconds, n_bytes = anyio.run(learn, config, backend_options={"use_uvloop": True})
@@ -204,7 +221,9 @@ def main() -> None:
     bare = through_zeromq(size, arguments.trajectories)
     print(f"trajectories of {arguments.tokens} tokens, {arguments.turns} turns, {size} bytes")
     for name, seconds in (("bare ZeroMQ, one hop", bare), ("actor → replay (durable) → learner", ours)):
-        print(f"{name:36}{1 / seconds:10.0f} trajectories/s{size / seconds / 1e6:10.1f} MB/s{1e6 * seconds:9.1f} µs each")
+        print(
+            f"{name:36}{1 / seconds:10.0f} trajectories/s{size / seconds / 1e6:10.1f} MB/s{1e6 * seconds:9.1f} µs each"
+        )
     print(f"share of bare ZeroMQ's rate: {bare / ours:.3f}")
 
 

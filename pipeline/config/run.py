@@ -66,8 +66,8 @@ class TransportConfig(Section):
 class MetricsConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
-    """First port of ``/metrics`` and ``/healthz``: replay port, learner port + 1, actor i port + 2 + i. 0 takes free ports
-    (written to ``processes.json`` in the run directory)."""
+    """First port of ``/metrics`` and ``/healthz``: replay port, learner port + 1, actor i port + 2 + i. 0 takes free
+    ports (written to ``processes.json`` in the run directory)."""
 
 
 class SupervisorConfig(Section):
@@ -112,8 +112,8 @@ class RunConfig(Section):
             raise ValueError("environments is empty: name at least one, for example environments: {arithmetic: {}}")
         if self.sampling.max_tokens >= self.model.max_length:
             raise ValueError(
-                f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length ({self.model.max_length}): "
-                "the prompt needs room"
+                f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
+                f"({self.model.max_length}): the prompt needs room"
             )
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(

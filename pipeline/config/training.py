@@ -42,8 +42,8 @@ class AdvantageConfig(Section):
 
 class ImportanceConfig(Section):
     anchor: Literal["behaviour", "proximal"] = "behaviour"
-    """π_old of fresh tokens: ``behaviour`` takes μ as the engine recorded it; ``proximal`` recomputes it with the learner's
-    weights before the step, corrects with truncated w = π_old/μ, and clips π/π_old (decoupled PPO)."""
+    """π_old of fresh tokens: ``behaviour`` takes μ as the engine recorded it; ``proximal`` recomputes it with the
+    learner's weights before the step, corrects with truncated w = π_old/μ, and clips π/π_old (decoupled PPO)."""
     weight_max: float = Field(2.0, gt=0)
     """Truncation of w in the proximal form."""
     log_ratio_max: float = Field(20.0, gt=0)
@@ -99,7 +99,8 @@ class PublishConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(10, ge=1)
-    """Updates between checkpoints. Updates after the last one are made again, from the same groups, if the learner is killed."""
+    """Updates between checkpoints. Updates after the last one are made again, from the same groups, if the learner is
+    killed."""
     keep: int = Field(2, ge=1)
     at_end: bool = True
 

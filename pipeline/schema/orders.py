@@ -38,7 +38,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """``n_rollout`` trajectories of one task that share an advantage group: ``n_fresh`` new ones and the rest replayed."""
+    """``n_rollout`` trajectories of one task that share an advantage group: ``n_fresh`` new ones and the rest
+    replayed."""
 
     group_id: str
     task: Task

@@ -74,7 +74,9 @@ class TokenSpan:
         assert self.behaviour_logprobs is not None
         require_array("behaviour_logprobs", self.behaviour_logprobs, np.float32, len(self.token_ids))
         if len(self.behaviour_logprobs) and not self.behaviour_logprobs.max() <= LOGPROB_MAX:  # also when it is NaN
-            raise SchemaError("expected log-probabilities <= 0, got a positive one or NaN: check the engine's logprobs mode")
+            raise SchemaError(
+                "expected log-probabilities <= 0, got a positive one or NaN: check the engine's logprobs mode"
+            )
         object.__setattr__(self, "behaviour_logprobs", frozen(self.behaviour_logprobs))
         self._check_tiling()
 
@@ -143,7 +145,10 @@ class FlatTokens:
             token_ids=np.concatenate([s.token_ids for _, s in spans]),
             loss_mask=np.concatenate([np.full(len(s), s.source is SpanSource.SAMPLED) for _, s in spans]),
             behaviour_logprobs=np.concatenate(
-                [s.behaviour_logprobs if s.behaviour_logprobs is not None else np.zeros(len(s), np.float32) for _, s in spans]
+                [
+                    s.behaviour_logprobs if s.behaviour_logprobs is not None else np.zeros(len(s), np.float32)
+                    for _, s in spans
+                ]
             ),
             policy_versions=np.concatenate([s.versions() for _, s in spans]),
             turn_index=np.concatenate([np.full(len(s), turn, dtype=np.int32) for turn, s in spans]),

@@ -151,7 +151,9 @@ class Trajectory:
         require_id("group_id", self.group_id)
         require_id("actor_id", self.actor_id)
         failed = self.status in (TrajectoryStatus.ABORTED, TrajectoryStatus.ERROR)
-        require((self.failure is not None) == failed, "a failure exactly on aborted and error trajectories", self.status)
+        require(
+            (self.failure is not None) == failed, "a failure exactly on aborted and error trajectories", self.status
+        )
         require(not (failed and self.reward is not None), "no reward on a failed trajectory", self.reward)
         require(failed or len(self.turns) > 0, "at least one turn", 0)
         if self.reward is not None:
@@ -199,7 +201,9 @@ class Trajectory:
 
     def flatten(self) -> FlatTokens:
         """All turns as arrays of one length T (branches, where there are several, one after another)."""
-        return FlatTokens.join([(i, span) for i, turn in enumerate(self.turns) for span in (turn.context, turn.completion)])
+        return FlatTokens.join(
+            [(i, span) for i, turn in enumerate(self.turns) for span in (turn.context, turn.completion)]
+        )
 
     def scored(self, reward: float | None, rewards: Mapping[str, float | None]) -> Trajectory:
         """A copy with the scorer's verdict."""

@@ -57,8 +57,8 @@ class RunHandle:
         return int(found["metrics_port"]) if found else None
 
     def until(self, what: str, look: Callable[[], Value | None], seconds_max: float) -> Value:
-        """Wait until ``look`` returns something true. Raises :class:`AfterplayError` when the run ends first or it takes too
-        long, with the end of what the run printed."""
+        """Wait until ``look`` returns something true. Raises :class:`AfterplayError` when the run ends first or it
+        takes too long, with the end of what the run printed."""
         deadline = time.monotonic() + seconds_max
         while time.monotonic() < deadline:
             value = look()
@@ -104,7 +104,8 @@ class RunHandle:
 
 @contextmanager
 def start_run(file: Path, directory: Path, name: str, overrides: Sequence[str] = ()) -> Iterator[RunHandle]:
-    """``afterplay run FILE`` with its run directory at ``directory/name``; stopped at the end of the block if it still runs."""
+    """``afterplay run FILE`` with its run directory at ``directory/name``; stopped at the end of the block if it still
+    runs."""
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pipeline.cli", "run", str(file)]
     for override in (f"run.directory={directory}", f"run.name={name}", *overrides):

@@ -1,4 +1,5 @@
-"""What a real vLLM recorded is what the model says: log-probabilities and versions, token by token, of multi-turn trajectories."""
+"""What a real vLLM recorded is what the model says: log-probabilities and versions, token by token, of multi-turn
+trajectories."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def of_version(trajectories: list[Trajectory], version: int) -> list[Trajectory]
 
 
 @pytest.mark.parametrize(("dtype", "mean_max"), [("float32", 1e-3), ("bfloat16", 0.1)])
-def test_recorded_logprobs_are_those_of_the_version_that_sampled_them(tmp_path: Path, dtype: str, mean_max: float) -> None:
+def test_recorded_logprobs_are_those_of_the_version_that_sampled_them(
+    tmp_path: Path, dtype: str, mean_max: float
+) -> None:
     usable, reason = vllm_available()
     if not usable:
         pytest.skip(f"NO vLLM TESTS HERE: {reason}")

@@ -13,9 +13,9 @@ import pytest
 from actors.engine.answers import read_prefix_cache
 from actors.engine.base import PrefixCache
 from actors.engine.servers import vllm_available
+from pipeline.codec import decode_trajectory
 from pipeline.config.load import load
 from pipeline.replay import store_file
-from pipeline.codec import decode_trajectory
 from pipeline.supervisor.handle import RunHandle, start_run
 
 TWO_ENGINES = Path(__file__).parents[2] / "configs" / "two_engines.yaml"

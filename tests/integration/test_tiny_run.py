@@ -15,7 +15,8 @@ from pipeline.supervisor.handle import RunHandle, start_run
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 START_SECONDS_MAX = 90
 LEARN_SECONDS_MAX = 240
-"""A guard against hanging, far above what a run takes; how long it takes is measured in ``benchmarks/tiny_learning.py``."""
+"""A guard against hanging, far above what a run takes; how long it takes is measured in
+``benchmarks/tiny_learning.py``."""
 
 
 def solved(steps: list[dict[str, object]]) -> list[float]:
