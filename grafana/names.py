@@ -4,7 +4,11 @@ from __future__ import annotations
 
 VLLM_UPDATE = "vllm:rl_weight_update_operation_duration_seconds"
 
-VLLM_ONLY = frozenset({"vllm:num_preemptions_total", f"{VLLM_UPDATE}_sum", f"{VLLM_UPDATE}_count"})
+TRANSFER_ONLY = frozenset({f"{VLLM_UPDATE}_sum", f"{VLLM_UPDATE}_count"})
+"""What vLLM exports only once weights travel through its own transfer engines (``engine.weight_transfer`` nccl or
+ipc)."""
+
+VLLM_ONLY = TRANSFER_ONLY | {"vllm:num_preemptions_total"}
 """What vLLM exports and the embedded engine does not."""
 
 ENGINE = VLLM_ONLY | {

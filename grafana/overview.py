@@ -457,18 +457,28 @@ ENGINE = RowSpec(
             "the KV cache is too small for the requests in flight.",
         ),
         PanelSpec(
-            "Weight update time",
+            "Weight publication",
+            "s",
+            (
+                Query(q.quantile(0.5, "learner_weight_publish_duration_seconds"), "p50"),
+                Query(q.quantile(0.95, "learner_weight_publish_duration_seconds"), "p95"),
+            ),
+            "about a second per billion parameters on disk, from writing to the last engine that resumed.",
+            "generation pauses for a part of it at every version: faster storage, or NCCL/IPC transfer on GPU.",
+            runbook="WeightUpdateFailing",
+        ),
+        PanelSpec(
+            "Weight transfer operations",
             "s",
             (
                 Query(
-                    f"sum by (instance) ({rate(VLLM_UPDATE + '_sum', window=WINDOW)}) / "
-                    f"sum by (instance) ({rate(VLLM_UPDATE + '_count', window=WINDOW)})",
-                    "engine {{instance}}",
+                    f"sum by (operation) ({rate(VLLM_UPDATE + '_sum', window=WINDOW)}) / "
+                    f"sum by (operation) ({rate(VLLM_UPDATE + '_count', window=WINDOW)})",
+                    "{{operation}}",
                 ),
-                Query(q.quantile(0.95, "learner_weight_publish_duration_seconds"), "publish p95"),
             ),
-            "about a second per billion parameters on disk.",
-            "generation pauses for so long at every version: use faster storage, or NCCL/IPC transfer on GPU.",
+            "empty with engine.weight_transfer: files; with nccl or ipc, update takes most of the time.",
+            "init or start that takes long: trainer and engines wait for each other, look at both logs.",
             runbook="WeightUpdateFailing",
         ),
     ),

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from grafana.dashboard_lint import metric_names, queries, substitute, variable_queries
-from grafana.names import VLLM_ONLY
+from grafana.names import TRANSFER_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 
 OVERVIEW = Path(__file__).parent / "dashboards" / "afterplay-overview.json"
+MAY_LACK = {"embedded": VLLM_ONLY, "vllm": TRANSFER_ONLY, "vllm-transfer": frozenset[str]()}
+"""Metrics that need not have data, by what the engines are and how weights reach them."""
 _LEGEND = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
@@ -96,10 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to wait for the last query to have data")
     parser.add_argument("--without-data", action="append", default=[], metavar="METRIC", help="need not have data")
     parser.add_argument(
-        "--embedded", action="store_true", help="the engine is ours: metrics that only vLLM has may lack"
+        "--engine", choices=sorted(MAY_LACK), default="vllm", help="decides which metrics must be there"
     )
     options = parser.parse_args(arguments)
-    exempt = {*options.without_data, *(VLLM_ONLY if options.embedded else ())}
+    exempt = MAY_LACK[options.engine] | set(options.without_data)
     dashboard = json.loads(options.dashboard.read_text())
     if options.url:
         found = prove_within(dashboard, Api(options.url), options.seconds, exempt)

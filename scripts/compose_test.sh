@@ -187,7 +187,7 @@ done
 [ "${steps%.*}" -ge 3 ] 2>/dev/null || { echo "the learner made ${steps:-no} steps"; diagnose; exit 1; }
 say "learner steps $steps, trajectories trained $(prometheus 'sum(afterplay_replay_terminal_trajectories_total{state="trained"})')"
 
-(cd "$ROOT" && PYTHONPATH=. in_namespace "$PYTHON" -m grafana.prove --url http://127.0.0.1:9090 --seconds 60 --embedded) \
+(cd "$ROOT" && PYTHONPATH=. in_namespace "$PYTHON" -m grafana.prove --url http://127.0.0.1:9090 --seconds 60 --engine embedded) \
   || { diagnose; exit 1; }
 say "dashboard proved against the Prometheus of the composition"
 for _ in $(seq 100); do # a published port needs a moment after its container is healthy

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from grafana.names import VLLM_UPDATE
 from pipeline.metrics import (
     ActorMetrics,
     CollectorRegistry,
@@ -88,12 +89,13 @@ class Engine:
                 "num_preemptions_total",
             )
         ]
-        self.update = histogram(registry, "vllm:rl_weight_update_operation_duration_seconds", "seconds", (0.1, 1, 10))
+        labels = {"operation": ("update",)}
+        self.update = histogram(registry, VLLM_UPDATE, "seconds", (0.1, 1, 10), labels)
 
     def move(self, i: int) -> None:
         for metric in (*self.gauges, *self.counters):
             metric.inc()
-        self.update.observe(0.5)
+        self.update.labels(operation="update").observe(0.5)
 
 
 ROLES: dict[str, Any] = {"actor": Actor, "replay": Replay, "learner": Learner, "engine": Engine}
