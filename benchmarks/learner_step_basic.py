@@ -116,6 +116,7 @@ def main() -> None:
             else:
                 bare_step(bare, optimizer, rows, config, select=name == "selecting")
             seconds[name].append(time.perf_counter() - start)
+            print(f"{name:9s} {seconds[name][-1]:7.2f} s", flush=True)
     times = {name: stats.median(values[1:]) for name, values in seconds.items()}
     for name, value in times.items():
         print(f"{name:9s} {value:7.2f} s/step {tokens / value:8.0f} tokens/s ({tokens} tokens, {arguments.rows} rows)")
