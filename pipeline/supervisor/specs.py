@@ -75,6 +75,11 @@ def _role(
 
 
 def child_environment(extra: dict[str, str]) -> dict[str, str]:
-    """Ours without ``AFTERPLAY__…``: the resolved file holds those values already, with the ports that were 0."""
+    """Ours without ``AFTERPLAY__…``: the resolved file holds those values already, with the ports that were 0.
+
+    Engine and learner share the cores of one machine. OpenMP threads that spin at their barriers, which is the default,
+    then take the cores from each other: generation falls to a small part of its speed. So they sleep, unless the
+    environment says otherwise.
+    """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
-    return {**inherited, "PYTHONUNBUFFERED": "1", **extra}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **inherited, "PYTHONUNBUFFERED": "1", **extra}
