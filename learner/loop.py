@@ -42,6 +42,7 @@ class LivePublisher(Protocol):
 
     async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication: ...
     async def until_live(self, version: int) -> None: ...
+    def live(self, version: int) -> tuple[str, ...]: ...
     def trouble(self) -> dict[str, str]: ...
 
 
@@ -151,15 +152,16 @@ class LearnerLoop:
             if not done.live:
                 log.warning("no engine serves version %d yet: %s", version, dict(done.lagging))
                 await self._publisher.until_live(version)
+            live = self._publisher.live(version)
             await self._session.announce(version, updates)
         finally:
             idle.set()
-        self._published = {"policy_version": version, "seconds": done.seconds, "live": len(done.live),
-                           "lagging": len(done.lagging), "finished": time.time()}  # fmt: skip
+        self._published = {"policy_version": version, "seconds": done.seconds, "live": len(live),
+                           "lagging": len(self._publisher.trouble()), "finished": time.time()}  # fmt: skip
         self._metrics.policy_version.set(version)
         self._metrics.weight_publish_duration_seconds.observe(done.seconds)
         self._metrics.weight_publish_bytes_total.inc(done.n_bytes)
-        log.info("version %d is live in %d engines after %.1f s", version, len(done.live), done.seconds)
+        log.info("version %d is live in %d engines after %.1f s", version, len(live), done.seconds)
 
     async def _checkpoint(self) -> None:
         start = time.perf_counter()

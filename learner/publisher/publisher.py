@@ -111,12 +111,16 @@ class Publisher:
             for keeper in self.keepers.values():
                 group.start_soon(watch, keeper)
 
+    def live(self, version: int) -> tuple[str, ...]:
+        """Engines that serve ``version``."""
+        return tuple(url for url, keeper in self.keepers.items() if keeper.state.live == version)
+
     def trouble(self) -> dict[str, str]:
         """Why an engine does not serve the newest version, by engine."""
         return {url: keeper.state.trouble for url, keeper in self.keepers.items() if keeper.state.trouble}
 
     def _publication(self, version: int, seconds: float, n_bytes: int) -> Publication:
-        live = tuple(url for url, keeper in self.keepers.items() if keeper.state.live == version)
+        live = self.live(version)
         lagging = {
             url: keeper.state.trouble or f"still loading after {self._config.timeout_seconds:g} s"
             for url, keeper in self.keepers.items()
