@@ -8,11 +8,12 @@ the signal is fired.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 
 import anyio
 import zmq
-from anyio import to_thread
 from zmq.utils.monitor import parse_monitor_message
 
 from pipeline.errors import ConfigurationError, PeerGone
@@ -28,6 +29,7 @@ _VIEW_BYTES_MIN = 8193
 receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
+_TERMINATE_SECONDS_MAX = 1.0
 _HANDSHAKES_MAX = 5
 """Connections closed during the handshake, one after another, before it is taken for a matter of keys."""
 _MONITORED = (
@@ -110,7 +112,7 @@ class HubSocketWire:
         if self._zap is not None:
             _forget(self._zap)
         _forget(self._socket, _LINGER_MS)
-        await to_thread.run_sync(context.term)
+        await _terminate(context)
 
     def _woken(self) -> None:
         if self._socket.closed:
@@ -193,7 +195,7 @@ class LinkSocketWire:
         self.disconnect()
         context, self._context = self._context, None
         if context is not None:
-            await to_thread.run_sync(context.term)
+            await _terminate(context)
 
     def _woken(self) -> None:
         if self._socket is not None:
@@ -225,6 +227,24 @@ class LinkSocketWire:
             self.lost = f"{self.address} ended the handshake: expected the same transport.curve on both sides"
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._failed_handshakes >= _HANDSHAKES_MAX:
                 self.hopeless = self.lost
+
+
+async def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Wait for ZeroMQ's threads, but not for ever.
+
+    One that resolves a host name cannot be interrupted, and a name server that does not answer (the hub's machine is
+    gone) holds it for tens of seconds. It is then left to a daemon thread.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def terminate() -> None:
+        context.term()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=terminate, name="zeromq term", daemon=True).start()
+    with anyio.move_on_after(_TERMINATE_SECONDS_MAX):
+        await done.wait()
 
 
 def _limit(socket: zmq.Socket[bytes], limits: Limits, silence_seconds_max: float, address: str) -> None:
