@@ -89,7 +89,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "EngineMismatch",
-        _above(q.quantile(0.99, "learner_logprob_diff_nats", panel=False), limits.ENGINE_MISMATCH_P99_NATS),
+        _above(q.engine_mismatch(panel=False), limits.ENGINE_MISMATCH_P99_NATS),
         "5m",
         "warning",
         'Engine and learner disagree by {{ printf "%.3g" $value }} nat (p99) on the same weights.',

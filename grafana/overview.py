@@ -92,10 +92,10 @@ GLANCE = RowSpec(
         _stat(
             "Engine mismatch p99",
             "none",
-            q.quantile(0.99, "learner_logprob_diff_nats"),
+            q.engine_mismatch(),
             limits.ENGINE_MISMATCH_P99_NATS,
             "EngineMismatch",
-            "under 0.5 nat with a bfloat16 engine, under 1e-4 with float32 (nat, version lag 0).",
+            "under 0.5 nat with a bfloat16 engine, under 1e-4 with float32 (lag 0; the last 5 minutes that had any).",
             "engine and learner compute different models: compare dtype, weights, template and rope settings.",
             3,
         ),

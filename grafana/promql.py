@@ -72,6 +72,16 @@ def ratio_tail(panel: bool = True) -> str:
     return f"1 - ({high} - {low}) / sum({rate(name + '_count', token, window=WINDOW, panel=panel)})"
 
 
+def engine_mismatch(panel: bool = True) -> str:
+    """p99 of the log-probability difference at lag 0: over the window, or the learner's life where the window has none.
+
+    An asynchronous run in its steady state trains every token at lag 1 or more and so sees lag 0 only after its starts.
+    """
+    name = "learner_logprob_diff_nats"
+    ever = f"histogram_quantile(0.99, sum by (le) ({metric(name + '_bucket', panel=panel)}))"
+    return f"{quantile(0.99, name, panel=panel)} >= 0 or {ever}"
+
+
 def idle_share(panel: bool = True, window: str = WINDOW) -> str:
     return rate("learner_wait_seconds_total", window=window, panel=panel)
 
