@@ -1,0 +1,45 @@
+"""What the README shows is what works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.environments.base import Reply, Step
+from actors.environments.discovery import build
+from pipeline.config.load import load
+from pipeline.config.play import EnvironmentConfig
+from pipeline.schema import Task
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text()
+
+
+def test_environment_of_the_readme_is_under_thirty_lines_and_plays(tmp_path: Path) -> None:
+    found = re.search(r"```python\n# my_file\.py\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    code = found[1]
+    assert len(code.strip().splitlines()) < 30
+    file = tmp_path / "my_file.py"
+    file.write_text(code)
+    environment = build("mine", EnvironmentConfig(name=f"{file}:Reverse", options={"length": 3}))
+    task = Task("mine/1", "mine", 1)
+    episode, twin = environment.start(task), environment.start(task)
+    assert episode.messages == twin.messages  # type: ignore[union-attr]
+    word = episode.messages[0].content.split()[1]  # type: ignore[union-attr]
+    wrong, right = episode.step(Reply("?")), episode.step(Reply(word[::-1]))  # type: ignore[union-attr]
+    assert isinstance(wrong, Step) and isinstance(right, Step)
+    assert (wrong.done, wrong.reward, right.done, right.reward) == (False, 0.0, True, 0.5)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_run_file_loads_and_is_in_the_readme(file: Path) -> None:
+    load(file, environment={})
+    assert f"configs/{file.name}" in README
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(((?:docs|grafana|benchmarks)/[^)#]+)\)", README))))
+def test_links_of_the_readme_lead_to_files(path: str) -> None:
+    assert (ROOT / path).exists()
