@@ -31,6 +31,7 @@ requirements() {
   command -v ip >/dev/null || missing+=(iproute2)
   command -v iptables >/dev/null || [ -x /usr/sbin/iptables ] || missing+=(iptables)
   if [ ${#missing[@]} -gt 0 ]; then
+    [ -n "${CI:-}" ] || cannot "${missing[*]} not installed (install them, or set CI=1 to let this script do it)"
     say "installing ${missing[*]}"
     export DEBIAN_FRONTEND=noninteractive
     { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >/dev/null 2>&1 \
