@@ -17,7 +17,8 @@ DRAIN_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one engine to its end and exit. Exit code 0 after SIGTERM or SIGINT, 1 when sampling died or the address is taken."""
+    """Run one engine to its end and exit. Exit code 0 after SIGTERM or SIGINT, 1 when sampling died or the address is
+    taken."""
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if not (options.model / "config.json").exists():
