@@ -11,7 +11,7 @@ from pipeline.supervisor.handle import start_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1900)]
 
 
 def test_share_of_right_first_answers_reaches_nine_tenths(tmp_path: Path) -> None:

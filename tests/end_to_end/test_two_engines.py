@@ -20,7 +20,7 @@ from pipeline.supervisor.handle import RunHandle, start_run
 
 TWO_ENGINES = Path(__file__).parents[2] / "configs" / "two_engines.yaml"
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1900)]
 
 
 def caches(run: RunHandle) -> list[PrefixCache]:
