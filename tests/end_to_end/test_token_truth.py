@@ -20,11 +20,11 @@ from pipeline.supervisor.handle import start_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SHORT = [
-    "run.total_steps=4",
-    "environments.arithmetic.options.attempts=5",
+    "run.total_steps=3",
+    "environments.arithmetic.options.attempts=4",
     "environments.arithmetic.options.low=10",
     "environments.arithmetic.options.high=99",
-    "sampling.max_tokens=32",
+    "sampling.max_tokens=24",
     "groups.n_rollout=4",
     "groups.groups_per_step=4",
     "staleness.max=3",
