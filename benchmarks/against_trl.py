@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 GROUPS, ROLLOUTS, NEW_TOKENS = 8, 8, 24
+LEARNING_RATE = 2e-5
 
 
 def run_afterplay(directory: Path, steps: int) -> list[dict[str, Any]]:
@@ -36,6 +37,8 @@ def run_afterplay(directory: Path, steps: int) -> list[dict[str, Any]]:
         "run.name=afterplay",
         f"run.total_steps={steps}",
         "environments.arithmetic.options.attempts=1",
+        f"sampling.max_tokens={NEW_TOKENS}",
+        f"learner.learning_rate={LEARNING_RATE}",
         "checkpoint.at_end=false",
         "checkpoint.every=1000",
     ]
@@ -76,7 +79,7 @@ def run_trl(model: Path, directory: Path, steps: int) -> list[dict[str, Any]]:
         num_generations=ROLLOUTS,
         max_completion_length=NEW_TOKENS,
         temperature=1.0,
-        learning_rate=2e-5,
+        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         epsilon=0.2,
         epsilon_high=0.28,
