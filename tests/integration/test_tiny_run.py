@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -52,7 +53,7 @@ def test_generation_and_training_overlap(tmp_path: Path) -> None:
     with start_run(TINY, tmp_path, "overlap", ["run.total_steps=12"]) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         trained = [(step["started"], step["finished"]) for step in run.steps()]
-        with sqlite3.connect(run.directory.store_file) as store:
+        with closing(sqlite3.connect(run.directory.store_file)) as store:
             received = [row[0] for row in store.execute("SELECT received_at FROM trajectories")]
     assert any(start < at < stop for start, stop in trained for at in received)
 
