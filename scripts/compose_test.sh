@@ -198,14 +198,16 @@ done
 echo
 
 # kill -9 of the actor: its restart policy brings it back and training goes on (`docker kill` would switch the policy off)
+begun='max(process_start_time_seconds{job="afterplay-actor"})'
+first=$(prometheus "$begun")
 kill -9 "$(docker inspect -f '{{.State.Pid}}' "$(docker compose ps -q actor)")"
-played='sum(afterplay_actor_trajectories_total{outcome="complete"}) and (max(process_start_time_seconds{job="afterplay-actor"}) > '$(date +%s)')'
+played="sum(afterplay_actor_trajectories_total{outcome=\"complete\"}) and ($begun > $first)"
 for _ in $(seq 120); do
   again=$(prometheus "$played")
   [ "${again%.*}" -gt 0 ] 2>/dev/null && break
   sleep 1
 done
-[ "${again%.*}" -gt 0 ] 2>/dev/null || { echo "the killed actor did not play again"; diagnose; exit 1; }
+[ "${again%.*}" -gt 0 ] 2>/dev/null || { echo "the killed actor did not play again: first started $first, now $(prometheus "$begun")"; diagnose; exit 1; }
 say "actor killed, restarted, $again trajectories since"
 docker compose stop -t 15 >/dev/null 2>&1
 codes=$(docker compose ps -a --format '{{.Service}}={{.ExitCode}}' | sort | tr '\n' ' ')
