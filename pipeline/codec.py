@@ -30,6 +30,7 @@ from pipeline.schema import (
     EngineRecord,
     Failure,
     GroupPlan,
+    Guidance,
     Order,
     Task,
     Timings,
@@ -113,6 +114,10 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
         "timings": trajectory.timings,
         "turns": turns,
     }
+    if not trajectory.recorded:
+        header["recorded"] = False
+    if trajectory.guidance is not None:
+        header["guidance"] = _guidance_header(trajectory.guidance)
     try:
         json = orjson.dumps(header)
     except TypeError as error:
@@ -162,6 +167,8 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
             actor_id=header.get("actor_id", "actor"),
             engine=_decode_engine(header.get("engine") or {}),
             timings=_decode_plain(Timings, header.get("timings") or {}, int, float),
+            recorded=bool(header.get("recorded", True)),
+            guidance=_decode_guidance(header["guidance"]) if header.get("guidance") else None,
             schema_version=version,
         )
     except SchemaError:
@@ -196,6 +203,7 @@ def encode_plan(plan: GroupPlan) -> dict[str, Any]:
         "n_rollout": plan.n_rollout,
         "n_fresh": plan.n_fresh,
         "replay_ids": list(plan.replay_ids),
+        "candidates": list(plan.candidates),
         "attempt": plan.attempt,
         "admitted_update": plan.admitted_update,
     }
@@ -203,7 +211,7 @@ def encode_plan(plan: GroupPlan) -> dict[str, Any]:
 
 def decode_plan(header: Mapping[str, Any]) -> GroupPlan:
     """Raises :class:`WireError`."""
-    return _built(GroupPlan, header, task=_decode_task, replay_ids=tuple)
+    return _built(GroupPlan, header, task=_decode_task, replay_ids=tuple, candidates=tuple)
 
 
 def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Record:
@@ -243,6 +251,19 @@ def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
     if not all(type(v) is str for v in (record.backend, record.model, *record.engine_ids)):
         raise WireError(f"expected the engine record as strings, got {record!r:.200}")
     return record
+
+
+def _guidance_header(guidance: Guidance) -> dict[str, Any]:
+    plain = [[turn, list(ids)] for turn, ids in guidance.plain_contexts.items()]
+    return {"lessons": list(guidance.lessons), "keep": guidance.keep, "plain": plain}
+
+
+def _decode_guidance(header: Mapping[str, Any]) -> Guidance:
+    return Guidance(
+        tuple(str(lesson) for lesson in header["lessons"]),
+        bool(header["keep"]),
+        {int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("plain", ())},
+    )
 
 
 def _decode_plain(cls: type[Record], header: Mapping[str, Any], *types: type[Any]) -> Record:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
+from pipeline.config.replay import LessonsConfig, ReplayConfig
 from pipeline.config.training import (
     AdvantageConfig,
     CheckpointConfig,
@@ -17,7 +18,6 @@ from pipeline.config.training import (
     LearnerConfig,
     LossConfig,
     PublishConfig,
-    ReplayConfig,
     ScorerConfig,
     StalenessConfig,
 )
@@ -101,6 +101,7 @@ class RunConfig(Section):
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     replay: ReplayConfig = ReplayConfig()
+    lessons: LessonsConfig = LessonsConfig()
     scorer: ScorerConfig = ScorerConfig()
     transport: TransportConfig = TransportConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -115,9 +116,36 @@ class RunConfig(Section):
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
                 f"({self.model.max_length}): the prompt needs room"
             )
+        self._check_replay()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "
                 f"{self.groups.trajectories_per_step} trajectories of a step"
             )
         return self
+
+    def _check_replay(self) -> None:
+        replay, n = self.replay, self.groups.n_rollout
+        if self.groups.groups_per_step % replay.shards:
+            raise ValueError(
+                f"groups.groups_per_step ({self.groups.groups_per_step}) must be a multiple of replay.shards "
+                f"({replay.shards}): each shard gives its share of every batch"
+            )
+        if not replay.enabled:
+            return
+        if replay.trajectories_per_task >= n:
+            raise ValueError(
+                f"replay.trajectories_per_task ({replay.trajectories_per_task}) must be below groups.n_rollout ({n}): "
+                "a group needs fresh rollouts to compare with"
+            )
+        for key in ("success_upper", "difficulty"):
+            value = getattr(replay, key)
+            if value is not None and value > n:
+                raise ValueError(f"replay.{key} ({value}) is more than groups.n_rollout ({n})")
+        if replay.success_lower >= n - 1:
+            raise ValueError(f"replay.success_lower ({replay.success_lower}) leaves no success to save below {n}")
+        if replay.max_age is not None and replay.max_age < self.staleness.max:
+            raise ValueError(
+                f"replay.max_age ({replay.max_age}) is below staleness.max ({self.staleness.max}): nothing would be "
+                "young enough by the time it is trained"
+            )

@@ -202,7 +202,12 @@ class Dispatch:
         s.journal.observe("sample_wait", 0.0 if self._starved_since is None else s.now - self._starved_since)
         self._starved_since = None
         plan = GroupPlan(
-            group.group_id, group.task, group.n_rollout, group.n_rollout, (), group.attempt, group.admitted_update
+            group.group_id,
+            group.task,
+            group.n_rollout,
+            group.n_rollout,
+            attempt=group.attempt,
+            admitted_update=group.admitted_update,
         )
         s.journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))
         for index, record in enumerate(self._members(group)):

@@ -46,7 +46,10 @@ class GroupPlan:
     n_rollout: int
     n_fresh: int
     replay_ids: tuple[str, ...] = ()
-    """Trajectory ids taken from the pool; ``n_rollout - n_fresh`` of them."""
+    """Trajectory ids taken from the pool, as the stored entropy chose; ``n_rollout - n_fresh`` of them."""
+    candidates: tuple[str, ...] = ()
+    """Everything delivered from the pool, ``replay_ids`` first: the learner may choose others of these instead.
+    Empty: there is no choice."""
     attempt: int = 0
     """How many rollouts of this group were ordered again."""
     admitted_update: int = 0
@@ -62,4 +65,15 @@ class GroupPlan:
             len(self.replay_ids),
         )
         require(len(set(self.replay_ids)) == len(self.replay_ids), "no trajectory twice in a group", self.replay_ids)
+        require(
+            not self.candidates or self.candidates[: len(self.replay_ids)] == self.replay_ids,
+            "candidates that begin with the replay ids",
+            self.candidates,
+        )
+        require(len(set(self.candidates)) == len(self.candidates), "no candidate twice", self.candidates)
         require(self.attempt >= 0 and self.admitted_update >= 0, "attempt and admitted_update >= 0", self)
+
+    @property
+    def delivered(self) -> int:
+        """Trajectories that the learner is sent for this group: fresh ones and everything it may choose from."""
+        return self.n_fresh + max(len(self.candidates), len(self.replay_ids))

@@ -123,6 +123,24 @@ class EngineRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Guidance:
+    """Lessons that the prompt of an episode held (REPLAY.md section 6)."""
+
+    lessons: tuple[str, ...]
+    """Ids of the lessons."""
+    keep: bool = True
+    """True: trained on the prompt as played. False: on the prompt without the lessons, which is off-policy."""
+    plain_contexts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Where not ``keep``: by turn, the context token ids to train with instead of the played ones."""
+
+    def __post_init__(self) -> None:
+        require(len(self.lessons) > 0, "at least one lesson", self.lessons)
+        require(self.keep or len(self.plain_contexts) > 0, "the contexts without the lessons", self.plain_contexts)
+        for turn, ids in self.plain_contexts.items():
+            require(turn >= 0 and all(i >= 0 for i in ids), "turns and token ids >= 0", (turn, ids))
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One episode, from the order to its reward.
 
@@ -144,6 +162,11 @@ class Trajectory:
     actor_id: str = "actor"
     engine: EngineRecord = field(default_factory=EngineRecord)
     timings: Timings = field(default_factory=Timings)
+    recorded: bool = True
+    """False: a demonstration whose log-probabilities nobody recorded; its ``behaviour_logprobs`` are 0 and mean
+    nothing, and its policy version is 0."""
+    guidance: Guidance | None = None
+    """None: no lessons were in the prompt."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

@@ -1,0 +1,149 @@
+"""The words that the experience pool and the stage share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from pipeline.schema import Task
+
+
+class Leave(StrEnum):
+    """Why a stored trajectory left the pool."""
+
+    FULL = "full"
+    """Its task has ``max_trajectories_per_task`` others."""
+    CAPACITY = "capacity"
+    """The pool has ``capacity`` others."""
+    RETIRED = "retired"
+    """Its task was solved by every fresh rollout."""
+
+
+@dataclass(slots=True)
+class PoolEntry:
+    """One stored trajectory, without its payload (that is in the store under ``seq``)."""
+
+    seq: int
+    trajectory_id: str
+    task: Task
+    saved: int
+    """Number of the save: the order of entries. Rises for ever."""
+    reward: float
+    n_turns: int
+    n_tokens: int
+    n_sampled: int
+    n_bytes: int
+    version_min: int
+    version_max: int
+    duration_seconds: float
+    entropy: float | None = None
+    """Mean over sampled tokens, nats: at collection ``-mean(log mu)``, which estimates it without bias, later the exact
+    one when the learner has trained it. None: unknown, which ranks worst."""
+    success_rate: float | None = None
+    """Of the fresh rollouts of the group it came from; None: unknown (a demonstration)."""
+    recorded: bool = True
+    """Whether its log-probabilities were recorded."""
+    uses: int = 0
+    """Times it was trained as a replay."""
+
+    def age(self, version: int) -> int:
+        """Versions since its oldest token was sampled; 0 for one that no policy of this run sampled."""
+        return max(0, version - self.version_min) if self.recorded else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A stored trajectory that a group may be completed with."""
+
+    entry: PoolEntry
+    weight: float = 1.0
+    """Multiplies the loss of its tokens: bias correction and importance correction of the sampling."""
+    turn: int | None = None
+    """With ``replay.unit: turn``: the one turn that is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A group to admit: ``n_rollout - k`` fresh orders, and ``k`` of the candidates, best first."""
+
+    task: Task
+    k: int = 0
+    candidates: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """One fresh, scored rollout of a finished group."""
+
+    seq: int
+    trajectory_id: str
+    reward: float
+    n_turns: int
+    n_tokens: int
+    n_sampled: int
+    n_bytes: int
+    version_min: int
+    version_max: int
+    duration_seconds: float
+    entropy: float | None
+    replayable: bool = True
+    """False where its training prompt is not the played one (guided, lessons discarded)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished group changed."""
+
+    successes: int
+    saved: tuple[PoolEntry, ...] = ()
+    left: tuple[tuple[PoolEntry, Leave], ...] = ()
+    retired: bool = False
+    """The task is retired from here on."""
+    returned: bool = False
+    """The task left retirement."""
+    rescue: tuple[Candidate, ...] = ()
+    """With ``inject: rescue``: what may take the place of one failed rollout, best first; empty: nothing."""
+
+
+@dataclass(slots=True)
+class ExperienceChanges:
+    """Rows that changed since they were last taken, for one transaction."""
+
+    entries: list[PoolEntry] = field(default_factory=list)
+    """Saved or changed."""
+    removed: list[int] = field(default_factory=list)
+    """``seq`` of entries that left."""
+    tasks: list[TaskRecord] = field(default_factory=list)
+    forgotten_tasks: list[str] = field(default_factory=list)
+    state: Mapping[str, Any] | None = None
+    """Counters of the draws, latch of the start, guard: small, JSON, replaces the one before."""
+
+    def __bool__(self) -> bool:
+        return bool(self.entries or self.removed or self.tasks or self.forgotten_tasks or self.state is not None)
+
+
+@dataclass(slots=True)
+class TaskRecord:
+    """What is known of a task: kept while it is pooled or retired."""
+
+    task: Task
+    bucket: int | None = None
+    """Successes among the fresh rollouts of its latest group."""
+    n_fresh: int = 0
+    """How many fresh rollouts that group had."""
+    retired: bool = False
+    visits: int = 0
+    """Finished groups."""
+    history: list[tuple[int, int]] = field(default_factory=list)
+    """(successes, fresh rollouts) of its latest groups, newest last; at most :data:`HISTORY`."""
+
+    @property
+    def success_rate(self) -> float:
+        """Of the latest fresh group; 0.5 before there was one."""
+        return self.bucket / self.n_fresh if self.bucket is not None and self.n_fresh else 0.5
+
+
+HISTORY = 16
+"""Groups that a task's history remembers."""
