@@ -209,7 +209,8 @@ def test_any_message_round_trips(header, frames, kind):
 def test_orders_and_plans_round_trip(task, slot, attempt, version, seconds):
     order = Order("o", "g", task, slot, attempt, version, seconds)
     assert decode_order(orjson.loads(orjson.dumps(encode_order(order)))) == order
-    plan = GroupPlan("g", task, 4 + slot, 4, tuple(f"r{i}" for i in range(slot)), attempt, version)
+    replayed = tuple(f"r{i}" for i in range(slot))
+    plan = GroupPlan("g", task, 4 + slot, 4, replayed, (*replayed, "other") if slot else (), attempt, version)
     assert decode_plan(orjson.loads(orjson.dumps(encode_plan(plan)))) == plan
 
 
