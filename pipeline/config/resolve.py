@@ -24,11 +24,13 @@ def resolve(config: RunConfig) -> RunConfig:
         engine = engine.model_copy(update={"port": port})
     host, port = split_address(replay.address)
     if port == 0:
-        replay = replay.model_copy(update={"address": f"tcp://{_bracketed(host)}:{free_ports(host, 1)}"})
+        port = free_ports(host, replay.shards)
+        replay = replay.model_copy(update={"address": f"tcp://{_bracketed(host)}:{port}"})
     else:
-        _require_free(host, port, "replay.address")
+        for i in range(replay.shards):
+            _require_free(host, port + i, f"replay.address (shard {i})" if i else "replay.address")
     if config.metrics.port:
-        for i in range(2 + config.actor.replicas):
+        for i in range(1 + config.actor.replicas + replay.shards):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
     run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
     return config.model_copy(update={"engine": engine, "replay": replay, "run": run})
@@ -45,6 +47,19 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def shard_address(address: str, shard: int) -> str:
+    """Where replay stage ``shard`` is, of several: port + shard (any free port stays that). Raises
+    :class:`ConfigurationError`."""
+    if shard == 0:
+        return address
+    host, port = split_address(address)
+    if port + shard > 65535:
+        raise ConfigurationError(
+            f"replay.address: expected a port up to {65535 - shard}, so that shard {shard} has one, got {port}"
+        )
+    return f"tcp://{_bracketed(host)}:{port + shard if port else 0}"
+
+
 def free_ports(host: str, count: int) -> int:
     """First of ``count`` ports in a row that are free now. Raises :class:`ConfigurationError` after 50 tries."""
     for _ in range(50):
@@ -54,7 +69,7 @@ def free_ports(host: str, count: int) -> int:
         if port + count <= 65536 and all(is_free(host, port + i) for i in range(count)):
             return port
     raise ConfigurationError(
-        f"expected {count} free ports in a row on {host}, found none: give engine.urls or engine.port"
+        f"expected {count} free ports in a row on {host}, found none: give the ports (engine.port, replay.address)"
     )
 
 

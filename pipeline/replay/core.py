@@ -19,6 +19,7 @@ from pipeline.replay.groups import Groups
 from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
 from pipeline.replay.leases import Leases
 from pipeline.replay.records import CancelReason, GroupRecord, GroupState, TrajectoryRecord
+from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.replay.snapshot import Snapshot
 from pipeline.replay.state import StageState, log
 from pipeline.replay.tasks import TaskSampler
@@ -32,6 +33,7 @@ class StageCore:
     """All rules of docs/PROTOCOL.md on the side of the replay stage.
 
     ``score_now`` scores without waiting (no user functions); None sends :class:`Score` effects instead.
+    Raises :class:`ConfigurationError` when the snapshot is that of another ``shard``.
     """
 
     def __init__(
@@ -42,24 +44,26 @@ class StageCore:
         now: float = 0.0,
         wall: float = 0.0,
         score_now: ScoreNow | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         snapshot = snapshot or Snapshot()
         meta = snapshot.meta
-        groups = config.groups
-        rule = StalenessRule(config.staleness.max, groups.groups_per_step, config.run.total_steps)
+        shard.check_store(meta)
+        rule = StalenessRule(config.staleness.max, shard.groups_per_step(config), config.run.total_steps)
         batches = Batches(rule, meta.get("consumed", 0), meta.get("live"))
         self._s = StageState(
             config=config,
             batches=batches,
             journal=Journal(snapshot.counters),
             groups=snapshot.groups,
-            next_group=meta.get("next_group", 0),
+            next_group=meta.get("next_group", shard.index),
             next_seq=snapshot.next_seq,
             policy_version=meta.get("policy_version", -1),
             now=now,
             wall=wall,
+            shard=shard,
         )
-        self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"))
+        self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"), shard)
         self.groups = Groups(self._s)
         self.leases = Leases(self._s, self.groups)
         self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
@@ -200,6 +204,8 @@ class StageCore:
                 s.batches.restore(group.number, group.admitted_update, ready=group.state is GroupState.READY)
         self.groups.restore()
         self.leases.restore()
+        if meta.get("shard") != s.shard.record():
+            s.journal.meta("shard", s.shard.record())
         shape = {"n_rollout": s.config.groups.n_rollout, "groups_per_step": s.config.groups.groups_per_step}
         if meta.get("shape") not in (None, shape):
             self._reconfigure(meta["shape"]["groups_per_step"] != shape["groups_per_step"])

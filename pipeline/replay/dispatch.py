@@ -39,7 +39,7 @@ class Dispatch:
         recorded = s.batches.consumed
         s.journal.effect(Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": s.policy_version}))
         self.peer = name
-        self.credit = max(int(hello["credit_groups"]), s.config.groups.groups_per_step)
+        self.credit = max(int(hello["credit_groups"]), s.batches.rule.groups_per_step)
         for update, ids in hello.get("consumed", ()):
             self.consumed(int(update), ids)
         if hello["session"] != self.session:

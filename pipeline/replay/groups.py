@@ -49,7 +49,7 @@ class Groups:
         """Admit a new group (the caller has checked the capacity)."""
         s = self._s
         number = s.next_group
-        s.next_group += 1
+        s.next_group += s.shard.count
         admitted = s.batches.admit(number)
         slots = [Slot() for _ in range(s.config.groups.n_rollout)]
         group = s.groups[number] = GroupRecord(number, task, admitted, s.wall, slots)

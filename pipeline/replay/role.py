@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -18,6 +17,7 @@ from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
 from pipeline.replay.rounds import Item, Rounds, Scored
 from pipeline.replay.scoring import Scoring
+from pipeline.replay.sharding import Shard, store_path
 from pipeline.replay.state import log
 from pipeline.replay.store import ReplayStore
 from pipeline.role import RoleContext
@@ -33,16 +33,17 @@ DRAIN_SECONDS_MAX = 1.0
 async def main(ctx: RoleContext) -> None:
     """Serve until ``ctx.stopping``. Raises :class:`ConfigurationError` for a bad score function or address,
     :class:`StoreError` for a store that cannot be used."""
-    await serve(ctx, open_hub(ctx.config))
+    shard = Shard.of(ctx.config, ctx.index)
+    await serve(ctx, open_hub(ctx.config, shard.index))
 
 
 async def serve(ctx: RoleContext, hub: Hub) -> None:
     """The stage on a given hub (tests use one in memory)."""
-    config = ctx.config
+    config, shard = ctx.config, Shard.of(ctx.config, ctx.index)
     names = ("environment", *(f.name or f.path for f in config.scorer.functions))
     metrics = ReplayMetrics(ctx.registry, environments=tuple(config.environments), score_functions=names)
     scorer = Scorer(config.scorer, partial(_observe_score, metrics))
-    path = Path(config.replay.store) if config.replay.store else ctx.directory.store_file
+    path = store_path(config, ctx.directory, shard.index)
     ctx.report("starting", f"the store {path}")
     store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
     try:
@@ -53,6 +54,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             now=time.monotonic(),
             wall=time.time(),
             score_now=scorer.score_now if scorer.immediate else None,
+            shard=shard,
         )
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         await _serve(ctx, hub, store, core, scorer, metrics)

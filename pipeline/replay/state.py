@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pipeline.config import RunConfig
 from pipeline.replay.journal import Journal
 from pipeline.replay.records import GroupRecord, OrderKey, OrderRecord, OrderState
+from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.schema import Task
 from pipeline.staleness import Batches
 
@@ -31,6 +32,7 @@ class StageState:
     """Monotonic clock of this process, seconds."""
     wall: float = 0.0
     """Unix seconds, at the same moment."""
+    shard: Shard = WHOLE
 
     def end_order(self, order: OrderRecord, state: OrderState, reason: str = "", *, failure: bool = False) -> None:
         """Move a leased order into a terminal state and free its slot."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config.play import EnvironmentConfig
+from pipeline.errors import ConfigurationError
+from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.schema import Task
 
 
@@ -16,13 +18,22 @@ class TaskSampler:
     The environment of a draw is the one furthest behind its share (so every batch is mixed as the weights say, without
     noise). Task ``i`` of environment ``E`` is ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N``
     visits its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
+
+    Every ``shard`` walks the same sequence and passes over what belongs to others. Raises :class:`ConfigurationError`
+    when nothing is left for it.
     """
 
     def __init__(
-        self, environments: Mapping[str, EnvironmentConfig], seed: int, state: Mapping[str, Any] | None = None
+        self,
+        environments: Mapping[str, EnvironmentConfig],
+        seed: int,
+        state: Mapping[str, Any] | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self._environments = dict(environments)
         self._seed = seed
+        self._shard = shard
+        self._check_share()
         drawn = dict((state or {}).get("drawn", {}))
         self._drawn: dict[str, int] = {name: int(drawn.get(name, 0)) for name in self._environments}
         self._epochs: dict[str, tuple[int, list[int]]] = {}
@@ -33,6 +44,11 @@ class TaskSampler:
 
     def draw(self) -> Task:
         """The next task."""
+        while not self._shard.owns((task := self._walk()).task_id):
+            pass
+        return task
+
+    def _walk(self) -> Task:
         name = self._next_environment()
         index = self._drawn[name]
         self._drawn[name] += 1
@@ -45,6 +61,18 @@ class TaskSampler:
     def state(self) -> dict[str, Any]:
         """JSON that :meth:`__init__` takes back."""
         return {"drawn": dict(self._drawn), "base": dict(self._base)}
+
+    def _check_share(self) -> None:
+        for name, section in self._environments.items():
+            if section.tasks is None or any(
+                self._shard.owns(f"{name}/{section.seed + i}") for i in range(section.tasks)
+            ):
+                return
+        raise ConfigurationError(
+            f"expected each of replay.shards={self._shard.count} stages to own a task, got none for stage "
+            f"{self._shard.index}: tasks are divided by a hash of their ids. Give the environments more tasks, or set "
+            "fewer shards"
+        )
 
     def _next_environment(self) -> str:
         counts = {name: self._drawn[name] - self._base[name] for name in self._environments}
