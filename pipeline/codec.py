@@ -255,7 +255,7 @@ def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
 
 def _guidance_header(guidance: Guidance) -> dict[str, Any]:
     plain = [[turn, list(ids)] for turn, ids in guidance.plain_contexts.items()]
-    return {"lessons": list(guidance.lessons), "keep": guidance.keep, "plain": plain}
+    return {"lessons": list(guidance.lessons), "keep": guidance.keep, "plain": plain, "query": guidance.query}
 
 
 def _decode_guidance(header: Mapping[str, Any]) -> Guidance:
@@ -263,6 +263,7 @@ def _decode_guidance(header: Mapping[str, Any]) -> Guidance:
         tuple(str(lesson) for lesson in header["lessons"]),
         bool(header["keep"]),
         {int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("plain", ())},
+        str(header.get("query", "")),
     )
 
 

@@ -15,6 +15,8 @@ BACKENDS = ("vllm", "embedded")
 PLACEMENTS = ("first", "sticky", "moved")
 MOVES = ("died", "lagging", "evicted")
 ENGINE_ERRORS = ("unavailable", "refused", "protocol")
+LESSON_SEARCHES = ("found", "none", "timeout", "error", "no_room")
+GUIDED = ("yes", "no")
 _P = "afterplay_actor_"
 
 
@@ -58,6 +60,7 @@ class ActorMetrics:
         self._build_sending(r)
         self._build_weight_updates(r)
         self._build_routing(r)
+        self._build_lessons(r)
 
     def _build_sending(self, r: CollectorRegistry) -> None:
         self.send_queue_trajectories = gauge(
@@ -118,4 +121,28 @@ class ActorMetrics:
             _P + "prefix_tokens_total",
             "Prompt tokens by what the prefix cache did; result = hit or miss.",
             {"result": ("hit", "miss")},
+        )
+
+    def _build_lessons(self, r: CollectorRegistry) -> None:
+        self.lesson_searches_total = counter(
+            r,
+            _P + "lesson_searches_total",
+            "Searches for lessons; outcome = found, none, timeout, error or no_room (found, too long for the context).",
+            {"outcome": LESSON_SEARCHES},
+        )
+        self.lesson_search_duration_seconds = histogram(
+            r, _P + "lesson_search_duration_seconds", "Time an episode waited for lessons.", LAT
+        )
+        self.guided_episodes_total = counter(
+            r,
+            _P + "guided_episodes_total",
+            "Finished episodes with lessons in the prompt; train = keep (as played) or discard (without them).",
+            {"train": ("keep", "discard")},
+        )
+        self.guidance_reward = histogram(
+            r,
+            _P + "guidance_reward",
+            "Undiscounted episode reward while lessons are on; guided = yes (in the prompt) or no.",
+            REW,
+            {"guided": GUIDED},
         )

@@ -26,6 +26,8 @@ GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
 POPULATIONS = ("sampled", "trained")
+LESSON_SEARCHES = ("found", "none", "error", "dropped")
+LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
 _P = "afterplay_replay_"
 
 
@@ -48,6 +50,7 @@ class ReplayMetrics:
         self._build_scoring(registry, score_functions)
         self._build_curriculum(registry)
         self._build_audit(registry)
+        self._build_lessons(registry)
 
     def _build_contents(self, r: CollectorRegistry, environments: Sequence[str]) -> None:
         self.trajectories = gauge(r, _P + "trajectories", "Trajectories held.")
@@ -141,3 +144,22 @@ class ReplayMetrics:
             r, _P + "audit_duration_seconds", "Wall time of an episode" + note, LONG, population
         )
         self.audit_reward = histogram(r, _P + "audit_reward", "Reward of a trajectory" + note, REW, population)
+
+    def _build_lessons(self, r: CollectorRegistry) -> None:
+        self.lessons = gauge(r, _P + "lessons", "Lessons in the memory.")
+        self.lessons_written_total = counter(r, _P + "lessons_written_total", "New lessons, repetitions left out.")
+        self.lesson_groups_total = counter(
+            r,
+            _P + "lesson_groups_total",
+            "Finished groups that lessons were asked of; outcome = written, nothing, timeout, error or dropped.",
+            {"outcome": LESSON_GROUPS},
+        )
+        self.lesson_searches_total = counter(
+            r,
+            _P + "lesson_searches_total",
+            "Searches of actors; outcome = found, none, error or dropped (too many waited).",
+            {"outcome": LESSON_SEARCHES},
+        )
+        self.lesson_search_duration_seconds = histogram(
+            r, _P + "lesson_search_duration_seconds", "From a question of an actor to its answer.", LAT
+        )

@@ -132,6 +132,8 @@ class Guidance:
     """True: trained on the prompt as played. False: on the prompt without the lessons, which is off-policy."""
     plain_contexts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Where not ``keep``: by turn, the context token ids to train with instead of the played ones."""
+    query: str = ""
+    """The first message of the user as it reads without the lessons; they were searched by it."""
 
     def __post_init__(self) -> None:
         require(len(self.lessons) > 0, "at least one lesson", self.lessons)

@@ -1,0 +1,142 @@
+"""The memory of lessons: task text and lesson in one SQLite file, found again by full-text search (FTS5, bm25).
+
+What was added is there after ``kill -9``: each :meth:`Memory.add` is one transaction in write-ahead mode. Several
+stages of one machine may share a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import StoreError
+from pipeline.lessons.memory_file import open_memory
+from pipeline.lessons.records import QUERY_CHARACTERS_MAX, Lesson
+
+TERMS_MAX = 64
+"""Different words of a query that are searched for."""
+OVERLAP_MIN = 0.25
+"""A lesson is found only if so large a share of the query's words is in its task text: one common word is not
+enough."""
+_WORD = re.compile(r"\w+")
+_TASK_WEIGHT, _LESSON_WEIGHT = 4.0, 1.0
+_CANDIDATES = 8
+"""Hits looked at for each lesson asked for, before those that say the same are left out."""
+
+_SEARCH = f"""
+SELECT lessons.id, lessons.task, lessons.lesson
+FROM lessons_text JOIN lessons ON lessons.id = lessons_text.rowid
+WHERE lessons_text MATCH ?
+ORDER BY bm25(lessons_text, {_TASK_WEIGHT}, {_LESSON_WEIGHT}), lessons.id DESC LIMIT ?
+"""
+
+
+class Memory:
+    """At most ``capacity`` lessons; over it the oldest go. Safe to use from threads.
+
+    Raises :class:`StoreError` when ``path`` is something else, damaged, or from a newer Afterplay.
+    """
+
+    def __init__(self, path: Path, *, capacity: int, characters_max: int) -> None:
+        self.path = path
+        self._capacity = capacity
+        self._characters_max = characters_max
+        self._writer = open_memory(path)
+        self._reader = open_memory(path, read_only=True)
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._reading:
+            self._reader.close()
+        with self._writing:
+            self._writer.close()
+
+    def __len__(self) -> int:
+        with self._reading, self._explained("read"):
+            return int(self._reader.execute("SELECT count(*) FROM lessons").fetchone()[0])
+
+    def add(self, task: str, lessons: Sequence[str]) -> int:
+        """Keep ``lessons`` for ``task``; returns how many were new. Empty ones and repetitions are left out, and each
+        is cut to ``characters_max``."""
+        task = tidy(task)[:QUERY_CHARACTERS_MAX]
+        rows = [
+            (task, text, _fingerprint(task, text), time.time())
+            for text in (tidy(lesson)[: self._characters_max].rstrip() for lesson in lessons)
+            if text
+        ]
+        if not rows:
+            return 0
+        with self._writing, self._explained("written"):
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                added = 0
+                for row in rows:
+                    added += self._writer.execute(
+                        "INSERT OR IGNORE INTO lessons (task, lesson, fingerprint, written_at) VALUES (?,?,?,?)", row
+                    ).rowcount
+                held = int(self._writer.execute("SELECT count(*) FROM lessons").fetchone()[0])
+                self._writer.execute(
+                    "DELETE FROM lessons WHERE id IN (SELECT id FROM lessons ORDER BY id LIMIT ?)",
+                    (max(0, held - self._capacity),),
+                )
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+        return added
+
+    def search(self, query: str, top_k: int) -> list[Lesson]:
+        """The lessons that fit ``query`` best, best first; of equally good ones the newest. Any text is a query."""
+        wanted = terms(query)
+        if not wanted or top_k < 1:
+            return []
+        match = " OR ".join(f'"{term}"' for term in wanted)
+        with self._reading, self._explained("read"):
+            rows = self._reader.execute(_SEARCH, (match, top_k * _CANDIDATES)).fetchall()
+        found: dict[str, Lesson] = {}
+        for number, task, text in rows:
+            if len(wanted & terms(task, None)) >= OVERLAP_MIN * len(wanted):
+                found.setdefault(text.casefold(), Lesson(str(number), text))
+        return list(found.values())[:top_k]
+
+    @contextmanager
+    def _explained(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"the memory of lessons {self.path} could not be {done}: {error}. If the disk is full, free some; if "
+                "the file is damaged, stop the run and move it away to start with an empty memory"
+            ) from error
+
+
+def tidy(text: str) -> str:
+    """One line of valid Unicode, with single spaces."""
+    return " ".join(text.encode("utf-8", "replace").decode("utf-8").replace("\0", " ").split())
+
+
+def terms(text: str, limit: int | None = TERMS_MAX) -> frozenset[str]:
+    """The first ``limit`` different words of a text. They hold nothing that is an operator of the search."""
+    found: dict[str, None] = {}
+    for word in _WORD.findall(text[:QUERY_CHARACTERS_MAX]):
+        found[word.casefold()] = None
+        if limit is not None and len(found) >= limit:
+            break
+    return frozenset(found)
+
+
+def _fingerprint(task: str, lesson: str) -> bytes:
+    return hashlib.blake2b(f"{task}\0{lesson}".casefold().encode(), digest_size=16).digest()
