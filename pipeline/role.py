@@ -121,16 +121,20 @@ class RoleContext:
         }
 
 
-def role_name(role: str, index: int) -> str:
-    """``actor-0``, ``actor-1`` …; ``replay`` and ``learner`` alone need no number."""
-    return f"{role}-{index}" if role in ("actor", "engine") or index else role
+def role_name(role: str, index: int, config: RunConfig | None = None) -> str:
+    """``actor-0``, ``actor-1`` …; ``learner`` alone needs no number, nor ``replay`` unless ``replay.shards`` says that
+    there are several."""
+    several = role in ("actor", "engine") or (role == "replay" and config is not None and config.replay.shards > 1)
+    return f"{role}-{index}" if several or index else role
 
 
-def metrics_port(name: str, index: int, base: int) -> int:
-    """Port of ``/metrics``: replay ``base``, learner ``base + 1``, actor i ``base + 2 + i``; 0 stays 0 (any free)."""
+def metrics_port(name: str, index: int, base: int, actors: int = 0) -> int:
+    """Port of ``/metrics``: replay ``base``, learner ``base + 1``, actor i ``base + 2 + i``, more replay shards behind
+    the last of ``actors`` actors; 0 stays 0 (any free)."""
     if base == 0:
         return 0
-    port = base + {"replay": 0, "learner": 1}.get(name.split("-")[0], 2 + index)
+    offsets = {"replay": 1 + actors + index if index else 0, "learner": 1}
+    port = base + offsets.get(name.split("-")[0], 2 + index)
     if port > 65535:
         raise ConfigurationError(
             f"expected metrics ports up to 65535, got {port} for {name}: set metrics.port lower than {base}"
@@ -175,7 +179,10 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
     with (
         _signals(ctx),
         MetricsServer(
-            ctx.registry, ctx.health, config.metrics.host, metrics_port(name, index, config.metrics.port)
+            ctx.registry,
+            ctx.health,
+            config.metrics.host,
+            metrics_port(name, index, config.metrics.port, config.actor.replicas),
         ) as server,
         _process_file(directory, name, config.metrics.host, server.port),
     ):

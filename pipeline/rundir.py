@@ -7,7 +7,7 @@
       model/             the initial model as a Hugging Face folder (config, safetensors, tokenizer)
       weights/v000007/   published weights, one folder for each policy version
       checkpoints/       what the learner resumes from
-      replay.sqlite      trajectories, groups, orders and their states
+      replay.sqlite      trajectories, groups, orders and their states (replay-1.sqlite … of more replay stages)
       metrics.jsonl      one JSON object for each update
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
@@ -53,7 +53,14 @@ class RunDirectory:
 
     @property
     def store_file(self) -> Path:
+        """Of the replay stage, or of the first of several."""
         return self.path / "replay.sqlite"
+
+    @property
+    def store_files(self) -> list[Path]:
+        """Of the replay stages that have begun, by index."""
+        numbered = {p: int(p.stem.split("-")[1]) for p in self.path.glob("replay-*.sqlite") if _numbered(p)}
+        return [p for p in (self.store_file, *sorted(numbered, key=numbered.__getitem__)) if p.exists()]
 
     def weights(self, version: int) -> Path:
         """Folder of the weights published as policy ``version`` (``weights/v000007``)."""
@@ -92,6 +99,10 @@ class RunDirectory:
     @property
     def lock_file(self) -> Path:
         return self.path / "run.lock"
+
+
+def _numbered(path: Path) -> bool:
+    return path.stem.partition("-")[2].isdigit()
 
 
 def write_json_atomically(path: Path, value: Any) -> None:

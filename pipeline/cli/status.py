@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.replay.ledger import Ledger, read_ledger
+from pipeline.replay.accounts import audit, read_ledgers, total
+from pipeline.replay.ledger import Ledger
+from pipeline.replay.sharding import store_paths
 from pipeline.role import ExitCode
 from pipeline.rundir import RunDirectory, read_json
 from pipeline.supervisor.claim import RunIsAlive, claim
@@ -27,14 +30,15 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     _processes(directory, console)
     tail = MetricsTail(directory.metrics_file)
     tail.read()
+    config = _config(directory)
     if tail.last is not None:
-        console.print(describe(tail.last, _total_steps(directory)), soft_wrap=True)
+        console.print(describe(tail.last, config.run.total_steps), soft_wrap=True)
     try:
-        ledger = read_ledger(directory.store_file)
+        ledgers = read_ledgers(store_paths(config, directory))
     except StoreError as error:
         console.print(f"no accounts: {error}", style="yellow", soft_wrap=True)
         return ExitCode.FINISHED
-    return _accounts(ledger, console)
+    return _accounts(ledgers, console)
 
 
 def is_alive(directory: RunDirectory) -> bool:
@@ -60,7 +64,8 @@ def _processes(directory: RunDirectory, console: Console) -> None:
     console.print(table)
 
 
-def _accounts(ledger: Ledger, console: Console) -> ExitCode:
+def _accounts(ledgers: Sequence[Ledger], console: Console) -> ExitCode:
+    ledger = total(ledgers)
     table = Table("account", "state", "count", box=None, header_style="dim")
     accounts: dict[str, Mapping[str, int]] = {
         "orders": ledger.orders,
@@ -71,8 +76,9 @@ def _accounts(ledger: Ledger, console: Console) -> ExitCode:
         for position, (state, count) in enumerate(counts.items()):
             table.add_row(account if position == 0 else "", state, str(count))
     console.print(table)
-    console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}")
-    wrong = ledger.audit()
+    stages = f", {len(ledgers)} replay stages" if len(ledgers) > 1 else ""
+    console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}{stages}")
+    wrong = audit(ledgers)
     for problem in wrong:
         console.print(f"does not add up: {problem}", style="red", soft_wrap=True)
     if not wrong:
@@ -80,7 +86,7 @@ def _accounts(ledger: Ledger, console: Console) -> ExitCode:
     return ExitCode.FAILED if wrong else ExitCode.FINISHED
 
 
-def _total_steps(directory: RunDirectory) -> int:
+def _config(directory: RunDirectory) -> RunConfig:
     from pipeline.config.load import load
 
-    return load(directory.config_file, environment={}).run.total_steps
+    return load(directory.config_file, environment={})

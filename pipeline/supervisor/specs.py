@@ -36,16 +36,17 @@ class ProcessSpec:
 
 
 def specs_of(config: RunConfig, directory: RunDirectory) -> list[ProcessSpec]:
-    """Preparation, engines, replay stage, learner, actors. Everything reads the resolved file in ``directory``."""
+    """Preparation, engines, replay stages, learner, actors. Everything reads the resolved file in ``directory``."""
     stuck = config.supervisor.stuck_seconds_max
+    stages = tuple(role_name("replay", i, config) for i in range(config.replay.shards))
     specs = [
         _role(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
-        _role("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
+        *(_role("replay", i, directory, Rule(n, REPLAY, stuck_seconds_max=stuck)) for i, n in enumerate(stages)),
         _role(
             "learner",
             0,
             directory,
-            Rule("learner", LEARNER, depends=(PREPARE, "replay"), ends_run=True, stuck_seconds_max=stuck),
+            Rule("learner", LEARNER, depends=(PREPARE, *stages), ends_run=True, stuck_seconds_max=stuck),
         ),
     ]
     if config.engine.kind != "external":
@@ -60,7 +61,7 @@ def specs_of(config: RunConfig, directory: RunDirectory) -> list[ProcessSpec]:
             )
             specs.append(_role("engine", i, directory, rule, health_url=f"{url}/health"))
     for i in range(config.actor.replicas):
-        rule = Rule(role_name("actor", i), ACTORS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck)
+        rule = Rule(role_name("actor", i), ACTORS, depends=(PREPARE, *stages), stuck_seconds_max=stuck)
         specs.append(_role("actor", i, directory, rule))
     return specs
 
@@ -69,7 +70,7 @@ def _role(
     role: str, index: int, directory: RunDirectory, rule: Rule, health_url: str | None = None, probed: bool = True
 ) -> ProcessSpec:
     command = [sys.executable, "-m", "pipeline.cli", role, str(directory.config_file)]
-    if role in ("actor", "engine"):
+    if role in ("actor", "engine", "replay"):
         command += ["--index", str(index)]
     return ProcessSpec(rule, command, health_url, probed)
 
