@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -27,9 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 class Actor:
-    """One actor on one link. ``run`` serves until cancelled; ``drain`` ends the work first."""
+    """One actor on one link. ``run`` serves until cancelled; ``drain`` ends the work first.
 
-    def __init__(self, services: Services, link: Link, *, places: int, outbox_bytes_max: int, limits: Limits) -> None:
+    ``on_change`` is called whenever what is played or held may have changed."""
+
+    def __init__(
+        self,
+        services: Services,
+        link: Link,
+        *,
+        places: int,
+        outbox_bytes_max: int,
+        limits: Limits,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
         self._services = services
         self._link = link
         self._limits = limits
@@ -42,6 +53,7 @@ class Actor:
         self._connected = False
         self._changed = anyio.Event()
         self._group: TaskGroup | None = None
+        self._on_change = on_change or self._gauge
         link.describe(_Hello(self))
 
     @property
@@ -167,10 +179,13 @@ class Actor:
                 break
             scope = self._scopes[order.order_id] = anyio.CancelScope()
             self._group.start_soon(self._play, order, scope)
-        self._services.metrics.inflight_episodes.set(self._desk.playing)
-        self._services.metrics.send_queue_trajectories.set(len(self._outbox))
+        self._on_change()
         self._changed.set()
         self._changed = anyio.Event()
+
+    def _gauge(self) -> None:
+        self._services.metrics.inflight_episodes.set(self._desk.playing)
+        self._services.metrics.send_queue_trajectories.set(len(self._outbox))
 
     async def _play(self, order: Order, scope: anyio.CancelScope) -> None:
         rollout = Rollout(order, self._services)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
-from actors.actor import Actor
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.loop import Services
 from actors.rendering import Renderer, load_tokenizer
+from actors.sharded import ShardedActor
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.role import RoleContext
-from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.open import limits_of, open_links
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +51,15 @@ async def main(ctx: RoleContext) -> None:
     )
     services = Services.of(config, ctx.name, renderer, pool, environments, metrics)
     try:
-        async with open_link(config, ctx.name) as link:
-            actor = Actor(
+        async with AsyncExitStack() as stack:
+            links = [await stack.enter_async_context(link) for link in open_links(config, ctx.name)]
+            actor = ShardedActor(
                 services,
-                link,
+                links,
                 places=config.actor.concurrency,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
                 limits=limits_of(config),
+                index=ctx.index,
             )
             async with anyio.create_task_group() as group:
                 group.start_soon(pool.watch)
@@ -71,7 +74,7 @@ async def main(ctx: RoleContext) -> None:
             await pool.close()
 
 
-async def _report(ctx: RoleContext, actor: Actor) -> None:
+async def _report(ctx: RoleContext, actor: ShardedActor) -> None:
     """Heartbeat and status, also while nothing happens."""
     while True:
         ctx.beat()
