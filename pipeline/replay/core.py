@@ -15,10 +15,14 @@ from pipeline.config import RunConfig
 from pipeline.errors import WireError
 from pipeline.replay.arrivals import Arrivals, ScoreNow
 from pipeline.replay.dispatch import Dispatch
+from pipeline.replay.experience.facade import Experience
 from pipeline.replay.groups import Groups
 from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
 from pipeline.replay.leases import Leases
+from pipeline.replay.payloads import PayloadHolds
 from pipeline.replay.records import CancelReason, GroupRecord, GroupState, TrajectoryRecord
+from pipeline.replay.replays import Replays
+from pipeline.replay.report import UpdateReport
 from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.replay.snapshot import Snapshot
 from pipeline.replay.state import StageState, log
@@ -51,10 +55,12 @@ class StageCore:
         shard.check_store(meta)
         rule = StalenessRule(config.staleness.max, shard.groups_per_step(config), config.run.total_steps)
         batches = Batches(rule, meta.get("consumed", 0), meta.get("live"))
+        journal = Journal(snapshot.counters)
         self._s = StageState(
             config=config,
             batches=batches,
-            journal=Journal(snapshot.counters),
+            journal=journal,
+            payloads=PayloadHolds(journal),
             groups=snapshot.groups,
             next_group=meta.get("next_group", shard.index),
             next_seq=snapshot.next_seq,
@@ -64,11 +70,16 @@ class StageCore:
             shard=shard,
         )
         self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"), shard)
-        self.groups = Groups(self._s)
+        self.experience = Experience(
+            config, entries=snapshot.entries, tasks=snapshot.tasks, state=meta.get("experience"), shard=shard.index
+        )
+        self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)
+        self.replays = Replays(self._s, self.experience, self.sampler)
+        self.groups = Groups(self._s, self.replays)
         self.leases = Leases(self._s, self.groups)
         self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
-        self.learner = Dispatch(self._s, self.groups, meta.get("session"), meta.get("durable_updates", 0))
-        self._restore(meta)
+        self.learner = Dispatch(self._s, self.groups, self.replays, meta.get("session"), meta.get("durable_updates", 0))
+        self._restore(meta, lost=snapshot.lost)
 
     @property
     def config(self) -> RunConfig:
@@ -88,7 +99,7 @@ class StageCore:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest policy version that sampled a trajectory still held."""
+        """Oldest policy version that sampled a trajectory still held for training."""
         versions = [
             slot.trajectory.facts.version_min
             for group in self._s.groups.values()
@@ -192,9 +203,10 @@ class StageCore:
 
     def collect(self) -> tuple[Changes, list[Effect]]:
         """Rows to write in one transaction, and what to send after it."""
+        self.replays.record()
         return self.journal.collect()
 
-    def _restore(self, meta: Mapping[str, Any]) -> None:
+    def _restore(self, meta: Mapping[str, Any], *, lost: bool) -> None:
         s = self._s
         for group in list(s.groups.values()):
             if group.state is GroupState.PLACED:
@@ -211,8 +223,11 @@ class StageCore:
             self._reconfigure(meta["shape"]["groups_per_step"] != shape["groups_per_step"])
         if meta.get("shape") != shape:
             s.journal.meta("shape", shape)
-        for group in [g for g in s.groups.values() if g.open and g.task.environment not in s.config.environments]:
-            self._cancel(group, CancelReason.RECONFIGURED)
+        for group in [g for g in s.groups.values() if g.open]:
+            if lost:
+                self._cancel(group, CancelReason.LOST)
+            elif group.task.environment not in s.config.environments:
+                self._cancel(group, CancelReason.RECONFIGURED)
         for group in s.groups.values():
             for slot in group.slots:
                 if slot.trajectory is not None and slot.trajectory.reward is None:
@@ -245,7 +260,7 @@ class StageCore:
         header = message.header
         match message.kind:
             case Kind.CONSUMED:
-                self.learner.consumed(int(header["update"]), header["group_ids"])
+                self.learner.consumed(int(header["update"]), header["group_ids"], UpdateReport.read(header))
             case Kind.VERSION:
                 self.learner.version(int(header["policy_version"]), int(header["updates"]))
             case Kind.CHECKPOINTED:
@@ -270,21 +285,17 @@ class StageCore:
             return
         free = [(-actor.free, actor.name) for actor in self.leases.actors.values() if actor.free > 0]
         heapq.heapify(free)
-        drawn = False
         while free:
             pending = self.groups.take_pending()
             if pending is None:
                 if s.batches.capacity() < 1 or self.groups.brake.holds(s.now):
                     break
-                self.groups.plan(self.sampler.draw())
-                drawn = True
+                self.groups.plan(self.replays.next())
                 continue
             name = free[0][1]
             actor = self.leases.actors[name]
             self.leases.issue(*pending, actor)
             heapq.heapreplace(free, (-actor.free, name)) if actor.free else heapq.heappop(free)
-        if drawn:
-            s.journal.meta("sampler", self.sampler.state())
 
 
 def _limits(config: RunConfig) -> Limits:

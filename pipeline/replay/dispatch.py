@@ -12,6 +12,8 @@ from pipeline.codec import encode_plan
 from pipeline.replay.groups import Groups
 from pipeline.replay.journal import Send
 from pipeline.replay.records import CancelReason, GroupRecord, GroupState, TrajectoryState, group_id, parse_group_id
+from pipeline.replay.replays import Replays
+from pipeline.replay.report import UpdateReport
 from pipeline.replay.state import StageState, log
 from pipeline.schema import GroupPlan
 from pipeline.transport.base import Kind
@@ -20,9 +22,17 @@ from pipeline.transport.base import Kind
 class Dispatch:
     """At most ``credit`` groups are at the learner and not consumed; a group keeps the update it was promised to."""
 
-    def __init__(self, state: StageState, groups: Groups, session: str | None = None, durable_updates: int = 0) -> None:
+    def __init__(
+        self,
+        state: StageState,
+        groups: Groups,
+        replays: Replays,
+        session: str | None = None,
+        durable_updates: int = 0,
+    ) -> None:
         self._s = state
         self._groups = groups
+        self._replays = replays
         self.peer: str | None = None
         """Name of the learner that is connected."""
         self.session = session
@@ -40,9 +50,9 @@ class Dispatch:
         s.journal.effect(Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": s.policy_version}))
         self.peer = name
         self.credit = max(int(hello["credit_groups"]), s.batches.rule.groups_per_step)
-        for update, ids in hello.get("consumed", ()):
-            self.consumed(int(update), ids)
-        if hello["session"] != self.session:
+        for update, ids, *report in hello.get("consumed", ()):
+            self.consumed(int(update), ids, UpdateReport.read(report[0] if report else {}))
+        if hello["session"] != self.session or updates > s.batches.consumed:
             self.session = hello["session"]
             s.journal.meta("session", self.session)
             self._agree(updates)
@@ -67,7 +77,7 @@ class Dispatch:
         s.journal.meta("policy_version", policy_version)
         s.journal.meta("live", updates)
 
-    def consumed(self, update: int, ids: Sequence[str]) -> None:
+    def consumed(self, update: int, ids: Sequence[str], report: UpdateReport) -> None:
         """The learner made ``update`` from these groups. Repeating it changes nothing."""
         s = self._s
         assert self.peer is not None
@@ -77,8 +87,7 @@ class Dispatch:
             for n in named
             if (g := s.groups.get(n)) is not None and g.state is GroupState.PLACED and g.update == update
         ]
-        for group in members:
-            self._train(group)
+        self._train(members, report)
         strange = [
             n
             for n in named
@@ -127,9 +136,9 @@ class Dispatch:
             s.journal.group(group)
             if group.late:
                 s.journal.count("groups.late")
-                s.journal.count("trajectories.late", group.n_rollout)
+                s.journal.count("trajectories.late", group.n_fresh)
                 if s.config.staleness.late == "drop":
-                    s.journal.count("trajectories.stale", group.n_rollout)
+                    s.journal.count("trajectories.stale", group.n_fresh)
                     dropped.append(group)
                     continue
             self._send(group)
@@ -146,10 +155,13 @@ class Dispatch:
     def _agree(self, updates: int) -> None:
         """A new learner process starts from weights of ``updates`` updates."""
         s = self._s
-        done = [s.groups[n] for n, u in s.batches.placed.items() if u < updates]
-        for group in done:
-            self._train(group)
-            self._made(group.update or 0, [group.number])
+        done: dict[int, list[GroupRecord]] = {}
+        for number, update in s.batches.placed.items():
+            if update < updates:
+                done.setdefault(update, []).append(s.groups[number])
+        for update, groups in sorted(done.items()):
+            self._train(groups, UpdateReport())
+            self._made(update, [group.number for group in groups])
         again = {}
         for group in s.groups.values():
             if group.state is GroupState.TRAINED and group.update is not None and group.update >= updates:
@@ -168,19 +180,25 @@ class Dispatch:
         self.sent.difference_update(groups)
         self._s.journal.meta("consumed", self._s.batches.consumed)
 
-    def _train(self, group: GroupRecord) -> None:
+    def _train(self, groups: Sequence[GroupRecord], report: UpdateReport) -> None:
+        """One update was made from ``groups``."""
         s = self._s
-        group.state, group.ended_at = GroupState.TRAINED, s.wall
-        s.journal.group(group)
-        s.journal.count("groups.trained")
-        for record in self._members(group):
-            record.state = TrajectoryState.TRAINED
-            s.journal.trajectory(record)
-            s.journal.observe("trained_reward", record.reward)
-            s.journal.observe("trained_tokens", record.facts.n_sampled)
-            s.journal.observe("trained_duration", record.facts.duration_seconds)
-        s.journal.count("trajectories.held", -group.n_rollout)
-        s.journal.count("trajectories.trained", group.n_rollout)
+        if not groups:
+            return
+        for group in groups:
+            group.state, group.ended_at = GroupState.TRAINED, s.wall
+            s.journal.group(group)
+            s.journal.count("groups.trained")
+            for record in self._members(group):
+                record.state = TrajectoryState.TRAINED
+                s.journal.trajectory(record)
+                s.journal.observe("trained_reward", record.reward)
+                s.journal.observe("trained_tokens", record.facts.n_sampled)
+                s.journal.observe("trained_duration", record.facts.duration_seconds)
+                s.journal.observe("trained_age", max(0, s.policy_version - record.facts.version_min))
+            s.journal.count("trajectories.held", -group.n_fresh)
+            s.journal.count("trajectories.trained", group.n_fresh)
+        self._replays.trained(groups, report)
 
     def _untrain(self, group: GroupRecord) -> None:
         s = self._s
@@ -191,9 +209,10 @@ class Dispatch:
         for record in self._members(group):
             record.state = TrajectoryState.HELD
             s.journal.trajectory(record)
-        s.journal.count("trajectories.held", group.n_rollout)
-        s.journal.count("trajectories.trained", -group.n_rollout)
-        s.journal.count("trajectories.rolled_back", group.n_rollout)
+        s.journal.count("trajectories.held", group.n_fresh)
+        s.journal.count("trajectories.trained", -group.n_fresh)
+        s.journal.count("trajectories.rolled_back", group.n_fresh)
+        self._replays.untrained(group)
 
     def _send(self, group: GroupRecord) -> None:
         s = self._s
@@ -201,11 +220,14 @@ class Dispatch:
         self.sent.add(group.number)
         s.journal.observe("sample_wait", 0.0 if self._starved_since is None else s.now - self._starved_since)
         self._starved_since = None
+        candidates = tuple(replay.trajectory_id for replay in group.replays)
         plan = GroupPlan(
             group.group_id,
             group.task,
             group.n_rollout,
-            group.n_rollout,
+            group.n_fresh,
+            replay_ids=candidates[: group.k],
+            candidates=candidates,
             attempt=group.attempt,
             admitted_update=group.admitted_update,
         )
@@ -213,26 +235,31 @@ class Dispatch:
         for index, record in enumerate(self._members(group)):
             record.samples += 1
             s.journal.trajectory(record)
-            header = {
-                "group_id": group.group_id,
-                "trajectory_id": record.key.text,
-                "reward": record.reward,
-                "rewards": dict(record.rewards),
-                "index": index,
-            }
-            s.journal.effect(Send(self.peer, Kind.DELIVERY, header, payload=record.seq))
-            s.journal.count("trajectories.sent")
+            about = {"trajectory_id": record.key.text, "reward": record.reward, "rewards": dict(record.rewards)}
+            self._deliver(group, index, record.seq, about)
             s.journal.observe("sample_age", s.wall - record.received_at)
             s.journal.observe("sample_staleness", max(0, s.policy_version - record.facts.version_min))
+        for index, replay in enumerate(group.replays, group.n_fresh):
+            about = {"trajectory_id": replay.trajectory_id, "reward": replay.candidate.entry.reward, "rewards": {}}
+            self._deliver(group, index, replay.seq, {**about, "replay": self._replays.sent(replay)})
+        if group.replays:
+            s.journal.replays(group)
+
+    def _deliver(self, group: GroupRecord, index: int, seq: int, about: dict[str, Any]) -> None:
+        assert self.peer is not None
+        header = {"group_id": group.group_id, "index": index, **about}
+        self._s.journal.effect(Send(self.peer, Kind.DELIVERY, header, payload=seq))
+        self._s.journal.count("trajectories.sent")
 
     def forget(self, group: GroupRecord) -> None:
         """Free what is kept of an ended group."""
         s = self._s
         for slot in group.slots:
             if slot.trajectory is not None:
-                s.journal.forget_payload(slot.trajectory.seq)
-                s.journal.count("payload.bytes", -slot.trajectory.facts.n_bytes)
+                s.payloads.release(slot.trajectory.seq, slot.trajectory.facts.n_bytes)
                 s.journal.observe("item_samples", slot.trajectory.samples)
+        if group.state is GroupState.TRAINED:
+            self._replays.unpin(group)
         s.journal.forget_group(group.number)
         del s.groups[group.number]
 

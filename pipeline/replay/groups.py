@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Mapping
 
 from pipeline.replay.brake import Brake
+from pipeline.replay.experience.records import Planned
 from pipeline.replay.records import (
     CancelReason,
     Drop,
@@ -21,16 +22,17 @@ from pipeline.replay.records import (
     TrajectoryRecord,
     TrajectoryState,
 )
+from pipeline.replay.replays import Replays
 from pipeline.replay.state import StageState, log
-from pipeline.schema import Task
 from pipeline.transport.base import Frames
 
 
 class Groups:
     """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
 
-    def __init__(self, state: StageState) -> None:
+    def __init__(self, state: StageState, replays: Replays) -> None:
         self._s = state
+        self._replays = replays
         self._pending: list[tuple[int, int, int]] = []
         self.given_up: list[GroupRecord] = []
         """Groups to cancel because a slot failed too often; the core empties it."""
@@ -45,14 +47,15 @@ class Groups:
                     if not slot.leased and slot.trajectory is None:
                         self.want(group, index)
 
-    def plan(self, task: Task) -> GroupRecord:
+    def plan(self, planned: Planned) -> GroupRecord:
         """Admit a new group (the caller has checked the capacity)."""
         s = self._s
         number = s.next_group
         s.next_group += s.shard.count
         admitted = s.batches.admit(number)
-        slots = [Slot() for _ in range(s.config.groups.n_rollout)]
-        group = s.groups[number] = GroupRecord(number, task, admitted, s.wall, slots)
+        slots = [Slot() for _ in range(s.config.groups.n_rollout - planned.k)]
+        group = s.groups[number] = GroupRecord(number, planned.task, admitted, s.wall, slots)
+        self._replays.pin(group, planned.candidates, planned.k)
         s.journal.group(group)
         s.journal.meta("next_group", s.next_group)
         s.journal.count("groups.planned")
@@ -85,7 +88,7 @@ class Groups:
         s.end_order(order, OrderState.DELIVERED)
         s.journal.trajectory(record, frames)
         s.journal.count("trajectories.held")
-        s.journal.count("payload.bytes", facts.n_bytes)
+        s.payloads.arrived(record.seq, facts.n_bytes)
         s.journal.group(group)
         return record
 
@@ -132,11 +135,13 @@ class Groups:
             s.journal.group(group)
             s.batches.complete(group.number)
             self.brake.succeeded()
+            self._replays.finished(group)
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must be told to stop."""
         s = self._s
         assert group.open, group
+        self._replays.cancelled(group, finished=group.state is not GroupState.PLAYING)
         group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, s.wall
         s.batches.cancel(group.number)
         s.journal.group(group)
@@ -165,6 +170,7 @@ class Groups:
     def _record(self, order: OrderRecord, facts: Facts) -> TrajectoryRecord:
         s = self._s
         record = TrajectoryRecord(s.next_seq, order.key, facts, s.wall)
+        record.age_insert = max(0, s.policy_version - facts.version_min) if facts.n_sampled else 0
         s.next_seq += 1
         return record
 
@@ -172,7 +178,6 @@ class Groups:
         s = self._s
         record.state, record.reason = TrajectoryState.DROPPED, drop.value
         s.journal.trajectory(record)
-        s.journal.forget_payload(record.seq)
-        s.journal.count("payload.bytes", -record.facts.n_bytes)
+        s.payloads.release(record.seq, record.facts.n_bytes)
         s.journal.count("trajectories.held", -1)
         s.journal.count(f"trajectories.dropped.{drop.value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,17 @@ def _facts(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
         }
         if failure
         else None,
+        entropy=_entropy(frames[2]) if trajectory.recorded else None,
+        replayable=trajectory.recorded and (trajectory.guidance is None or trajectory.guidance.keep),
     )
+
+
+def _entropy(logprobs: Buffer) -> float | None:
+    """``-mean(log mu)`` of float32 log-probabilities, nats: an unbiased estimate of the mean entropy of the
+    distributions that the tokens were drawn from. None where there is no finite one."""
+    values = np.frombuffer(logprobs, dtype="<f4")
+    mean = -float(values.mean(dtype=np.float64)) if len(values) else math.nan
+    return mean if math.isfinite(mean) else None
 
 
 def _unfit(trajectory: Trajectory, facts: Facts) -> Drop | None:

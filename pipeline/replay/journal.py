@@ -6,7 +6,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.replay.experience.records import ExperienceChanges
 from pipeline.replay.records import GroupRecord, OrderRecord, TrajectoryRecord
+from pipeline.replay.rows import Row, group_row, order_row, pool_row, replay_rows, task_row, trajectory_row
 from pipeline.schema import Trajectory
 from pipeline.transport.base import Frames, Kind
 
@@ -36,27 +38,24 @@ Effect = Send | Score
 class Changes:
     """Rows of one transaction, copied so that the core may go on while they are written."""
 
-    groups: list[tuple[Any, ...]] = field(default_factory=list)
-    orders: list[tuple[Any, ...]] = field(default_factory=list)
-    trajectories: list[tuple[Any, ...]] = field(default_factory=list)
+    groups: list[Row] = field(default_factory=list)
+    replays: list[Row] = field(default_factory=list)
+    orders: list[Row] = field(default_factory=list)
+    trajectories: list[Row] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    """``seq`` of stored trajectories that were sent to the learner, other than by their own group."""
     payloads: list[tuple[int, Frames]] = field(default_factory=list)
     forgotten_payloads: list[int] = field(default_factory=list)
     forgotten_groups: list[int] = field(default_factory=list)
+    pool: list[Row] = field(default_factory=list)
+    left_pool: list[int] = field(default_factory=list)
+    tasks: list[Row] = field(default_factory=list)
+    forgotten_tasks: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return any(
-            (
-                self.groups,
-                self.orders,
-                self.trajectories,
-                self.payloads,
-                self.forgotten_payloads,
-                self.meta,
-                self.counters,
-            )
-        )
+        return any(getattr(self, name) for name in self.__dataclass_fields__)
 
 
 class Journal:
@@ -67,11 +66,15 @@ class Journal:
         """The ledger: events by name, such as ``orders.issued`` or ``trajectories.dropped.duplicate``."""
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self._groups: dict[int, GroupRecord] = {}
+        self._replays: dict[int, GroupRecord] = {}
         self._orders: dict[int, OrderRecord] = {}
         self._trajectories: dict[int, TrajectoryRecord] = {}
+        self._imported: list[Row] = []
+        self._sampled: list[int] = []
         self._payloads: dict[int, Frames] = {}
         self._forgotten_payloads: list[int] = []
         self._forgotten_groups: list[int] = []
+        self._experience = ExperienceChanges()
         self._meta: dict[str, Any] = {}
         self._counted: set[str] = set()
         self._effects: list[Effect] = []
@@ -84,6 +87,10 @@ class Journal:
     def group(self, group: GroupRecord) -> None:
         self._groups[group.number] = group
 
+    def replays(self, group: GroupRecord) -> None:
+        """The replays of ``group`` were decided, sent or trained."""
+        self._replays[group.number] = group
+
     def order(self, order: OrderRecord) -> None:
         self._orders[id(order)] = order
 
@@ -91,6 +98,21 @@ class Journal:
         self._trajectories[trajectory.seq] = trajectory
         if frames is not None:
             self._payloads[trajectory.seq] = frames
+
+    def imported(self, trajectory: TrajectoryRecord, trajectory_id: str, frames: Frames) -> None:
+        """A trajectory that answers no order."""
+        self._imported.append(trajectory_row(trajectory, trajectory_id))
+        self._payloads[trajectory.seq] = frames
+
+    def sampled(self, seq: int) -> None:
+        """A stored trajectory whose own group is not in memory was sent to the learner."""
+        self._sampled.append(seq)
+
+    def experience(self, changes: ExperienceChanges) -> None:
+        """What changed in the pool; at most once in each round."""
+        self._experience = changes
+        if changes.state is not None:
+            self.meta("experience", changes.state)
 
     def forget_payload(self, seq: int) -> None:
         if self._payloads.pop(seq, None) is None:
@@ -123,13 +145,20 @@ class Journal:
 
     def collect(self) -> tuple[Changes, list[Effect]]:
         """Everything since the last call; acknowledgements come first, one message per actor."""
+        experience = self._experience
         changes = Changes(
             groups=[group_row(g) for g in self._groups.values()],
+            replays=[row for g in self._replays.values() for row in replay_rows(g)],
             orders=[order_row(o) for o in self._orders.values()],
-            trajectories=[trajectory_row(t) for t in self._trajectories.values()],
+            trajectories=[trajectory_row(t) for t in self._trajectories.values()] + self._imported,
+            sampled=self._sampled,
             payloads=list(self._payloads.items()),
             forgotten_payloads=self._forgotten_payloads,
             forgotten_groups=self._forgotten_groups,
+            pool=[pool_row(e) for e in experience.entries],
+            left_pool=list(experience.removed),
+            tasks=[task_row(t) for t in experience.tasks],
+            forgotten_tasks=list(experience.forgotten_tasks),
             meta=self._meta,
             counters={name: self.counters[name] for name in self._counted},
         )
@@ -139,41 +168,8 @@ class Journal:
         ]
         effects = acks + self._effects
         self._groups, self._orders, self._trajectories, self._payloads = {}, {}, {}, {}
+        self._replays, self._imported, self._sampled, self._experience = {}, [], [], ExperienceChanges()
         self._forgotten_payloads, self._forgotten_groups, self._meta, self._counted = [], [], {}, set()
         self._effects = []
         self._acks.clear()
         return changes, effects
-
-
-def group_row(g: GroupRecord) -> tuple[Any, ...]:
-    task = {
-        "task_id": g.task.task_id,
-        "environment": g.task.environment,
-        "seed": g.task.seed,
-        "payload": dict(g.task.payload),
-    }
-    return (
-        g.number,
-        task,
-        g.n_rollout,
-        g.admitted_update,
-        g.state.value,
-        g.update,
-        g.late,
-        g.reason,
-        g.planned_at,
-        g.ended_at,
-    )
-
-
-def order_row(o: OrderRecord) -> tuple[Any, ...]:
-    return (*o.key, o.actor, o.attempt, o.policy_version, o.state.value, o.reason, o.failure, o.issued_at, o.ended_at)
-
-
-def trajectory_row(t: TrajectoryRecord) -> tuple[Any, ...]:
-    f = t.facts
-    return (
-        t.seq, t.key.text, *t.key, t.state.value, t.reason, t.reward, dict(t.rewards), t.samples, t.received_at,
-        f.status, f.n_turns, f.n_tokens, f.n_sampled, f.version_min, f.version_max, f.duration_seconds, f.actor,
-        f.n_bytes, dict(f.failure) if f.failure else None,
-    )  # fmt: skip

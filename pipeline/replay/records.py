@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from pipeline.replay.experience.records import Candidate
 from pipeline.schema import Task
 
 _ORDER_ID = re.compile(r"g(\d{6,18})\.(\d{1,9})\.(\d{1,9})")
@@ -49,6 +50,8 @@ class TrajectoryState(StrEnum):
     """Terminal: an update was made from it."""
     DROPPED = "dropped"
     """Terminal: ``reason`` is one of :class:`Drop`."""
+    IMPORTED = "imported"
+    """Came from a file instead of an order: it lives in the pool only."""
 
 
 class Drop(StrEnum):
@@ -73,6 +76,8 @@ class Drop(StrEnum):
     """Its bytes are no trajectory, or not the one that was ordered."""
     SCHEMA = "schema"
     """Its values break the data model, or it has another schema version."""
+    REPLACED = "replaced"
+    """A stored success took its place, because every fresh rollout of its group failed."""
 
 
 class CancelReason(StrEnum):
@@ -88,6 +93,8 @@ class CancelReason(StrEnum):
     """The run file changed group size, batch size or environments while the group was open."""
     UNTRAINED = "untrained"
     """The learner made its update without it."""
+    LOST = "lost"
+    """The stage went back to an older copy (``replay.memory_only``): what became of the group since is not known."""
 
 
 class OrderKey(NamedTuple):
@@ -151,6 +158,11 @@ class Facts:
     actor: str
     n_bytes: int
     failure: Mapping[str, str] | None = None
+    entropy: float | None = None
+    """``-mean(log mu)`` over sampled tokens, nats: estimates the mean entropy at collection. None: not recorded."""
+    replayable: bool = True
+    """False where it may not enter the experience pool: its training prompt is not the played one, or its
+    log-probabilities were not recorded."""
 
 
 @dataclass(slots=True)
@@ -169,11 +181,15 @@ class TrajectoryRecord:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     samples: int = 0
     """Times it was sent to a learner."""
+    age_insert: int = 0
+    """Versions that its oldest token was behind the newest published one when it came."""
+    saved: int | None = None
+    """Number of its save into the experience pool; None: never saved. It may have left the pool since."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """One of the ``n_rollout`` places of a group: at most one order out, at most one trajectory in."""
+    """One of the fresh places of a group: at most one order out, at most one trajectory in."""
 
     serial: int = 0
     """Orders issued for it so far."""
@@ -183,8 +199,27 @@ class Slot:
 
 
 @dataclass(slots=True)
+class Replay:
+    """A stored trajectory that a group may be completed with; its payload is kept while the group may be trained."""
+
+    candidate: Candidate
+    chosen: bool = False
+    """Whether the learner trained it with the group."""
+    age: int = 0
+    """Versions it was old when it was sent last."""
+
+    @property
+    def seq(self) -> int:
+        return self.candidate.entry.seq
+
+    @property
+    def trajectory_id(self) -> str:
+        return self.candidate.entry.trajectory_id
+
+
+@dataclass(slots=True)
 class GroupRecord:
-    """One group, open or kept until a checkpoint covers its update."""
+    """One group, open or kept until a checkpoint covers its update: ``len(slots)`` fresh places and ``k`` replays."""
 
     number: int
     task: Task
@@ -198,14 +233,24 @@ class GroupRecord:
     reason: str = ""
     ended_at: float | None = None
     orders: dict[OrderKey, OrderRecord] = field(default_factory=dict)
+    k: int = 0
+    """Replayed members that the group is trained with."""
+    replays: list[Replay] = field(default_factory=list)
+    """What these may be chosen from, the stage's own choice first."""
+    rescued: bool = False
+    """All its fresh rollouts failed and one gave its place to a replay."""
 
     @property
     def group_id(self) -> str:
         return group_id(self.number)
 
     @property
-    def n_rollout(self) -> int:
+    def n_fresh(self) -> int:
         return len(self.slots)
+
+    @property
+    def n_rollout(self) -> int:
+        return len(self.slots) + self.k
 
     @property
     def attempt(self) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
 from pipeline.replay.journal import Journal
-from pipeline.replay.records import GroupRecord, OrderKey, OrderRecord, OrderState
+from pipeline.replay.payloads import PayloadHolds
+from pipeline.replay.records import GroupRecord, OrderKey, OrderRecord, OrderState, TrajectoryRecord
 from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.schema import Task
 from pipeline.staleness import Batches
@@ -22,6 +23,7 @@ class StageState:
     config: RunConfig
     batches: Batches
     journal: Journal
+    payloads: PayloadHolds
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     """Open groups, and ended ones until a checkpoint covers them."""
     next_group: int = 0
@@ -48,6 +50,15 @@ class StageState:
     def find_order(self, key: OrderKey) -> OrderRecord | None:
         group = self.groups.get(key.group)
         return group.orders.get(key) if group else None
+
+    def find_trajectory(self, trajectory_id: str) -> TrajectoryRecord | None:
+        """The trajectory that a group in memory holds under this id."""
+        key = OrderKey.parse(trajectory_id)
+        group = self.groups.get(key.group) if key else None
+        if key is None or group is None or key.slot >= len(group.slots):
+            return None
+        record = group.slots[key.slot].trajectory
+        return record if record is not None and record.key == key else None
 
 
 def task_header(task: Task) -> dict[str, object]:

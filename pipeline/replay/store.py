@@ -11,25 +11,32 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from pipeline.errors import StoreError
 from pipeline.replay import store_file
 from pipeline.replay.journal import Changes
-from pipeline.replay.snapshot import Snapshot, build
+from pipeline.replay.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Rows, Snapshot, build
 from pipeline.transport.base import Frames
 
-_GROUP = """
-INSERT INTO groups (number, task, n_rollout, admitted_update, state, update_number, late, reason, planned_at, ended_at)
-VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT (number) DO UPDATE SET state = excluded.state,
+_GROUP_COLUMNS = (
+    "number, task, n_rollout, n_fresh, k, rescued, admitted_update, state, update_number, late, reason, planned_at, "
+    "ended_at"
+)
+_GROUP = f"""
+INSERT INTO groups ({_GROUP_COLUMNS}) VALUES ({",".join("?" * 13)}) ON CONFLICT (number) DO UPDATE SET
+n_fresh = excluded.n_fresh, k = excluded.k, rescued = excluded.rescued, state = excluded.state,
 update_number = excluded.update_number, late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
+_REPLAY = f"INSERT OR REPLACE INTO group_replays VALUES ({','.join('?' * 11)})"
 _ORDER = f"INSERT OR REPLACE INTO orders VALUES ({','.join('?' * 11)})"
 _TRAJECTORY = f"""
-INSERT INTO trajectories VALUES ({",".join("?" * 21)}) ON CONFLICT (seq) DO UPDATE SET state = excluded.state,
-reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, samples = excluded.samples"""
-_GROUP_COLUMNS = "number, task, n_rollout, admitted_update, state, update_number, late, reason, planned_at, ended_at"
+INSERT INTO trajectories VALUES ({",".join("?" * 25)}) ON CONFLICT (seq) DO UPDATE SET state = excluded.state,
+reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, samples = excluded.samples,
+saved = excluded.saved"""
+_SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE seq = ?"
+_POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
+_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
 
 
 class ReplayStore:
@@ -44,15 +51,28 @@ class ReplayStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = store_file.Lock(path)
         self._reading = threading.Lock()
+        self._writing = threading.Lock()
         try:
             with self._explained("opened"):
-                if not exists:
-                    store_file.create(path)
-                self._writer = store_file.connect(path, synchronous=synchronous)
-                self._reader = store_file.connect(path, read_only=True)
+                self._open(exists, synchronous)
         except BaseException:
             self._lock.release()
             raise
+
+    def _open(self, exists: bool, synchronous: str) -> None:
+        if exists:
+            self._check_tables()
+        else:
+            store_file.create(self.path)
+        self._writer = store_file.connect(self.path, synchronous=synchronous)
+        self._reader = store_file.connect(self.path, read_only=True)
+
+    def _check_tables(self) -> None:
+        connection = store_file.connect(self.path, read_only=True)
+        try:
+            store_file.check_tables(connection, self.path)
+        finally:
+            connection.close()
 
     def __enter__(self) -> ReplayStore:
         return self
@@ -70,27 +90,37 @@ class ReplayStore:
         with self._explained("read"):
             read = self._writer.execute
             kept = "group_number IN (SELECT number FROM groups WHERE kept = 1)"
-            return build(
+            rows = Rows(
                 read(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE kept = 1 ORDER BY number"),
                 read(f"SELECT * FROM orders WHERE {kept}"),
                 read(f"SELECT * FROM trajectories WHERE {kept}"),
-                {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")},
-                dict(read("SELECT name, value FROM counters")),
-                read("SELECT coalesce(max(seq) + 1, 0) FROM trajectories").fetchone()[0],
-            )
+                read(f"SELECT {REPLAY_COLUMNS} FROM group_replays r JOIN trajectories t USING (seq) WHERE r.{kept} "
+                     "ORDER BY r.group_number, r.position"),
+                read("SELECT * FROM tasks"),
+                read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (seq) ORDER BY p.saved"),
+            )  # fmt: skip
+            meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
+            next_seq = read("SELECT coalesce(max(seq) + 1, 0) FROM trajectories").fetchone()[0]
+            return build(rows, meta, dict(read("SELECT name, value FROM counters")), next_seq)
 
     def commit(self, changes: Changes) -> None:
         """Write one round; when this returns it is as durable as ``replay.synchronous`` says."""
-        with self._explained("written"):
+        with self._writing, self._explained("written"):
             many = self._writer.executemany
             self._writer.execute("BEGIN IMMEDIATE")
             try:
-                many(_GROUP, ((row[0], orjson.dumps(row[1]), *row[2:]) for row in changes.groups))
+                many(_GROUP, changes.groups)
+                many(_REPLAY, changes.replays)
                 many(_ORDER, changes.orders)
-                many(_TRAJECTORY, map(_packed, changes.trajectories))
+                many(_TRAJECTORY, changes.trajectories)
+                many(_SAMPLED, ((seq,) for seq in changes.sampled))
                 many("INSERT INTO payloads VALUES (?,?,?,?,?)", ((seq, *frames) for seq, frames in changes.payloads))
                 many("DELETE FROM payloads WHERE seq = ?", ((seq,) for seq in changes.forgotten_payloads))
                 many("UPDATE groups SET kept = 0 WHERE number = ?", ((n,) for n in changes.forgotten_groups))
+                many(_POOL, changes.pool)
+                many("DELETE FROM pool WHERE seq = ?", ((seq,) for seq in changes.left_pool))
+                many(_TASK, changes.tasks)
+                many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
                 many(
                     "INSERT OR REPLACE INTO meta VALUES (?,?)", ((k, orjson.dumps(v)) for k, v in changes.meta.items())
                 )
@@ -117,7 +147,3 @@ class ReplayStore:
                 f"the replay store {self.path} could not be {done}: {error}. If the disk is full, free some and start "
                 "again; if the file is damaged, move it away to start with an empty store"
             ) from error
-
-
-def _packed(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*row[:8], orjson.dumps(row[8]), *row[9:20], orjson.dumps(row[20]) if row[20] else None)
