@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum, auto
 from typing import Any
 
 from pipeline.config.play import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.schema import Task
+
+TRIES_MAX = 4096
+"""Tasks of one environment that :meth:`TaskSampler.draw_where` looks at before it gives the environment up."""
+
+
+class Verdict(Enum):
+    """What becomes of a task that came next."""
+
+    TAKE = auto()
+    """It is played."""
+    KEEP = auto()
+    """The caller plays it later; the next one is looked at."""
+    PASS = auto()
+    """It is not played this time round; the environment's next one is looked at."""
+    STOP = auto()
+    """It stays the environment's next one, and the environment has nothing for now."""
 
 
 class TaskSampler:
@@ -44,12 +61,42 @@ class TaskSampler:
 
     def draw(self) -> Task:
         """The next task."""
-        while not self._shard.owns((task := self._walk()).task_id):
+        while not self._shard.owns((task := self._walk(self._next_environment())).task_id):
             pass
         return task
 
-    def _walk(self) -> Task:
-        name = self._next_environment()
+    def draw_where(
+        self, verdict: Callable[[Task], Verdict], *, exhausted: Collection[str] = frozenset()
+    ) -> Task | None:
+        """The next task that ``verdict`` takes; None when no environment has one.
+
+        Tasks passed over do not count for the share of their environment, a turn of one that has nothing to give
+        does. An environment is given up after two epochs of it, at most :data:`TRIES_MAX` tasks; one that is
+        ``exhausted`` at once.
+        """
+        tries = {name: min(TRIES_MAX, 2 * (section.tasks or TRIES_MAX)) for name, section in self._environments.items()}
+        closed: set[str] = set()
+        while len(closed) < len(tries):
+            name = self._next_environment(closed)
+            if name not in exhausted and tries[name]:
+                tries[name] -= 1
+                task = self._walk(name)
+                if not self._shard.owns(task.task_id):
+                    continue
+                found = verdict(task)
+                if found is Verdict.TAKE:
+                    return task
+                if found is not Verdict.STOP:
+                    self._base[name] += found is Verdict.PASS
+                    continue
+                self._drawn[name] -= 1
+            closed.add(name)
+            self._base[name] -= 1
+        for name in closed:
+            self._base[name] += 1
+        return None
+
+    def _walk(self, name: str) -> Task:
         index = self._drawn[name]
         self._drawn[name] += 1
         section = self._environments[name]
@@ -74,8 +121,8 @@ class TaskSampler:
             "fewer shards"
         )
 
-    def _next_environment(self) -> str:
-        counts = {name: self._drawn[name] - self._base[name] for name in self._environments}
+    def _next_environment(self, closed: Collection[str] = ()) -> str:
+        counts = {name: self._drawn[name] - self._base[name] for name in self._environments if name not in closed}
         return min(counts, key=lambda name: (counts[name] + 0.5) / self._environments[name].weight)
 
     def _shuffled(self, name: str, n_tasks: int, epoch: int) -> list[int]:

@@ -1,0 +1,383 @@
+"""Experience: the one object through which the stage keeps old trajectories and plans what of them is played again.
+
+*consumes* admissions, finished and cancelled groups, updates of the learner; *produces* planned groups and the rows
+that changed. Everything follows from (entries, tasks, state) as :meth:`Experience.take_changes` gave them: an object
+built from these goes on with the same draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.replay.experience.aside import Aside
+from pipeline.replay.experience.difficulty import Difficulty
+from pipeline.replay.experience.draws import Draws
+from pipeline.replay.experience.guard import next_factor
+from pipeline.replay.experience.mixing import Mixing
+from pipeline.replay.experience.pool import Pool, Shelf
+from pipeline.replay.experience.records import (
+    Candidate,
+    ExperienceChanges,
+    Fresh,
+    Leave,
+    Outcome,
+    Planned,
+    PoolEntry,
+    TaskRecord,
+)
+from pipeline.replay.experience.selection import (
+    TaskIndex,
+    choose,
+    choose_turns,
+    draw_by_turns,
+    draw_normal,
+    draw_priority,
+    draw_uniform,
+    log_priority,
+)
+from pipeline.replay.tasks import TaskSampler
+from pipeline.schema import Task
+
+
+class Experience:
+    """Pool, difficulty, selection and mixing of one stage (REPLAY.md 1, 2 and 5).
+
+    ``entries`` and ``tasks`` are the rows as last written, ``state`` the last one taken. With ``replay.enabled`` false
+    what is given is held and nothing else happens: groups come straight from the sampler.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        entries: Iterable[PoolEntry] = (),
+        tasks: Iterable[TaskRecord] = (),
+        state: Mapping[str, Any] | None = None,
+        shard: int = 0,
+    ) -> None:
+        state = state or {}
+        replay = config.replay
+        self._replay = replay
+        self._enabled = replay.enabled
+        self._n = config.groups.n_rollout
+        self._upper = self._n if replay.success_upper is None else replay.success_upper
+        self._pool = Pool(replay, config.staleness.max, config.environments, entries)
+        finite = {name: section.tasks for name, section in config.environments.items()}
+        self._difficulty = Difficulty(finite, tasks)
+        self._environments = config.environments
+        self._index = TaskIndex()
+        self._draws = Draws(config.run.seed, shard, state.get("draws"))
+        self._mixing = Mixing(replay, config.groups.groups_per_step // replay.shards, state.get("mixing"))
+        self._aside = Aside(config.environments, state.get("aside"))
+        self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
+        last = max((entry.saved for entry in self._pool), default=-1)
+        self._next_saved = max(int(state.get("next_saved", 0)), last + 1)
+        self._changed: dict[int, PoolEntry] = {}
+        self._removed: set[int] = set()
+        self._state_changed = False
+        self._overfull = self._pool.overfull if self._enabled else []
+        for entry in self._pool:
+            self._difficulty.meet(entry.task)
+        self._reindex()
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def holds(self, seq: int) -> bool:
+        """Whether the trajectory with this ``seq`` is in the pool."""
+        return seq in self._pool
+
+    @property
+    def entries(self) -> list[PoolEntry]:
+        """In the order they were saved."""
+        return list(self._pool)
+
+    @property
+    def tasks(self) -> Mapping[str, TaskRecord]:
+        """Known tasks by id."""
+        return self._difficulty.records
+
+    def buckets(self) -> Mapping[int, int]:
+        """Known tasks per difficulty: successes in their latest group of fresh rollouts."""
+        return self._difficulty.buckets
+
+    @property
+    def retired(self) -> int:
+        """Tasks that are not drawn, because every fresh rollout of their latest group succeeded."""
+        return len(self._difficulty.retired)
+
+    @property
+    def share(self) -> float:
+        """The share of groups that are to be replay groups now; 0 before mixing has begun."""
+        return self._replay.task_ratio * self._factor if self._enabled and self._mixing.started else 0.0
+
+    @property
+    def factor(self) -> float:
+        """What the guard has left of ``task_ratio``, 0 to 1."""
+        return self._factor
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest policy version among recorded entries."""
+        return self._pool.oldest_version
+
+    @property
+    def bytes(self) -> int:
+        """Of the payloads of all entries."""
+        return self._pool.bytes
+
+    def next_group(self, sampler: TaskSampler, *, progress: float, version: int) -> Planned:
+        """What to admit now. ``progress``: share of the run that is done, 0 to 1; ``version``: newest policy version.
+
+        The sampler is drawn unless this is a replay group or a retest.
+        """
+        if not self._enabled:
+            return Planned(sampler.draw())
+        self._state_changed = True
+        self._pool.age_to(version)
+        self._reindex()
+        self._mixing.begin(progress, self._factor)
+        if self._mixing.retest_due and (task := self._draw_retired()) is not None:
+            self._mixing.admitted(task.task_id, retest=True)
+            return Planned(task)
+        if self._mixing.replay_due and (planned := self._replay_group(progress, version)) is not None:
+            self._mixing.admitted(planned.task.task_id, replay=True)
+            return planned
+        task = self._fresh(sampler)
+        self._mixing.admitted(task.task_id)
+        return Planned(task)
+
+    def finished(self, task: Task, fresh: Sequence[Fresh], *, planned: bool, version: int) -> Outcome:
+        """All fresh rollouts of a group are scored: retirement, then the bucket, then saving, then eviction.
+
+        ``planned``: the group has candidates already, so it is not rescued.
+        """
+        successes = [f for f in fresh if f.reward >= self._replay.success_threshold]
+        if not self._enabled or not fresh:
+            return Outcome(len(successes))
+        self._state_changed = True
+        self._aside.played(task.task_id)
+        left = self._trim_overfull()
+        retired, returned = self._difficulty.finished(task, len(successes), len(fresh))
+        saved = []
+        if self._difficulty.is_retired(task.task_id):
+            left += [(entry, Leave.RETIRED) for entry in self._pool.purge(task.task_id)]
+        elif self._replay.success_lower < len(successes) < self._upper:
+            rate = len(successes) / len(fresh)
+            saved = self._save(_entry(task, f, rate) for f in successes if f.replayable)
+            left += self._pool.trim(task.task_id)
+        self._gone(left)
+        self._pool.touched.add(task.task_id)
+        self._difficulty.settle(task.task_id, pooled=self._pool.shelf(task.task_id) is not None)
+        self._pool.age_to(version)
+        self._reindex()
+        rescue = () if planned or successes or len(fresh) < 2 else self._rescue(task)
+        return Outcome(len(successes), tuple(saved), tuple(left), retired, returned, rescue)
+
+    def cancelled(self, task: Task) -> None:
+        """A planned group ended without result: its task is drawn again, once."""
+        if self._enabled:
+            self._state_changed = True
+            self._aside.give_back(task)
+
+    def consumed(
+        self,
+        *,
+        used: Sequence[int],
+        ess: Mapping[str, float | None],
+        entropies: Mapping[int, float],
+        solve_rate: float | None,
+    ) -> None:
+        """An update was made: which entries it trained as replays (``seq``), the ESS of its tokens by source (0 to 1),
+        the mean entropies of what it trained (nats, by ``seq``), the share of its fresh rollouts that succeeded."""
+        if not self._enabled:
+            return
+        self._state_changed = True
+        for seq in used:
+            if (entry := self._pool.get(seq)) is not None:
+                entry.uses += 1
+                self._changed[seq] = entry
+        for seq, entropy in entropies.items():
+            if math.isfinite(entropy) and (entry := self._pool.get(seq)) is not None:
+                entry.entropy = entropy
+                self._changed[seq] = entry
+        self._factor = next_factor(self._replay.ess_guard, self._factor, ess.get("replay"))
+        if solve_rate is not None:
+            self._mixing.solved(solve_rate)
+
+    def import_entries(self, entries: Sequence[PoolEntry]) -> Outcome:
+        """Add demonstrations (``saved`` is set here). Returns what was ``saved`` and what ``left`` to make room.
+
+        Passed over: what is held already (by id), failures, what has no sampled token, and retired tasks. Raises
+        :class:`ConfigurationError` where replay is off.
+        """
+        if not self._enabled:
+            raise ConfigurationError("expected replay.enabled to import experience, got false: set it to true")
+        self._state_changed = True
+        left = self._trim_overfull()
+        wanted = [
+            e
+            for e in entries
+            if e.reward >= self._replay.success_threshold and not self._difficulty.is_retired(e.task.task_id)
+        ]
+        saved = self._save(wanted)
+        for task in {entry.task.task_id: entry.task for entry in saved}.values():
+            self._difficulty.meet(task)
+            left += self._pool.trim(task.task_id)
+        self._gone(left)
+        self._reindex()
+        return Outcome(0, tuple(saved), tuple(left))
+
+    def take_changes(self) -> ExperienceChanges:
+        """Rows that changed since the last call."""
+        if not self._enabled:
+            return ExperienceChanges()
+        changes = ExperienceChanges(
+            entries=list(self._changed.values()),
+            removed=sorted(self._removed),
+            tasks=list(self._difficulty.changed.values()),
+            forgotten_tasks=sorted(self._difficulty.forgotten),
+            state=self._state() if self._state_changed else None,
+        )
+        self._changed, self._removed, self._state_changed = {}, set(), False
+        self._difficulty.changed, self._difficulty.forgotten = {}, set()
+        return changes
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "draws": self._draws.state(),
+            "mixing": self._mixing.state(),
+            "aside": self._aside.state(),
+            "factor": self._factor,
+            "next_saved": self._next_saved,
+        }
+
+    def _fresh(self, sampler: TaskSampler) -> Task:
+        task = self._aside.draw(
+            sampler, self._mixing.tasks, self._difficulty.is_retired, exhausted=self._difficulty.exhausted
+        )
+        return task or self._aside.take() or self._draw_retired() or sampler.draw()
+
+    def _draw_retired(self) -> Task | None:
+        if not self._difficulty.retired:
+            return None
+        task_id = draw_uniform(self._difficulty.retired, self._mixing.tasks, self._draws.next("retest"))
+        task = self._difficulty.records[task_id].task if task_id is not None else None
+        return task if task is not None and task.environment in self._environments else None
+
+    def _replay_group(self, progress: float, version: int) -> Planned | None:
+        drawn = self._draw_task(progress, version)
+        if drawn is None:
+            return None
+        shelf = self._pool.shelf(drawn[0])
+        assert shelf is not None and shelf.usable, f"{drawn[0]} is indexed without usable entries"
+        k = min(self._replay.trajectories_per_task, len(shelf.usable))
+        return Planned(shelf.usable[0].task, k, self._candidates(shelf, k, drawn[1]))
+
+    def _draw_task(self, progress: float, version: int) -> tuple[str, float] | None:
+        """A task and the importance correction of having drawn it."""
+        replay, index, batch = self._replay, self._index, self._mixing.tasks
+        rng = self._draws.next("task")
+        ids = index.all() if replay.difficulty is None else index.of(replay.difficulty)
+        if replay.task_sampling == "priority":
+            priority = replay.priority
+            beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress))
+            return draw_priority(ids, lambda task_id: self._log_priority(task_id, version), beta, batch, rng)
+        if replay.task_sampling == "normal" and replay.difficulty is None:
+            task_id = draw_normal(index, self._n, batch, rng)
+        elif replay.unit == "turn" and replay.task_sampling == "uniform":
+            task_id = draw_by_turns(ids, lambda t: self._shelf(t).n_turns, batch, rng)
+        else:
+            task_id = draw_uniform(ids, batch, rng)
+        return None if task_id is None else (task_id, 1.0)
+
+    def _log_priority(self, task_id: str, version: int) -> float:
+        p = self._replay.priority
+        record = self._difficulty.records[task_id]
+        return log_priority(record.success_rate, self._shelf(task_id).mean_age(version), p.alpha, p.epsilon, p.tau)
+
+    def _shelf(self, task_id: str) -> Shelf:
+        shelf = self._pool.shelf(task_id)
+        assert shelf is not None, f"{task_id} is indexed without entries"
+        return shelf
+
+    def _candidates(self, shelf: Shelf, k: int, correction: float) -> tuple[Candidate, ...]:
+        """The k that are replayed, first; behind them, if the learner chooses, the others."""
+        replay, rng = self._replay, self._draws.next("trajectory")
+        if replay.unit == "turn" and replay.select == "random":
+            turns: list[tuple[PoolEntry, int | None]] = [*choose_turns(shelf.usable, k, rng)]
+        else:
+            every = replay.entropy == "current" and replay.select != "random"
+            chosen = choose(shelf.usable, len(shelf.usable) if every else k, replay.select, rng)
+            turns = [(e, rng.randrange(e.n_turns) if replay.unit == "turn" else None) for e in chosen]
+        return tuple(Candidate(e, correction * self._bias(e), turn) for e, turn in turns)
+
+    def _bias(self, entry: PoolEntry) -> float:
+        return entry.success_rate if self._replay.bias_correction and entry.success_rate is not None else 1.0
+
+    def _rescue(self, task: Task) -> tuple[Candidate, ...]:
+        if self._replay.inject != "rescue" or not self._mixing.started:
+            return ()
+        shelf = self._pool.shelf(task.task_id)
+        if shelf is None or not shelf.usable or not self._mixing.take_rescue(self._factor):
+            return ()
+        return self._candidates(shelf, 1, 1.0)
+
+    def _save(self, entries: Iterable[PoolEntry]) -> list[PoolEntry]:
+        saved = []
+        for entry in entries:
+            if entry.n_sampled < 1 or entry.n_turns < 1 or self._pool.has_trajectory(entry.trajectory_id):
+                continue
+            entry.saved = self._next_saved
+            self._next_saved += 1
+            self._pool.add(entry)
+            self._changed[entry.seq] = entry
+            self._removed.discard(entry.seq)
+            saved.append(entry)
+        return saved
+
+    def _trim_overfull(self) -> list[tuple[PoolEntry, Leave]]:
+        left = [gone for task_id in self._overfull for gone in self._pool.trim(task_id)]
+        self._overfull = []
+        return left
+
+    def _gone(self, left: Iterable[tuple[PoolEntry, Leave]]) -> None:
+        for entry, _ in left:
+            self._changed.pop(entry.seq, None)
+            self._removed.add(entry.seq)
+            if self._pool.shelf(entry.task.task_id) is None:
+                self._difficulty.settle(entry.task.task_id, pooled=False)
+
+    def _reindex(self) -> None:
+        """Bring the index up to date with the shelves that changed."""
+        for task_id in self._pool.touched:
+            shelf = self._pool.shelf(task_id)
+            if shelf is not None and shelf.usable:
+                self._index.put(task_id, self._difficulty.bucket(task_id))
+            else:
+                self._index.discard(task_id)
+        self._pool.touched.clear()
+
+
+def _entry(task: Task, fresh: Fresh, success_rate: float) -> PoolEntry:
+    entropy = fresh.entropy if fresh.entropy is not None and math.isfinite(fresh.entropy) else None
+    return PoolEntry(
+        seq=fresh.seq,
+        trajectory_id=fresh.trajectory_id,
+        task=task,
+        saved=-1,
+        reward=fresh.reward,
+        n_turns=fresh.n_turns,
+        n_tokens=fresh.n_tokens,
+        n_sampled=fresh.n_sampled,
+        n_bytes=fresh.n_bytes,
+        version_min=fresh.version_min,
+        version_max=fresh.version_max,
+        duration_seconds=fresh.duration_seconds,
+        entropy=entropy,
+        success_rate=success_rate,
+    )

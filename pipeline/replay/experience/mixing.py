@@ -1,0 +1,103 @@
+"""Which admissions of a batch are replay, which retest a retired task, and which failed group is rescued.
+
+A batch is ``B`` consecutive admissions of this stage. Of these ``T = floor(B * task_ratio * factor)`` are to be replay
+groups, ``factor`` being the guard's; T is fixed when the batch begins. Admission ``i`` (from 0) is one when fewer than
+``floor((i + 1) * T / B)`` were before it, which spreads them evenly and makes up for those that found nothing valid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config.replay import ReplayConfig
+
+SLACK = 1e-9
+"""Products of a count and a ratio may fall below the whole number that is meant by so much: 100 * 0.29 < 29."""
+
+
+class Mixing:
+    """Counters of the batch being admitted, the latch of the start, credit for retests and rescues."""
+
+    def __init__(self, replay: ReplayConfig, batch: int, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self._replay = replay
+        self._batch = batch
+        self.started = bool(state.get("started", False))
+        """Whether mixing has begun; it never ends."""
+        self._position = int(state.get("position", 0))
+        self._target = int(state.get("target", 0))
+        self._replays = int(state.get("replays", 0))
+        self._tasks = dict.fromkeys(str(task_id) for task_id in state.get("tasks", ()))
+        self._retest_credit = float(state.get("retest_credit", 0.0))
+        self._rescue_credit = float(state.get("rescue_credit", 0.0))
+        if self._position >= batch:
+            self._end_batch()
+
+    @property
+    def tasks(self) -> Mapping[str, None]:
+        """Ids of the tasks of this batch so far."""
+        return self._tasks
+
+    def begin(self, progress: float, factor: float) -> None:
+        """Before every admission. ``progress`` is the share of the run that is done."""
+        if self._replay.start_solve_rate is None and progress >= self._replay.start_ratio:
+            self.started = True
+        if self._position == 0:
+            self._target = self._targeted(factor)
+        self._retest_credit = min(1.0, self._retest_credit + self._replay.retest_ratio)
+
+    @property
+    def retest_due(self) -> bool:
+        """Whether this admission should play a retired task."""
+        return self._retest_credit >= 1 - SLACK
+
+    @property
+    def replay_due(self) -> bool:
+        """Whether this admission should be a replay group."""
+        return self._replays < (self._position + 1) * self._target // self._batch
+
+    def admitted(self, task_id: str, *, replay: bool = False, retest: bool = False) -> None:
+        """The admission that :meth:`begin` began is made."""
+        self._tasks[task_id] = None
+        self._position += 1
+        self._replays += replay
+        if retest:
+            self._retest_credit = max(0.0, self._retest_credit - 1)
+        if self._position >= self._batch:
+            self._end_batch()
+
+    def solved(self, solve_rate: float) -> None:
+        """An update trained a batch in which this share of fresh rollouts succeeded (ExGRPO's start)."""
+        start = self._replay.start_solve_rate
+        if start is not None and solve_rate > start:
+            self.started = True
+
+    def take_rescue(self, factor: float) -> bool:
+        """Whether the group that could be rescued now is: all of them, or every ``1/factor``-th under the guard."""
+        credit = min(2.0, self._rescue_credit + factor)
+        taken = credit >= 1 - SLACK
+        self._rescue_credit = max(0.0, credit - 1) if taken else credit
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """JSON that :meth:`__init__` takes back."""
+        return {
+            "started": self.started,
+            "position": self._position,
+            "target": self._target,
+            "replays": self._replays,
+            "tasks": list(self._tasks),
+            "retest_credit": self._retest_credit,
+            "rescue_credit": self._rescue_credit,
+        }
+
+    def _targeted(self, factor: float) -> int:
+        if not self.started or self._replay.inject == "rescue":
+            return 0
+        return math.floor(self._batch * self._replay.task_ratio * factor + SLACK)
+
+    def _end_batch(self) -> None:
+        self._position = self._replays = 0
+        self._tasks.clear()

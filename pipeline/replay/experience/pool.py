@@ -1,0 +1,188 @@
+"""What is stored for each task, how much of it, and what of it may be replayed now.
+
+An entry is *usable* when it is among the latest ``window`` entries held, young enough (``max_age``), and of an
+environment that the run has. Everything here follows from the entries in ``saved`` order and the version; nothing
+depends on the order of past events.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pipeline.config.replay import ReplayConfig
+from pipeline.replay.experience.records import Leave, PoolEntry
+from pipeline.replay.experience.selection import rank
+
+
+@dataclass(slots=True)
+class Shelf:
+    """The entries of one task."""
+
+    entries: list[PoolEntry] = field(default_factory=list)
+    """In ``saved`` order."""
+    usable: tuple[PoolEntry, ...] = ()
+    n_turns: int = 0
+    """Of the usable ones together."""
+    n_recorded: int = 0
+    version_sum: int = 0
+    """Sum of ``version_min`` over the recorded ones."""
+
+    def mean_age(self, version: int) -> float:
+        """Versions, over everything stored for the task."""
+        return max(0.0, (self.n_recorded * version - self.version_sum) / len(self.entries))
+
+
+class Pool:
+    """Entries by task, under three bounds: per task (evicts by ``select``), in all (the oldest go), by retirement.
+
+    ``staleness_max`` is added to an entry's age: so old it may be when it is trained. After each change
+    :attr:`touched` names the tasks whose shelf is no longer what it was; the owner empties it.
+    """
+
+    def __init__(
+        self,
+        replay: ReplayConfig,
+        staleness_max: int,
+        environments: Collection[str],
+        entries: Iterable[PoolEntry] = (),
+    ) -> None:
+        self._replay = replay
+        self._environments = environments
+        self._age_max = None if replay.max_age is None else replay.max_age - staleness_max
+        self._shelves: dict[str, Shelf] = {}
+        self._by_seq: dict[int, PoolEntry] = {}
+        self._by_id: dict[str, int] = {}
+        self._order: list[int] = []
+        self._by_saved: dict[int, PoolEntry] = {}
+        self._versions: dict[int, dict[int, str]] = {}
+        self._version = 0
+        self.bytes = 0
+        """Of the payloads."""
+        self.touched: set[str] = set()
+        for entry in sorted(entries, key=lambda e: e.saved):
+            self._insert(entry)
+        self._refresh(self._shelves)
+
+    def __len__(self) -> int:
+        return len(self._by_seq)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._by_seq
+
+    def __iter__(self) -> Iterator[PoolEntry]:
+        return (self._by_saved[saved] for saved in self._order)
+
+    def get(self, seq: int) -> PoolEntry | None:
+        return self._by_seq.get(seq)
+
+    def has_trajectory(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._by_id
+
+    def shelf(self, task_id: str) -> Shelf | None:
+        """What is stored for a task; None when nothing is."""
+        return self._shelves.get(task_id)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest policy version that sampled a token of an entry; None without recorded entries."""
+        return min(self._versions, default=None)
+
+    def add(self, entry: PoolEntry) -> None:
+        """Store an entry whose ``saved`` is larger than every other's. Bounds are kept by :meth:`trim`."""
+        was = self._window_first()
+        self._insert(entry)
+        self._refresh({entry.task.task_id, *self._moved(was)})
+
+    @property
+    def overfull(self) -> list[str]:
+        """Tasks over their bound, which only a smaller bound in the run file of a resumed run can bring about."""
+        most = self._replay.max_trajectories_per_task
+        return sorted(task_id for task_id, shelf in self._shelves.items() if len(shelf.entries) > most)
+
+    def trim(self, task_id: str) -> list[tuple[PoolEntry, Leave]]:
+        """Remove what is over the task's bound, then what is over the pool's; returns what left, and why."""
+        left = []
+        while len((self._shelves.get(task_id) or Shelf()).entries) > self._replay.max_trajectories_per_task:
+            left.append((worst := self._worst(self._shelves[task_id].entries), Leave.FULL))
+            self.remove(worst)
+        while len(self._order) > self._replay.capacity:
+            left.append((oldest := self._by_saved[self._order[0]], Leave.CAPACITY))
+            self.remove(oldest)
+        return left
+
+    def purge(self, task_id: str) -> list[PoolEntry]:
+        """Remove everything of a task."""
+        gone = list(self._shelves[task_id].entries) if task_id in self._shelves else []
+        for entry in gone:
+            self.remove(entry)
+        return gone
+
+    def remove(self, entry: PoolEntry) -> None:
+        """Raises :class:`KeyError` when it is not held."""
+        was = self._window_first()
+        task_id = entry.task.task_id
+        del self._by_seq[entry.seq], self._by_id[entry.trajectory_id], self._by_saved[entry.saved]
+        del self._order[bisect.bisect_left(self._order, entry.saved)]
+        shelf = self._shelves[task_id]
+        shelf.entries.remove(entry)
+        if entry.recorded:
+            shelf.n_recorded -= 1
+            shelf.version_sum -= entry.version_min
+            del self._versions[entry.version_min][entry.seq]
+            if not self._versions[entry.version_min]:
+                del self._versions[entry.version_min]
+        self.bytes -= entry.n_bytes
+        if not shelf.entries:
+            del self._shelves[task_id]
+        self._refresh({task_id, *self._moved(was)})
+
+    def age_to(self, version: int) -> None:
+        """The policy is at this version: entries that have become too old are not usable any more."""
+        if self._age_max is None or version == self._version:
+            return
+        low, high = sorted((self._version - self._age_max, version - self._age_max))
+        self._version = version
+        self._refresh({t for v, tasks in self._versions.items() if low <= v < high for t in tasks.values()})
+
+    def _insert(self, entry: PoolEntry) -> None:
+        self._by_seq[entry.seq] = entry
+        self._by_id[entry.trajectory_id] = entry.seq
+        self._by_saved[entry.saved] = entry
+        self._order.append(entry.saved)
+        shelf = self._shelves.setdefault(entry.task.task_id, Shelf())
+        shelf.entries.append(entry)
+        if entry.recorded:
+            shelf.n_recorded += 1
+            shelf.version_sum += entry.version_min
+            self._versions.setdefault(entry.version_min, {})[entry.seq] = entry.task.task_id
+        self.bytes += entry.n_bytes
+
+    def _usable(self, entry: PoolEntry) -> bool:
+        return (
+            entry.saved >= self._window_first()
+            and (self._age_max is None or entry.age(self._version) <= self._age_max)
+            and entry.task.environment in self._environments
+        )
+
+    def _window_first(self) -> int:
+        window = self._replay.window
+        return self._order[-window] if 0 < window <= len(self._order) else -1
+
+    def _moved(self, was: int) -> list[str]:
+        """Tasks of the entries that the first place of the window has passed since it was at ``was``."""
+        low, high = sorted((was, self._window_first()))
+        first, last = bisect.bisect_left(self._order, low), bisect.bisect_left(self._order, high)
+        return [self._by_saved[saved].task.task_id for saved in self._order[first:last]]
+
+    def _refresh(self, task_ids: Iterable[str]) -> None:
+        for task_id in list(task_ids):
+            self.touched.add(task_id)
+            shelf = self._shelves.get(task_id)
+            if shelf is not None:
+                shelf.usable = tuple(entry for entry in shelf.entries if self._usable(entry))
+                shelf.n_turns = sum(entry.n_turns for entry in shelf.usable)
+
+    def _worst(self, entries: list[PoolEntry]) -> PoolEntry:
+        return max(entries, key=rank(self._replay.select))
