@@ -1,7 +1,7 @@
 """Groups put together from PLAN, DELIVERY and CANCEL messages: a pure state machine without sockets or clocks.
 
 Consumes: plans and scored trajectories in any order of arrival inside a connection, repeated after a reconnection.
-Produces: for each update, its ``groups_per_step`` groups of exactly ``n_rollout`` trajectories, once.
+Produces: for each update, its ``groups_per_step`` groups of everything the plan lets be chosen from, once.
 Waits for: the missing deliveries, or a CANCEL and a new plan in the cancelled group's place.
 """
 
@@ -10,24 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from learner.groups import Group, Replay
 from pipeline.errors import TrainingError
 from pipeline.schema import GroupPlan, Trajectory
 
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A complete group: ``n_rollout`` scored trajectories of one task, by their index in the plan."""
-
-    plan: GroupPlan
-    trajectories: tuple[Trajectory, ...]
-
-    @property
-    def group_id(self) -> str:
-        return self.plan.group_id
-
-    def replayed(self, trajectory: Trajectory) -> bool:
-        """Whether the plan took this trajectory from the pool."""
-        return trajectory.trajectory_id in self.plan.replay_ids
+__all__ = ["AssemblyCounters", "Group", "GroupAssembler", "Progress", "Replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +45,17 @@ class _Open:
     plan: GroupPlan
     update: int
     members: dict[int, Trajectory] = field(default_factory=dict)
+    replays: dict[str, Replay] = field(default_factory=dict)
     taken: bool = False
 
     @property
     def complete(self) -> bool:
-        return len(self.members) == self.plan.n_rollout
+        return len(self.members) == self.plan.delivered
+
+    def planned(self, index: int) -> str | None:
+        """The id that the plan names for this place; None: any fresh trajectory."""
+        pool = self.plan.candidates or self.plan.replay_ids
+        return None if index < self.plan.n_fresh else pool[index - self.plan.n_fresh]
 
 
 class GroupAssembler:
@@ -101,8 +94,10 @@ class GroupAssembler:
         trajectory: Trajectory,
         reward: float | None,
         rewards: Mapping[str, float | None],
+        replay: Replay | None = None,
     ) -> bool:
-        """One scored trajectory of a planned group. True when it completes the group.
+        """One scored trajectory of a planned group. True when it completes the group. ``reward`` is what counts, for
+        replayed ones the stored one.
 
         A trajectory that is held already, or whose group is not awaited, is counted and ignored.
         Raises :class:`TrainingError` for a trajectory that cannot be trained, or another one in a place that is taken.
@@ -116,19 +111,23 @@ class GroupAssembler:
         if name in held:
             self.counters.duplicate_deliveries += 1
             return False
-        if not 0 <= index < group.plan.n_rollout:
+        if not 0 <= index < group.plan.delivered:
             raise TrainingError(
-                f"expected an index in 0..{group.plan.n_rollout - 1} for {name} of {group_id}, got {index}"
+                f"expected an index in 0..{group.plan.delivered - 1} for {name} of {group_id}, got {index}"
             )
         if index in group.members:
             other = group.members[index].trajectory_id
             raise TrainingError(f"expected one trajectory at place {index} of {group_id}, got {other} and then {name}")
+        if (expected := group.planned(index)) is not None and expected != name:
+            raise TrainingError(f"expected the stored {expected} at place {index} of {group_id}, got {name}")
         if reward is None or not trajectory.usable:
             raise TrainingError(
                 f"expected a scored, finished trajectory with sampled tokens, got {name} "
                 f"(status {trajectory.status}, reward {reward}, {trajectory.n_sampled} sampled tokens)"
             )
         group.members[index] = trajectory.scored(reward, rewards)
+        if group.planned(index) is not None:
+            group.replays[name] = replay or Replay()
         return group.complete
 
     def cancel(self, group_ids: Iterable[str]) -> None:
@@ -163,7 +162,9 @@ class GroupAssembler:
         groups = sorted(self._of(update), key=lambda g: g.plan.group_id)
         for group in groups:
             group.taken = True
-        return tuple(Group(g.plan, tuple(g.members[i] for i in range(g.plan.n_rollout))) for g in groups)
+        return tuple(
+            Group(g.plan, tuple(g.members[i] for i in range(g.plan.delivered)), dict(g.replays)) for g in groups
+        )
 
     def consumed(self, update: int) -> list[str]:
         """Forget the groups of a trained update; their ids."""

@@ -35,6 +35,12 @@ class MicroBatch:
     sequences_S: npt.NDArray[np.int32]
     replayed_S: npt.NDArray[np.bool_]
     guided_S: npt.NDArray[np.bool_]
+    discarded_S: npt.NDArray[np.bool_]
+    """Guided, and trained without the lessons."""
+    recorded_S: npt.NDArray[np.bool_]
+    """log μ is known."""
+    factors_S: npt.NDArray[np.float32]
+    """Weight of a replayed trajectory; 1 on fresh ones."""
     tokens_S: npt.NDArray[np.int64]
     """Number of the sampled token in the batch (``token_numbers``): the key that joins values of different passes."""
     n_real: int
@@ -115,6 +121,9 @@ def collate(rows: Sequence[Row], weights: Sequence[float], first_tokens: Sequenc
         sequences_S=per_token([row.sequence for row in rows], np.int32),  # type: ignore[arg-type]
         replayed_S=per_token([row.replayed for row in rows], np.bool_),  # type: ignore[arg-type]
         guided_S=per_token([row.guided for row in rows], np.bool_),  # type: ignore[arg-type]
+        discarded_S=per_token([row.discarded for row in rows], np.bool_),  # type: ignore[arg-type]
+        recorded_S=per_token([row.recorded for row in rows], np.bool_),  # type: ignore[arg-type]
+        factors_S=per_token([row.replay_weight for row in rows], np.float32),  # type: ignore[arg-type]
         tokens_S=np.concatenate([np.arange(n) + first for n, first in zip(counts, first_tokens, strict=True)]).astype(
             np.int64
         ),

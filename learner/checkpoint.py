@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 import torch
 
+from learner.consumed import Trained
 from learner.folder import atomic_folder
 from learner.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
@@ -41,6 +42,17 @@ class CheckpointState:
     unacknowledged: dict[int, list[str]]
     """Group ids by update: consumed, and not yet acknowledged by the replay stage."""
     format: int = FORMAT
+    trained: dict[int, Trained] = field(default_factory=dict)
+    """What CONSUMED said of those updates beside the ids; checkpoints of older versions have none."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "updates": self.updates,
+            "policy_version": self.policy_version,
+            "unacknowledged": self.unacknowledged,
+            "format": self.format,
+            "trained": {update: facts.as_json() for update, facts in self.trained.items()},
+        }
 
 
 def checkpoint_path(root: Path, updates: int) -> Path:
@@ -62,7 +74,7 @@ def save_checkpoint(root: Path, trainer: Trainer, state: CheckpointState, initia
         torch.save({"optimizer": trainer.optimizer.state_dict(), "random": random_state()}, folder / "training.pt")
         files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
         (folder / "state.json").write_bytes(
-            orjson.dumps({**asdict(state), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+            orjson.dumps({**state.as_json(), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
         )
     for path in find_checkpoints(root)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
@@ -85,7 +97,10 @@ def read_state(path: Path) -> CheckpointState:
             f"{path} has checkpoint format {raw.get('format')}, this Afterplay reads {FORMAT}: start a new run"
         )
     return CheckpointState(
-        raw["updates"], raw["policy_version"], {int(u): list(ids) for u, ids in raw["unacknowledged"].items()}
+        raw["updates"],
+        raw["policy_version"],
+        {int(u): list(ids) for u, ids in raw["unacknowledged"].items()},
+        trained={int(u): Trained.from_json(facts) for u, facts in raw.get("trained", {}).items()},
     )
 
 

@@ -27,7 +27,7 @@ from learner.publisher.base import Publication
 from learner.recording import StepTimes, record_step, step_line
 from learner.report import StepReport
 from learner.rows import Batch, build_batch
-from learner.session import LearnerSession
+from learner.sessions import LearnerSessions
 from learner.trainer import Trainer
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
@@ -51,7 +51,7 @@ class LearnerLoop:
         self,
         ctx: RoleContext,
         trainer: Trainer,
-        session: LearnerSession,
+        session: LearnerSessions,
         publisher: LivePublisher,
         metrics: LearnerMetrics,
         lines: MetricsLog,
@@ -168,7 +168,12 @@ class LearnerLoop:
         updates = self._trainer.updates
         self._ctx.report("saving", "", step=updates)
         standing = self._session.standing
-        state = CheckpointState(updates, self.version, {u: list(ids) for u, ids in standing.unacknowledged.items()})
+        state = CheckpointState(
+            updates,
+            self.version,
+            {u: list(ids) for u, ids in standing.unacknowledged.items()},
+            trained=dict(standing.trained),
+        )
         directory = self._ctx.directory
         await anyio.to_thread.run_sync(
             partial(

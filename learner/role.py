@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +21,15 @@ from learner.models.prepare import prepare_model
 from learner.policy import Interrupted, Policy
 from learner.publisher.factory import make_publisher
 from learner.publisher.publisher import published_versions
-from learner.session import LearnerSession, Standing
+from learner.session import Standing
+from learner.sessions import LearnerSessions
 from learner.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
 from pipeline.rundir import RunDirectory
 from pipeline.transport.base import Link
-from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.open import limits_of, open_links
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +45,11 @@ class Start:
 
 async def main(ctx: RoleContext) -> None:
     """Entry point of the role. Returns when the run is finished or ``ctx.stopping`` is set."""
-    await serve(ctx, open_link(ctx.config, "learner"))
+    await serve(ctx, *open_links(ctx.config, "learner"))
 
 
-async def serve(ctx: RoleContext, link_to_stage: Link) -> None:
-    """The learner over a given link (tests use one in memory)."""
+async def serve(ctx: RoleContext, *links: Link) -> None:
+    """The learner over given links, one to each replay stage (tests use some in memory)."""
     ctx.report("loading", "the model")
     start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory)
     if ctx.stopping.is_set():
@@ -54,12 +57,12 @@ async def serve(ctx: RoleContext, link_to_stage: Link) -> None:
     metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
     interrupt = start.trainer.policy.interrupt
     async with (
-        link_to_stage as link,
+        _entered(links),
         make_publisher(ctx.config, ctx.directory, start.trainer.policy, metrics) as publisher,
         anyio.create_task_group() as tasks,
     ):
         config = ctx.config
-        session = LearnerSession(link, config.groups, credit_groups(config), start.standing, limits_of(config))
+        session = LearnerSessions(links, config.groups, credit_groups(config), start.standing, limits_of(config))
 
         async def stop_on_signal() -> None:
             await ctx.stopping.wait()
@@ -73,7 +76,7 @@ async def serve(ctx: RoleContext, link_to_stage: Link) -> None:
 
         for task in (stop_on_signal, session.run, publisher.run, show_life):
             tasks.start_soon(task)
-        ctx.report("connecting", f"the replay stage at {config.replay.address}")
+        ctx.report("connecting", f"{len(links)} replay stage(s) from {config.replay.address} on")
         recorded = await session.welcome()
         version = choose_version(start.standing, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
@@ -104,8 +107,16 @@ def load(config: RunConfig, directory: RunDirectory) -> Start:
         return Start(trainer, Standing(), None)
     state = restore_training(checkpoint, trainer)
     log.info("resuming from %s", checkpoint)
-    standing = Standing(state.updates, state.policy_version, state.updates, state.unacknowledged)
+    standing = Standing(state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained)
     return Start(trainer, standing, checkpoint)
+
+
+@asynccontextmanager
+async def _entered(links: Sequence[Link]) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        for link in links:
+            await stack.enter_async_context(link)
+        yield
 
 
 def choose_version(standing: Standing, recorded: int, written: list[int]) -> int:
@@ -124,5 +135,5 @@ def choose_version(standing: Standing, recorded: int, written: list[int]) -> int
 
 
 def credit_groups(config: RunConfig) -> int:
-    """Groups that may be here: those in training and the batches decoded ahead."""
+    """Groups that may be here, of all stages: those in training and the batches decoded ahead."""
     return config.groups.groups_per_step * (1 + config.learner.prefetch_batches)

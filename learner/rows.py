@@ -1,21 +1,22 @@
 """From complete groups to training rows: one row per branch of a trajectory, arrays aligned by position.
 
-A branch is a sequence that the engine saw. Context, and whatever an earlier branch sampled, is never trained.
+A branch is a sequence that the engine saw; where a trajectory's lessons are discarded, what it would have seen without
+them. Context, and whatever an earlier branch sampled, is never trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from learner.advantages import group_advantages
-from learner.assembly import Group
+from learner.groups import Group, Replay
 from pipeline.config.training import AdvantageConfig
 from pipeline.errors import TrainingError
-from pipeline.schema import FlatTokens, Trajectory
+from pipeline.schema import FlatTokens, TokenSpan, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,15 @@ class Row:
     replayed: bool = False
     """Taken from the pool: ``replay_mask`` is ``loss_mask`` on this row."""
     guided: bool = False
-    """Its prompt held retrieved experience."""
+    """Its prompt held retrieved experience: ``guided_mask`` is ``loss_mask`` on this row."""
+    discarded: bool = False
+    """Guided, and trained on the prompt without the lessons: log μ was recorded under another prompt."""
+    recorded: bool = True
+    """False: a demonstration; ``behaviour_logprobs`` are 0 and mean nothing."""
+    replay_weight: float = 1.0
+    """Multiplies the loss of its tokens; denominators do not change."""
+    whole: bool = True
+    """False: only one turn of the trajectory is trained."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -64,7 +73,18 @@ class Row:
 
     @property
     def n_sampled(self) -> int:
+        """Tokens that are trained."""
         return int(self.loss_mask.sum())
+
+    @property
+    def replay_mask(self) -> npt.NDArray[np.bool_]:
+        """bool ``[T]``: sampled tokens that come from the pool. They keep ``loss_mask``."""
+        return self.loss_mask if self.replayed else np.zeros_like(self.loss_mask)
+
+    @property
+    def guided_mask(self) -> npt.NDArray[np.bool_]:
+        """bool ``[T]``: sampled tokens whose prompt held lessons."""
+        return self.loss_mask if self.guided else np.zeros_like(self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +97,16 @@ class Batch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
+        """All, by the number that ``Row.sequence`` tells."""
         return [t for group in self.groups for t in group.trajectories]
+
+    @property
+    def fresh(self) -> list[Trajectory]:
+        return [t for group in self.groups for t in group.fresh]
+
+    @property
+    def replayed(self) -> list[Trajectory]:
+        return [t for group in self.groups for t in group.candidates]
 
     @property
     def n_sampled(self) -> int:
@@ -85,37 +114,91 @@ class Batch:
 
 
 def build_batch(update: int, groups: Sequence[Group], config: AdvantageConfig) -> Batch:
-    """Rows of the groups, in the order of groups, trajectories and branches. Raises :class:`TrainingError`."""
+    """Rows of the groups, in the order of groups, trajectories and branches. Fresh and replayed trajectories of a group
+    share its advantages.
+
+    Raises :class:`TrainingError`, also for a group that holds more candidates than are trained.
+    """
     rows: list[Row] = []
     sequence = 0
     for group in groups:
+        if not group.settled:
+            raise TrainingError(
+                f"expected {group.plan.n_rollout} trajectories of {group.group_id}, got {len(group.trajectories)}: "
+                "choose its replays first"
+            )
         advantages = group_advantages([_reward(t) for t in group.trajectories], config)
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            replayed = group.replayed(trajectory)
-            rows += trajectory_rows(trajectory, sequence, float(advantage), replayed=replayed)
+            replay = group.replay(trajectory) if group.replayed(trajectory) else None
+            rows += trajectory_rows(trajectory, sequence, float(advantage), replay=replay)
             sequence += 1
     return Batch(update, tuple(groups), tuple(rows))
 
 
-def trajectory_rows(trajectory: Trajectory, sequence: int, advantage: float, *, replayed: bool = False) -> list[Row]:
-    """One row per branch that sampled something."""
+def trajectory_rows(
+    trajectory: Trajectory, sequence: int, advantage: float, *, replay: Replay | None = None
+) -> list[Row]:
+    """One row per branch that has something to train. ``replay``: it comes from the pool; with a turn, only that turn's
+    completion is trained and everything else is context.
+
+    Raises :class:`TrainingError` when that turn sampled nothing, or a row cannot be trained.
+    """
+    guidance = trajectory.guidance
+    discarded = guidance is not None and not guidance.keep
     temperatures = np.asarray([turn.temperature for turn in trajectory.turns], dtype=np.float32)
-    return [
+    turn = replay.turn if replay is not None else None
+    rows = [
         Row(
             trajectory_id=trajectory.trajectory_id,
             sequence=sequence,
             environment=trajectory.task.environment,
             token_ids=tokens.token_ids,
             loss_mask=tokens.loss_mask,
-            behaviour_logprobs=tokens.behaviour_logprobs,
+            behaviour_logprobs=(
+                tokens.behaviour_logprobs if trajectory.recorded else np.zeros_like(tokens.behaviour_logprobs)
+            ),
             policy_versions=tokens.policy_versions,
             temperatures=temperatures[tokens.turn_index],
             advantage=advantage,
-            replayed=replayed,
+            replayed=replay is not None,
+            guided=guidance is not None,
+            discarded=discarded,
+            recorded=trajectory.recorded,
+            replay_weight=replay.weight if replay is not None else 1.0,
+            whole=turn is None,
         )
-        for tokens in map(_trimmed, trajectory.branches())
-        if len(tokens)
+        for branch in (without_lessons(trajectory) if discarded else trajectory).branches()
+        if len(tokens := _trimmed(branch if turn is None else _only_turn(branch, turn)))
     ]
+    if turn is not None and not rows:
+        raise TrainingError(
+            f"expected sampled tokens in turn {turn} of {trajectory.trajectory_id}, which has "
+            f"{len(trajectory.turns)} turns, got none"
+        )
+    return rows
+
+
+def without_lessons(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the contexts that ``guidance.plain_contexts`` names by turn in place of the played ones.
+
+    Completions and their positions after the context stay. Raises :class:`TrainingError` for a turn that is not there.
+    """
+    plain = trajectory.guidance.plain_contexts if trajectory.guidance is not None else {}
+    missing = [turn for turn in plain if turn >= len(trajectory.turns)]
+    if missing:
+        raise TrainingError(
+            f"expected plain contexts of the {len(trajectory.turns)} turns of {trajectory.trajectory_id}, got {missing}"
+        )
+    turns = [
+        replace(turn, context=TokenSpan.context(plain[i])) if i in plain else turn
+        for i, turn in enumerate(trajectory.turns)
+    ]
+    return replace(trajectory, turns=tuple(turns))
+
+
+def _only_turn(tokens: FlatTokens, turn: int) -> FlatTokens:
+    """With ``loss_mask`` on that turn's completion only."""
+    return replace(tokens, loss_mask=tokens.loss_mask & (tokens.turn_index == turn))
 
 
 def _trimmed(tokens: FlatTokens) -> FlatTokens:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
-from learner.assembly import Group, GroupAssembler, Progress
+from learner.assembly import Group, GroupAssembler, Progress, Replay
+from learner.consumed import Trained
 from pipeline.codec import decode_plan, decode_trajectory
 from pipeline.config.training import GroupsConfig
 from pipeline.errors import TrainingError, TransportError, WireError
@@ -37,11 +38,21 @@ class Standing:
     """Consumed group ids by update, not yet acknowledged."""
     announced: tuple[int, int] | None = None
     """Policy version and updates of the newest VERSION of this process."""
+    trained: dict[int, Trained] = field(default_factory=dict)
+    """What CONSUMED said of unacknowledged updates beside the ids; missing where nothing was said."""
 
 
 class LearnerSession:
+    """With one replay stage. ``on_change`` is called after every message and after everything that was done."""
+
     def __init__(
-        self, link: Link, groups: GroupsConfig, credit_groups: int, standing: Standing, limits: Limits
+        self,
+        link: Link,
+        groups: GroupsConfig,
+        credit_groups: int,
+        standing: Standing,
+        limits: Limits,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.standing = standing
         self.assembler = GroupAssembler(groups.groups_per_step)
@@ -54,6 +65,7 @@ class LearnerSession:
         self._credit_groups = credit_groups
         self._limits = limits
         self._changed = anyio.Event()
+        self._on_change = on_change
         self._link.describe(self.hello())
 
     def hello(self) -> dict[str, Any]:
@@ -70,6 +82,7 @@ class LearnerSession:
             "credit_groups": self._credit_groups,
             "holding": self.assembler.holding(),
             "consumed": [[update, ids] for update, ids in sorted(s.unacknowledged.items())],
+            "trained": [[update, facts.header()] for update, facts in sorted(s.trained.items())],
         }
 
     async def run(self) -> None:
@@ -107,13 +120,15 @@ class LearnerSession:
     def progress(self, update: int) -> Progress:
         return self.assembler.progress(update)
 
-    async def consumed(self, update: int) -> None:
-        """The optimizer has made ``update``."""
+    async def consumed(self, update: int, trained: Trained | None = None) -> None:
+        """The optimizer has made ``update``; ``trained`` may hold facts of groups of other stages too."""
         ids = self.assembler.consumed(update)
+        facts = (trained or Trained()).of(ids)
         self.standing.updates = update + 1
         self.standing.unacknowledged[update] = ids
+        self.standing.trained[update] = facts
         self._tell()
-        await self._send(Kind.CONSUMED, {"update": update, "group_ids": ids})
+        await self._send(Kind.CONSUMED, {"update": update, "group_ids": ids, **facts.header()})
 
     async def announce(self, policy_version: int, updates: int) -> None:
         """The weights after ``updates`` updates are live as ``policy_version``."""
@@ -161,12 +176,18 @@ class LearnerSession:
             elif message.kind is Kind.DELIVERY:
                 trajectory = decode_trajectory(message.frames, self._limits)
                 self.assembler.deliver(
-                    header["group_id"], int(header["index"]), trajectory, header["reward"], header.get("rewards") or {}
+                    header["group_id"],
+                    int(header["index"]),
+                    trajectory,
+                    header["reward"],
+                    header.get("rewards") or {},
+                    Replay.of(header.get("replay")),
                 )
             elif message.kind is Kind.CANCEL:
                 self.assembler.cancel(header["group_ids"])
             elif message.kind is Kind.ACK:
                 self.standing.unacknowledged.pop(int(header["update"]), None)
+                self.standing.trained.pop(int(header["update"]), None)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, WireError | TrainingError):
                 raise
@@ -190,3 +211,4 @@ class LearnerSession:
         self._link.describe(self.hello())
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
+        self._on_change()

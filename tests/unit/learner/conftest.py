@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.assembly import Group
+from learner.groups import Group
 from learner.policy import Policy
 from learner.rows import Row
 from pipeline.config import RunConfig

@@ -1,0 +1,75 @@
+"""What CONSUMED tells the stage of an update beside its group ids: plain JSON values, also in checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """What was trained of one group."""
+
+    replayed: tuple[str, ...] = ()
+    """Trajectory ids."""
+    entropy: Mapping[str, float] = field(default_factory=dict)
+    """Exact entropy, nats, mean over sampled tokens, by trajectory id."""
+    choice_failed: bool = False
+    """Its candidates could not be scored: the stored choice was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Facts of one update, by group, so that each shard is told of its own groups."""
+
+    ess: Mapping[str, float | None] = field(default_factory=dict)
+    """Kish's effective sample size of token ratios over N: ``all``, ``fresh``, ``replay``."""
+    groups: Mapping[str, TrainedGroup] = field(default_factory=dict)
+
+    def of(self, group_ids: Iterable[str]) -> Trained:
+        """Restricted to some groups; ``ess`` stays that of the whole update."""
+        return Trained(self.ess, {g: self.groups[g] for g in group_ids if g in self.groups})
+
+    def __or__(self, other: Trained) -> Trained:
+        """Facts of the groups of both."""
+        return Trained({**self.ess, **other.ess}, {**self.groups, **other.groups})
+
+    def header(self) -> dict[str, Any]:
+        """The part of CONSUMED (docs/PROTOCOL.md)."""
+        groups = self.groups.items()
+        return {
+            "replayed": {name: list(g.replayed) for name, g in groups if g.replayed},
+            "ess": {source: _finite(value) for source, value in self.ess.items()},
+            "entropy": {t: value for _, g in groups for t, value in g.entropy.items() if math.isfinite(value)},
+            "choice_failed": sum(g.choice_failed for _, g in groups),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ess": {source: _finite(value) for source, value in self.ess.items()},
+            "groups": {
+                name: {
+                    "replayed": list(g.replayed),
+                    "entropy": {t: value for t, value in g.entropy.items() if math.isfinite(value)},
+                    "choice_failed": g.choice_failed,
+                }
+                for name, g in self.groups.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Trained:
+        """The inverse of :meth:`as_json`. Raises KeyError, TypeError or ValueError where it is not understood."""
+        groups = {
+            str(name): TrainedGroup(
+                tuple(g.get("replayed", ())), dict(g.get("entropy", {})), bool(g.get("choice_failed", False))
+            )
+            for name, g in raw.get("groups", {}).items()
+        }
+        return cls(dict(raw.get("ess", {})), groups)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
