@@ -18,7 +18,8 @@ from pipeline.replay.experience.difficulty import Difficulty
 from pipeline.replay.experience.draws import Draws
 from pipeline.replay.experience.guard import next_factor
 from pipeline.replay.experience.mixing import Mixing
-from pipeline.replay.experience.pool import Pool, Shelf
+from pipeline.replay.experience.planning import Planner
+from pipeline.replay.experience.pool import Pool
 from pipeline.replay.experience.records import (
     Candidate,
     ExperienceChanges,
@@ -28,16 +29,6 @@ from pipeline.replay.experience.records import (
     Planned,
     PoolEntry,
     TaskRecord,
-)
-from pipeline.replay.experience.selection import (
-    TaskIndex,
-    choose,
-    choose_turns,
-    draw_by_turns,
-    draw_normal,
-    draw_priority,
-    draw_uniform,
-    log_priority,
 )
 from pipeline.replay.tasks import TaskSampler
 from pipeline.schema import Task
@@ -63,14 +54,12 @@ class Experience:
         replay = config.replay
         self._replay = replay
         self._enabled = replay.enabled
-        self._n = config.groups.n_rollout
-        self._upper = self._n if replay.success_upper is None else replay.success_upper
+        self._upper = config.groups.n_rollout if replay.success_upper is None else replay.success_upper
         self._pool = Pool(replay, config.staleness.max, config.environments, entries)
         finite = {name: section.tasks for name, section in config.environments.items()}
         self._difficulty = Difficulty(finite, tasks)
-        self._environments = config.environments
-        self._index = TaskIndex()
         self._draws = Draws(config.run.seed, shard, state.get("draws"))
+        self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         self._mixing = Mixing(replay, config.groups.groups_per_step // replay.shards, state.get("mixing"))
         self._aside = Aside(config.environments, state.get("aside"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
@@ -82,7 +71,7 @@ class Experience:
         self._overfull = self._pool.overfull if self._enabled else []
         for entry in self._pool:
             self._difficulty.meet(entry.task)
-        self._reindex()
+        self._planner.reindex()
 
     def __len__(self) -> int:
         return len(self._pool)
@@ -139,12 +128,13 @@ class Experience:
             return Planned(sampler.draw())
         self._state_changed = True
         self._pool.age_to(version)
-        self._reindex()
+        self._planner.reindex()
         self._mixing.begin(progress, self._factor)
-        if self._mixing.retest_due and (task := self._draw_retired()) is not None:
+        batch = self._mixing.tasks
+        if self._mixing.retest_due and (task := self._planner.retired(batch)) is not None:
             self._mixing.admitted(task.task_id, retest=True)
             return Planned(task)
-        if self._mixing.replay_due and (planned := self._replay_group(progress, version)) is not None:
+        if self._mixing.replay_due and (planned := self._planner.replay_group(batch, progress, version)) is not None:
             self._mixing.admitted(planned.task.task_id, replay=True)
             return planned
         task = self._fresh(sampler)
@@ -174,7 +164,7 @@ class Experience:
         self._pool.touched.add(task.task_id)
         self._difficulty.settle(task.task_id, pooled=self._pool.shelf(task.task_id) is not None)
         self._pool.age_to(version)
-        self._reindex()
+        self._planner.reindex()
         rescue = () if planned or successes or len(fresh) < 2 else self._rescue(task)
         return Outcome(len(successes), tuple(saved), tuple(left), retired, returned, rescue)
 
@@ -229,7 +219,7 @@ class Experience:
             self._difficulty.meet(task)
             left += self._pool.trim(task.task_id)
         self._gone(left)
-        self._reindex()
+        self._planner.reindex()
         return Outcome(0, tuple(saved), tuple(left))
 
     def take_changes(self) -> ExperienceChanges:
@@ -260,64 +250,7 @@ class Experience:
         task = self._aside.draw(
             sampler, self._mixing.tasks, self._difficulty.is_retired, exhausted=self._difficulty.exhausted
         )
-        return task or self._aside.take() or self._draw_retired() or sampler.draw()
-
-    def _draw_retired(self) -> Task | None:
-        if not self._difficulty.retired:
-            return None
-        task_id = draw_uniform(self._difficulty.retired, self._mixing.tasks, self._draws.next("retest"))
-        task = self._difficulty.records[task_id].task if task_id is not None else None
-        return task if task is not None and task.environment in self._environments else None
-
-    def _replay_group(self, progress: float, version: int) -> Planned | None:
-        drawn = self._draw_task(progress, version)
-        if drawn is None:
-            return None
-        shelf = self._pool.shelf(drawn[0])
-        assert shelf is not None and shelf.usable, f"{drawn[0]} is indexed without usable entries"
-        k = min(self._replay.trajectories_per_task, len(shelf.usable))
-        return Planned(shelf.usable[0].task, k, self._candidates(shelf, k, drawn[1]))
-
-    def _draw_task(self, progress: float, version: int) -> tuple[str, float] | None:
-        """A task and the importance correction of having drawn it."""
-        replay, index, batch = self._replay, self._index, self._mixing.tasks
-        rng = self._draws.next("task")
-        ids = index.all() if replay.difficulty is None else index.of(replay.difficulty)
-        if replay.task_sampling == "priority":
-            priority = replay.priority
-            beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress))
-            return draw_priority(ids, lambda task_id: self._log_priority(task_id, version), beta, batch, rng)
-        if replay.task_sampling == "normal" and replay.difficulty is None:
-            task_id = draw_normal(index, self._n, batch, rng)
-        elif replay.unit == "turn" and replay.task_sampling == "uniform":
-            task_id = draw_by_turns(ids, lambda t: self._shelf(t).n_turns, batch, rng)
-        else:
-            task_id = draw_uniform(ids, batch, rng)
-        return None if task_id is None else (task_id, 1.0)
-
-    def _log_priority(self, task_id: str, version: int) -> float:
-        p = self._replay.priority
-        record = self._difficulty.records[task_id]
-        return log_priority(record.success_rate, self._shelf(task_id).mean_age(version), p.alpha, p.epsilon, p.tau)
-
-    def _shelf(self, task_id: str) -> Shelf:
-        shelf = self._pool.shelf(task_id)
-        assert shelf is not None, f"{task_id} is indexed without entries"
-        return shelf
-
-    def _candidates(self, shelf: Shelf, k: int, correction: float) -> tuple[Candidate, ...]:
-        """The k that are replayed, first; behind them, if the learner chooses, the others."""
-        replay, rng = self._replay, self._draws.next("trajectory")
-        if replay.unit == "turn" and replay.select == "random":
-            turns: list[tuple[PoolEntry, int | None]] = [*choose_turns(shelf.usable, k, rng)]
-        else:
-            every = replay.entropy == "current" and replay.select != "random"
-            chosen = choose(shelf.usable, len(shelf.usable) if every else k, replay.select, rng)
-            turns = [(e, rng.randrange(e.n_turns) if replay.unit == "turn" else None) for e in chosen]
-        return tuple(Candidate(e, correction * self._bias(e), turn) for e, turn in turns)
-
-    def _bias(self, entry: PoolEntry) -> float:
-        return entry.success_rate if self._replay.bias_correction and entry.success_rate is not None else 1.0
+        return task or self._aside.take() or self._planner.retired(self._mixing.tasks) or sampler.draw()
 
     def _rescue(self, task: Task) -> tuple[Candidate, ...]:
         if self._replay.inject != "rescue" or not self._mixing.started:
@@ -325,7 +258,7 @@ class Experience:
         shelf = self._pool.shelf(task.task_id)
         if shelf is None or not shelf.usable or not self._mixing.take_rescue(self._factor):
             return ()
-        return self._candidates(shelf, 1, 1.0)
+        return self._planner.candidates(shelf, 1)
 
     def _save(self, entries: Iterable[PoolEntry]) -> list[PoolEntry]:
         saved = []
@@ -351,16 +284,6 @@ class Experience:
             self._removed.add(entry.seq)
             if self._pool.shelf(entry.task.task_id) is None:
                 self._difficulty.settle(entry.task.task_id, pooled=False)
-
-    def _reindex(self) -> None:
-        """Bring the index up to date with the shelves that changed."""
-        for task_id in self._pool.touched:
-            shelf = self._pool.shelf(task_id)
-            if shelf is not None and shelf.usable:
-                self._index.put(task_id, self._difficulty.bucket(task_id))
-            else:
-                self._index.discard(task_id)
-        self._pool.touched.clear()
 
 
 def _entry(task: Task, fresh: Fresh, success_rate: float) -> PoolEntry:
