@@ -12,6 +12,7 @@
     │   ├── PeerGone            the peer has disappeared; what was sent may not have arrived
     │   └── TransportClosed     this end was closed on purpose
     ├── StoreError              the replay store on disk is missing, foreign, corrupt or full
+    ├── NotEnough               more was asked of a buffer than it holds
     ├── EngineError             an inference engine failed
     │   ├── EngineUnavailable   ... it does not answer (try another engine, or later)
     │   ├── EngineRefused       ... it answered that the request is wrong (never retry)
@@ -70,6 +71,10 @@ class TransportClosed(TransportError):
 
 class StoreError(AfterplayError):
     """The replay store is missing, foreign, corrupt or full."""
+
+
+class NotEnough(AfterplayError):
+    """More was asked of a buffer than it holds."""
 
 
 class EngineError(AfterplayError):

@@ -1,0 +1,177 @@
+"""What a buffer starts from: its checkpoint, and what became durable after it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.buffer.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from pipeline.buffer.index import COLUMNS
+from pipeline.buffer.layout import Layout
+from pipeline.buffer.segments import (
+    FILE_HEADER_BYTES,
+    Record,
+    SegmentReader,
+    segment_file,
+    segment_numbers,
+    sync_directory,
+    truncate,
+)
+from pipeline.errors import StoreError
+
+
+class DirectoryLock:
+    """Held by the one buffer that writes a directory; freed by the kernel when its process dies."""
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            raise StoreError(
+                f"{directory} is written by another buffer: close that one, or use another directory"
+            ) from error
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A state to go on from."""
+
+    state: Checkpoint
+    checkpointed: frozenset[int]
+    """Segments that the checkpoint on disk needs."""
+    next_segment: int
+    segments: tuple[int, ...]
+    """Those that lie in the directory."""
+
+
+def recover(directory: Path, reader: SegmentReader, seed: int, *, newest: bool) -> Recovered:
+    """The state of a directory that we hold the lock of. ``newest``: with everything that was acknowledged after the
+    checkpoint; else exactly the checkpoint, and what came after it is removed.
+
+    Raises :class:`StoreError` where segments are missing or damaged; then nothing has been changed.
+    """
+    numbers = segment_numbers(directory)
+    state = read_checkpoint(directory)
+    if state is None and numbers:
+        raise StoreError(f"{directory} holds segments and no checkpoint: restore it, or use an empty directory")
+    if state is None:
+        state = Checkpoint(new_generation(), seed, 0, 0, 0, 0, (0, 0), (), np.zeros((0, COLUMNS), np.int64))
+        write_checkpoint(directory, state)
+    saved = state
+    check_places(reader, state)
+    tail, repairs = _tail(directory, reader, state, numbers)
+    if newest:
+        state = _extended(directory, reader, state, tail, repairs)
+    else:
+        for number in tail:
+            cut = state.end[1] if number == state.end[0] else 0
+            repairs.append(_cut(directory, reader, number, cut))
+    for repair in repairs:
+        repair()
+    sync_directory(directory)
+    following = max([*numbers, state.end[0] - 1]) + 1
+    return Recovered(state, saved.segments, following, tuple(segment_numbers(directory)))
+
+
+def new_generation() -> int:
+    return secrets.randbits(62)
+
+
+def check_places(reader: SegmentReader, state: Checkpoint) -> None:
+    """Raise :class:`StoreError` unless every payload that a state names lies within its segment."""
+    for segment in state.segments:
+        rows = state.rows[state.rows[:, 4] == segment]
+        needed, size = int((rows[:, 5] + rows[:, 2]).max()), reader.size(segment)
+        if needed > size:
+            raise StoreError(
+                f"{segment_file(reader.directory, segment)} is cut off: expected {needed} bytes, got {size}. "
+                "Restore the directory from a copy"
+            )
+
+
+def _tail(
+    directory: Path, reader: SegmentReader, state: Checkpoint, numbers: list[int]
+) -> tuple[list[int], list[Callable[[], None]]]:
+    """Segments that may hold what came after ``state``, and the removal of those that are of no use."""
+    tail, repairs = [], []
+    for number in numbers:
+        if segment_file(directory, number).stat().st_size < FILE_HEADER_BYTES and number == numbers[-1]:
+            repairs.append(_cut(directory, reader, number, 0))  # it was being made
+        elif reader.generation(number) != state.generation:
+            repairs.append(_cut(directory, reader, number, 0))  # of a copy that was never finished
+        elif number >= state.end[0]:
+            tail.append(number)
+    return tail, repairs
+
+
+def _extended(
+    directory: Path, reader: SegmentReader, state: Checkpoint, tail: list[int], repairs: list[Callable[[], None]]
+) -> Checkpoint:
+    """``state`` and the records of the segments ``tail`` that came after it."""
+    records: list[Record] = []
+    end = state.end
+    for number in tail:
+        last = number == tail[-1]
+        start = state.end[1] if number == state.end[0] else 0
+        size = segment_file(directory, number).stat().st_size
+        stop = max(start, FILE_HEADER_BYTES)
+        for record in reader.scan(number, start, payloads=last):
+            records.append(record)
+            stop = record.offset + record.n_bytes
+        if stop != size and last:
+            repairs.append(_cut(directory, reader, number, stop))
+        elif stop != size:
+            raise StoreError(
+                f"{segment_file(directory, number)} is damaged at byte {stop}: expected the next record. Restore the "
+                "directory from a copy"
+            )
+        end = (number, stop)
+    if not records:
+        return replace(state, end=end)
+    layouts = list(state.layouts)
+    numbers = {layout.encode(): i for i, layout in enumerate(layouts)}
+    added, evicted = records[-1].added, records[-1].evicted
+    ordinals = [*range(state.added - len(state.rows) + 1, state.added + 1), *(r.added for r in records)]
+    live = added - evicted
+    if live > len(ordinals) or (live and ordinals[-live] != evicted + 1):
+        raise StoreError(f"{directory} lacks a segment: some live trajectories are in none. Restore it from a copy")
+    rows = state.rows
+    if records:
+        new = []
+        for r in records:
+            if r.layout not in numbers:
+                numbers[r.layout] = len(layouts)
+                layouts.append(Layout.decode(r.layout))
+            new.append((r.id, r.units, r.n_bytes, numbers[r.layout], r.segment, r.offset, r.crc))
+        rows = np.concatenate([rows, np.asarray(new, np.int64)])
+    return replace(
+        state,
+        draws=max(state.draws, records[-1].draws),
+        next_id=max(state.next_id, records[-1].id + 1),
+        added=added,
+        end=end,
+        layouts=tuple(layouts),
+        rows=rows[len(rows) - live :],
+    )
+
+
+def _cut(directory: Path, reader: SegmentReader, number: int, size: int) -> Callable[[], None]:
+    def repair() -> None:
+        if size <= FILE_HEADER_BYTES:
+            reader.forget(number)
+            segment_file(directory, number).unlink(missing_ok=True)
+        else:
+            truncate(directory, number, size)
+
+    return repair
