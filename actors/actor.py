@@ -15,6 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.desk import Desk
+from actors.lessons.recall import StageRecall
 from actors.loop import Rollout, Services
 from actors.report import count_trajectory
 from pipeline.codec import check_limits, decode_order, encode_trajectory
@@ -43,6 +44,7 @@ class Actor:
     ) -> None:
         self._services = services
         self._link = link
+        self._recall = StageRecall(link)
         self._limits = limits
         self._places = places
         self._desk = Desk(places)
@@ -128,11 +130,13 @@ class Actor:
         if event.kind is EventKind.CONNECTED:
             assert message is not None
             self._connected = True
+            self._recall.connected()
             self._outbox.reconnected()
             self._outbox.grant(int(message.header["credit_bytes"]))
             logger.info("connected to the replay stage, %d trajectories to send again", len(self._outbox))
         elif event.kind is EventKind.DISCONNECTED:
             self._connected = False
+            self._recall.lost()
             if self._outbox.in_flight_bytes:
                 self._services.metrics.send_failures_total.labels(reason="disconnected").inc()
             self._outbox.reconnected()
@@ -148,8 +152,10 @@ class Actor:
                 self._cancel(str(order_id))
         elif message.kind is Kind.ACK:
             self._acknowledged(message)
+        elif message.kind is Kind.LESSONS:
+            self._recall.answered(message.header)
         else:
-            logger.warning("expected ORDER, CANCEL or ACK of the replay stage, got %s", message.kind)
+            logger.warning("expected ORDER, CANCEL, ACK or LESSONS of the replay stage, got %s", message.kind)
 
     def _acknowledged(self, message: Message) -> None:
         for trajectory_id in message.header.get("trajectory_ids", ()):
@@ -188,7 +194,7 @@ class Actor:
         self._services.metrics.send_queue_trajectories.set(len(self._outbox))
 
     async def _play(self, order: Order, scope: anyio.CancelScope) -> None:
-        rollout = Rollout(order, self._services)
+        rollout = Rollout(order, self._services, self._recall)
         trajectory: Trajectory | None = None
         with scope:
             trajectory = await rollout.play()
@@ -244,7 +250,8 @@ class Actor:
                 trajectory.failure.kind,
                 trajectory.failure.message,
             )
-        count_trajectory(self._services.metrics, self._services.environments, trajectory)
+        lessons = self._services.guide is not None
+        count_trajectory(self._services.metrics, self._services.environments, trajectory, lessons)
 
     async def _send(self) -> None:
         blocked = self._services.metrics.send_blocked_seconds_total

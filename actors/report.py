@@ -8,8 +8,12 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Trajectory
 
 
-def count_trajectory(metrics: ActorMetrics, environments: Collection[str], trajectory: Trajectory) -> None:
-    """One terminal event per rollout. An unknown environment is labelled ``unknown``: label sets stay closed."""
+def count_trajectory(
+    metrics: ActorMetrics, environments: Collection[str], trajectory: Trajectory, lessons: bool = False
+) -> None:
+    """One terminal event per rollout. An unknown environment is labelled ``unknown``: label sets stay closed.
+
+    ``lessons``: whether they are on, so that guided and other episodes are compared."""
     name = trajectory.task.environment
     env = name if name in environments else "unknown"
     metrics.trajectories_total.labels(env=env, outcome=trajectory.status.value).inc()
@@ -20,6 +24,10 @@ def count_trajectory(metrics: ActorMetrics, environments: Collection[str], traje
     score = trajectory.rewards.get("environment")
     if score is not None:
         metrics.episode_reward.labels(env=env).observe(score)
+        if lessons:
+            metrics.guidance_reward.labels(guided="no" if trajectory.guidance is None else "yes").observe(score)
+    if trajectory.guidance is not None:
+        metrics.guided_episodes_total.labels(train="keep" if trajectory.guidance.keep else "discard").inc()
     versions = trajectory.version_range()
     if versions is not None:
         metrics.trajectory_span_versions.observe(versions[1] - versions[0])

@@ -13,6 +13,7 @@ import anyio.to_thread
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
+from actors.lessons.reme import ReMe
 from actors.loop import Services
 from actors.rendering import Renderer, load_tokenizer
 from actors.sharded import ShardedActor
@@ -49,7 +50,8 @@ async def main(ctx: RoleContext) -> None:
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
     )
-    services = Services.of(config, ctx.name, renderer, pool, environments, metrics)
+    reme = ReMe(config.lessons) if config.lessons.enabled and config.lessons.source == "reme" else None
+    services = Services.of(config, ctx.name, renderer, pool, environments, metrics, reme)
     try:
         async with AsyncExitStack() as stack:
             links = [await stack.enter_async_context(link) for link in open_links(config, ctx.name)]
@@ -72,6 +74,8 @@ async def main(ctx: RoleContext) -> None:
     finally:
         with anyio.CancelScope(shield=True):
             await pool.close()
+            if reme is not None:
+                await reme.close()
 
 
 async def _report(ctx: RoleContext, actor: ShardedActor) -> None:

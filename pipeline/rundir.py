@@ -8,6 +8,7 @@
       weights/v000007/   published weights, one folder for each policy version
       checkpoints/       what the learner resumes from
       replay.sqlite      trajectories, groups, orders and their states (replay-1.sqlite … of more replay stages)
+      lessons.sqlite     the memory of lessons, where they are on
       metrics.jsonl      one JSON object for each update
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
@@ -55,6 +56,11 @@ class RunDirectory:
     def store_file(self) -> Path:
         """Of the replay stage, or of the first of several."""
         return self.path / "replay.sqlite"
+
+    @property
+    def lessons_file(self) -> Path:
+        """The memory of lessons, shared by all replay stages of the run."""
+        return self.path / "lessons.sqlite"
 
     @property
     def store_files(self) -> list[Path]:

@@ -28,6 +28,8 @@ import anyio
 
 from actors.environments.base import Episode, Reply
 from actors.environments.host import EnvironmentHost
+from actors.lessons.guide import Guided
+from actors.lessons.recall import Search
 from actors.loop.generate import Completion, complete
 from actors.loop.limits import Budget, Limit
 from actors.loop.services import Services
@@ -58,11 +60,13 @@ CLOSE_SECONDS_MAX = 6.0
 
 
 class Rollout:
-    """One play of one order. ``await play()`` once."""
+    """One play of one order. ``await play()`` once. ``stage`` finds lessons at the replay stage that ordered it."""
 
-    def __init__(self, order: Order, services: Services) -> None:
+    def __init__(self, order: Order, services: Services, stage: Search | None = None) -> None:
         self.order = order
         self._services = services
+        self._stage = stage
+        self._guided: Guided | None = None
         self._turns: list[Turn] = []
         self._judged = 0
         self._score = 0.0
@@ -118,7 +122,8 @@ class Rollout:
         budget = Budget(
             host.config.max_turns, host.config.max_tokens, services.model_length_max, services.sampling.max_tokens
         )
-        conversation, added = renderer.start(episode.messages), tuple(episode.messages)
+        conversation = await self._start(host, episode)
+        added = conversation.messages
         while True:
             room = budget.room(len(conversation.prompt_ids), len(conversation.added_ids))
             if isinstance(room, Limit):
@@ -143,8 +148,19 @@ class Rollout:
             added = step.messages
             forked_from = conversation.branch
             conversation = renderer.extend(conversation, ids, said, added)
-            if conversation.branch != forked_from:
+            forked = conversation.branch != forked_from
+            if self._guided is not None:
+                self._guided.extended(renderer, conversation, len(self._turns), ids, said, added, forked)
+            if forked:
                 added = conversation.messages
+
+    async def _start(self, host: EnvironmentHost, episode: Episode) -> Conversation:
+        """The first prompt, with lessons where there are any for this rollout."""
+        services = self._services
+        if services.guide is not None:
+            context_max = min(services.model_length_max, host.config.max_tokens)
+            self._guided = await services.guide.guide(self.order, episode.messages, context_max, self._stage)
+        return self._guided.conversation if self._guided else services.renderer.start(episode.messages)
 
     async def _complete(self, conversation: Conversation, tokens_max: int) -> Completion:
         self._asking_engine = True
@@ -193,6 +209,7 @@ class Rollout:
             actor_id=self._services.actor_id,
             engine=EngineRecord(self._services.backend, self._services.model, tuple(self._engines)),
             timings=Timings(self._started_at, self._services.now(), self._generate_seconds, self._environment_seconds),
+            guidance=self._guided.guidance(len(self._turns)) if self._guided is not None else None,
         )
 
 

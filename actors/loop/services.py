@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from actors.engine.base import Sampling
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
+from actors.lessons.guide import Guide
+from actors.lessons.recall import Search
 from actors.rendering import Renderer
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
@@ -31,6 +33,8 @@ class Services:
     pool: EnginePool
     environments: Mapping[str, EnvironmentHost]
     metrics: ActorMetrics
+    guide: Guide | None = None
+    """None: lessons are off."""
     now: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -43,8 +47,11 @@ class Services:
         pool: EnginePool,
         environments: Mapping[str, EnvironmentHost],
         metrics: ActorMetrics,
+        lessons: Search | None = None,
     ) -> Services:
-        """From the run file. An external engine speaks vLLM's routes and is called ``vllm``."""
+        """From the run file. An external engine speaks vLLM's routes and is called ``vllm``.
+
+        ``lessons``: where they are found, other than at the replay stage."""
         sampling = config.sampling
         return cls(
             actor_id=actor_id,
@@ -64,4 +71,5 @@ class Services:
             pool=pool,
             environments=environments,
             metrics=metrics,
+            guide=Guide(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
         )

@@ -74,6 +74,7 @@ class Renderer:
             )
         self._backend = _plain_backend(tokenizer)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
+        self._special_texts = _special_texts(tokenizer)
         ends = {int(i) for i in end_ids}
         if tokenizer.eos_token_id is not None:
             ends.add(int(tokenizer.eos_token_id))
@@ -86,6 +87,15 @@ class Renderer:
             )
         self.end_ids = tuple(sorted(ends))
         self._end_texts = {i: self._decode([i]) for i in self.end_ids}
+
+    def without_special(self, text: str) -> str:
+        """``text`` without anything that would be read as a special token: it cannot end a turn or begin another."""
+        before = None
+        while before != text:
+            before = text
+            for special in self._special_texts:
+                text = text.replace(special, " ")
+        return text
 
     def start(self, messages: Sequence[Message]) -> Conversation:
         """The first prompt."""
@@ -164,6 +174,13 @@ class Renderer:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
         assert isinstance(text, str)
         return text
+
+
+def _special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Texts that the tokenizer turns into special tokens, longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {str(token) for token in tokenizer.all_special_tokens} | {str(t) for t in added if t.special}
+    return tuple(sorted(filter(None, texts), key=len, reverse=True))
 
 
 def _plain_backend(tokenizer: Any) -> Any | None:

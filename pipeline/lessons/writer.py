@@ -55,7 +55,9 @@ class Writer:
         """The texts for one group. Raises :class:`PlugInError` for whatever the function does, :class:`PlugInTimeout`
         when it takes too long."""
         if self._threads >= THREADS_MAX:
-            raise PlugInError(BOUNDARY, "Hung", f"it hangs in {self._threads} threads and is not called before they end")
+            raise PlugInError(
+                BOUNDARY, "Hung", f"it hangs in {self._threads} threads and is not called before they end"
+            )
         with boundary(BOUNDARY):
             value = await self._in_thread(task, trajectories)
         if value is None:

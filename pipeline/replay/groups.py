@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from pipeline.replay.brake import Brake
 from pipeline.replay.experience.records import Planned
+from pipeline.replay.journal import Finished
 from pipeline.replay.records import (
     CancelReason,
     Drop,
@@ -136,6 +137,8 @@ class Groups:
             s.batches.complete(group.number)
             self.brake.succeeded()
             self._replays.finished(group)
+            if s.config.lessons.enabled:
+                s.journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must be told to stop."""

@@ -31,7 +31,16 @@ class Score:
     trajectory: Trajectory | None = None
 
 
-Effect = Send | Score
+@dataclass(slots=True)
+class Finished:
+    """A group is complete and scored: lessons may be written from it."""
+
+    group_id: str
+    members: tuple[TrajectoryRecord, ...]
+    """Its fresh rollouts, with their rewards."""
+
+
+Effect = Send | Score | Finished
 
 
 @dataclass(slots=True)

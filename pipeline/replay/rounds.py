@@ -17,7 +17,7 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Changes, Effect, Score
+from pipeline.replay.journal import Changes, Effect, Finished, Score
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
@@ -67,6 +67,8 @@ class Rounds:
         self._written_receive: MemoryObjectReceiveStream[Written]
         self._written_send, self._written_receive = anyio.create_memory_object_stream(1)
         self.on_commit: Callable[[float], None] = lambda seconds: None
+        self.on_finished: Callable[[Finished], None] = lambda group: None
+        """Called with each group that became complete, once that is durable."""
 
     async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
         """Until the inbox closes; what was applied is then written and answered."""
@@ -135,6 +137,8 @@ class Rounds:
                 for effect in effects:
                     if isinstance(effect, Score):
                         self._scoring.put(effect)
+                    elif isinstance(effect, Finished):
+                        self.on_finished(effect)
                     else:
                         self._outgoing.post(effect)
 

@@ -157,7 +157,7 @@ class Simulation:
         for effect in effects:
             if isinstance(effect, Score):
                 self._score(store, effect)
-            else:
+            elif isinstance(effect, Send):
                 self._send(store, effect)
         if crash:
             self.restart_stage()
