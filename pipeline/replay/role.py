@@ -10,6 +10,8 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
 from pipeline.errors import TransportClosed
+from pipeline.lessons.open import open_lessons
+from pipeline.lessons.service import Lessons
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.core import StageCore
 from pipeline.replay.observe import Observer
@@ -23,7 +25,7 @@ from pipeline.replay.store import ReplayStore
 from pipeline.role import RoleContext
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
-from pipeline.transport.base import EventKind, Hub
+from pipeline.transport.base import EventKind, Hub, Kind
 from pipeline.transport.open import limits_of, open_hub
 
 DRAIN_SECONDS_MAX = 1.0
@@ -76,12 +78,17 @@ async def _serve(
         outgoing = Outgoing(hub, store, cache, sending)
         scoring = Scoring(scorer, store, limits_of(config), config.scorer.concurrency, deliver)
         rounds = Rounds(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
+        lessons = await open_lessons(config, ctx.directory, store, cache, outgoing.post, metrics)
+        if lessons is not None:
+            rounds.on_finished = lessons.finished
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:
             working.start_soon(rounds.run, inbox_receive, name="rounds")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
-                feeding.start_soon(_listen, hub, inbox_send, outgoing, name="listen")
+                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, name="listen")
+                if lessons is not None:
+                    feeding.start_soon(lessons.run, name="lessons")
                 await ctx.stopping.wait()
                 ctx.report("stopping")
                 # scores that are still being computed are dropped here and made again by the next process
@@ -91,7 +98,7 @@ async def _serve(
         sending.cancel_scope.cancel()
 
 
-async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgoing) -> None:
+async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgoing, lessons: Lessons | None) -> None:
     while True:
         try:
             event = await hub.receive()
@@ -99,6 +106,9 @@ async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgo
             return
         if event.kind in (EventKind.PEER_UP, EventKind.PEER_DOWN):
             outgoing.shut(event.peer)
+        if lessons is not None and event.message is not None and event.message.kind is Kind.RECALL:
+            lessons.recall(event.peer, event.message.header)
+            continue
         await inbox.send(event)
 
 
