@@ -27,6 +27,7 @@ GROUP = "afterplay.environments"
 BUILT_IN = {
     "arithmetic": "actors.environments.arithmetic:Arithmetic",
     "number_guess": "actors.environments.number_guess:NumberGuess",
+    "passcode": "actors.environments.passcode:Passcode",
 }
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from actors.environments import Environment, Episode, Reply, discovery
 from actors.environments.arithmetic import Arithmetic
 from actors.environments.number_guess import NumberGuess
+from actors.environments.passcode import Passcode
 from pipeline.config.play import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
@@ -51,7 +52,7 @@ def start(environment: Environment, seed: int) -> Episode:
 
 @given(seed=st.integers(0, 2**63 - 1))
 def test_same_task_starts_the_same(seed: int) -> None:
-    for environment in (Arithmetic(), NumberGuess()):
+    for environment in (Arithmetic(), NumberGuess(), Passcode()):
         first, second = start(environment, seed), start(environment, seed)
         assert first.messages == second.messages
         assert first.step(Reply("7")) == second.step(Reply("7"))
@@ -100,6 +101,32 @@ def test_number_guess_pays_closeness_only_when_it_is_over() -> None:
         assert last.done and last.reward == pytest.approx(expected) and last.signals == {"solved": 0.0}
 
 
+@given(lock=st.integers(0, 1000), wrong_at=st.none() | st.integers(0, 2))
+def test_passcode_pays_only_for_the_whole_code_and_ends_at_the_first_wrong_number(
+    lock: int, wrong_at: int | None
+) -> None:
+    environment = build("passcode", lengths=(1, 2, 3), numbers=5, compact=True)
+    assert isinstance(environment, Passcode)
+    code = environment.code(lock)
+    assert len(code) == lock % 3 + 1 and all(0 <= number < 5 for number in code)
+    episode = start(environment, lock)
+    assert [m.content for m in episode.messages] == [f"open {lock}"]
+    for turn, number in enumerate(code):
+        right = turn != wrong_at
+        step = episode.step(Reply(str(number if right else (number + 1) % 5)))
+        opened = right and turn == len(code) - 1
+        assert (step.reward, step.done) == (float(opened), opened or not right)
+        assert [m.content for m in step.messages] == ([] if step.done else ["yes"])
+        assert step.signals == ({"solved": step.reward} if step.done else {})
+        if step.done:
+            break
+
+
+def test_passcode_refuses_a_code_without_numbers() -> None:
+    with pytest.raises(ConfigurationError, match="lengths"):
+        build("passcode", lengths=(0, 2))
+
+
 def test_environment_in_a_file_needs_no_edit_elsewhere(tmp_path: Path) -> None:
     assert len(PLUG_IN.strip().splitlines()) < 30
     file = tmp_path / "echo.py"
@@ -117,7 +144,7 @@ def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pyt
     assert isinstance(build("sums"), Arithmetic)
     with pytest.raises(ConfigurationError, match="no_such_module"):
         build("broken")
-    with pytest.raises(ConfigurationError, match="arithmetic, broken, number_guess, sums"):
+    with pytest.raises(ConfigurationError, match="arithmetic, broken, number_guess, passcode, sums"):
         build("chess")
 
 
