@@ -50,8 +50,9 @@ class Dispatch:
         s.journal.effect(Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": s.policy_version}))
         self.peer = name
         self.credit = max(int(hello["credit_groups"]), s.batches.rule.groups_per_step)
-        for update, ids, *report in hello.get("consumed", ()):
-            self.consumed(int(update), ids, UpdateReport.read(report[0] if report else {}))
+        reports = {int(update): UpdateReport.read(report) for update, report in hello.get("trained", ())}
+        for update, ids in hello.get("consumed", ()):
+            self.consumed(int(update), ids, reports.get(int(update), UpdateReport()))
         if hello["session"] != self.session or updates > s.batches.consumed:
             self.session = hello["session"]
             s.journal.meta("session", self.session)

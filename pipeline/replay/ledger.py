@@ -22,12 +22,17 @@ class Ledger:
 
     ``orders``: ``issued``, :data:`ORDER_ENDS`, ``in_flight``. ``trajectories``: ``received``, ``trained``, ``held``,
     ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``, ``rolled_back``,
-    ``cancelled.<reason>`` and ``playing``, ``ready``, ``placed``.
+    ``rescued``, ``cancelled.<reason>`` and ``playing``, ``ready``, ``placed``. ``pool``: ``saved``, ``imported``,
+    ``left.<reason>``, ``held``. ``replays``: ``planned``, ``trained``, ``rolled_back``, ``choice_failed``. ``tasks``:
+    ``retired``, ``returned``.
     """
 
     orders: Mapping[str, int] = field(default_factory=dict)
     trajectories: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
+    pool: Mapping[str, int] = field(default_factory=dict)
+    replays: Mapping[str, int] = field(default_factory=dict)
+    tasks: Mapping[str, int] = field(default_factory=dict)
     updates: int = 0
     policy_version: int = -1
     rows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -35,7 +40,7 @@ class Ledger:
 
     def audit(self) -> list[str]:
         """Every sum that does not add up, in words; empty when all do."""
-        o, t, g = self.orders, self.trajectories, self.groups
+        o, t, g, p = self.orders, self.trajectories, self.groups, self.pool
         dropped = _sum(t, "dropped.")
         cancelled = _sum(g, "cancelled.")
         sums = [
@@ -46,6 +51,7 @@ class Ledger:
                 g.get("planned", 0),
                 g.get("trained", 0) + cancelled + sum(g.get(k, 0) for k in GROUP_OPEN),
             ),
+            ("pool entries", p.get("saved", 0) + p.get("imported", 0), p.get("held", 0) + _sum(p, "left.")),
         ]
         wrong = [
             f"{what}: {total}, but their states add up to {parts}" for what, total, parts in sums if total != parts
@@ -59,8 +65,11 @@ class Ledger:
         pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
         for k in ("trained", "held"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
-        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored"):
+        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.replaced"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
+        pairs.append(("replays", "trained", self.replays.get("trained", 0), self.rows["replays"].get("trained", 0)))
+        pairs.append(("pool", "imported", self.pool.get("imported", 0), self.rows["trajectories"].get("imported", 0)))
+        pairs.append(("pool", "without a payload", 0, self.rows["pool"].get("bare", 0)))
         pairs.append(("groups", "trained", self.groups.get("trained", 0), self.rows["groups"].get("trained", 0)))
         return [f"{what} {state}: counted {a}, rows {b}" for what, state, a, b in pairs if a != b]
 
@@ -81,12 +90,13 @@ def read_ledger(path: Path, *, rows: bool = False) -> Ledger:
         counters = dict(connection.execute("SELECT name, value FROM counters"))
         meta = {key: orjson.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
         groups = dict(connection.execute("SELECT state, count(*) FROM groups WHERE kept = 1 GROUP BY state"))
+        held = connection.execute("SELECT count(*) FROM pool").fetchone()[0]
         counted = _count_rows(connection) if rows else {}
     except sqlite3.Error as error:
         raise StoreError(f"the replay store {path} could not be read: {error}") from error
     finally:
         connection.close()
-    return build_ledger(counters, {k: groups.get(k, 0) for k in GROUP_OPEN}, meta, counted)
+    return build_ledger(counters, {k: groups.get(k, 0) for k in GROUP_OPEN}, meta, counted, pool_held=held)
 
 
 def build_ledger(
@@ -94,12 +104,16 @@ def build_ledger(
     open_groups: Mapping[str, int],
     meta: Mapping[str, int],
     rows: Mapping[str, Mapping[str, int]] | None = None,
+    pool_held: int = 0,
 ) -> Ledger:
     """From counters named ``orders.issued`` and the like."""
     return Ledger(
         orders=_under(counters, "orders."),
         trajectories=_under(counters, "trajectories."),
         groups={**_under(counters, "groups."), **open_groups},
+        pool={**_under(counters, "pool."), "held": pool_held},
+        replays=_under(counters, "replays."),
+        tasks=_under(counters, "tasks."),
         updates=meta.get("consumed", 0),
         policy_version=meta.get("policy_version", -1),
         rows=rows or {},
@@ -107,11 +121,16 @@ def build_ledger(
 
 
 def _count_rows(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
+    def one(query: str) -> int:
+        return int(connection.execute(query).fetchone()[0])
+
     state = "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END"
     return {
         "orders": dict(connection.execute("SELECT state, count(*) FROM orders GROUP BY state")),
         "groups": dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state")),
         "trajectories": dict(connection.execute(f"SELECT {state}, count(*) FROM trajectories GROUP BY 1")),
+        "replays": {"trained": one("SELECT count(*) FROM group_replays WHERE chosen = 1")},
+        "pool": {"bare": one("SELECT count(*) FROM pool WHERE seq NOT IN (SELECT seq FROM payloads)")},
     }
 
 

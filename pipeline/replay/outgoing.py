@@ -22,14 +22,13 @@ from pipeline.replay.state import log
 from pipeline.replay.store import ReplayStore
 from pipeline.transport.base import Frames, Hub, Kind, Message
 
-CACHE_BYTES_MAX = 64 * 1024 * 1024
 READ_AHEAD = 16
 
 
 class PayloadCache:
     """The newest payloads, up to ``bytes_max``; the oldest go first."""
 
-    def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int) -> None:
         self._frames: OrderedDict[int, tuple[int, Frames]] = OrderedDict()
         self._bytes_max = bytes_max
         self.bytes = 0

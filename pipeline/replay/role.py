@@ -14,6 +14,7 @@ from pipeline.lessons.open import open_lessons
 from pipeline.lessons.service import Lessons
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.core import StageCore
+from pipeline.replay.memory_store import open_store
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
@@ -47,7 +48,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     scorer = Scorer(config.scorer, partial(_observe_score, metrics))
     path = store_path(config, ctx.directory, shard.index)
     ctx.report("starting", f"the store {path}")
-    store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
+    store = await anyio.to_thread.run_sync(open_store, config.replay, path)
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
         core = StageCore(
@@ -61,13 +62,15 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         await _serve(ctx, hub, store, core, scorer, metrics)
     finally:
-        store.close()
+        # with replay.memory_only this writes the last copy
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(store.close)
 
 
 async def _serve(
     ctx: RoleContext, hub: Hub, store: ReplayStore, core: StageCore, scorer: Scorer, metrics: ReplayMetrics
 ) -> None:
-    config, cache = ctx.config, PayloadCache()
+    config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
 
     async def deliver(record: TrajectoryRecord, verdict: Verdict) -> None:
@@ -84,6 +87,8 @@ async def _serve(
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:
             working.start_soon(rounds.run, inbox_receive, name="rounds")
+            if config.replay.memory_only:
+                sending.start_soon(_checkpoint, store, config.replay.checkpoint_seconds, name="checkpoint")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
                 feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, name="listen")
@@ -96,6 +101,12 @@ async def _serve(
         with anyio.move_on_after(DRAIN_SECONDS_MAX):
             await outgoing.drain()
         sending.cancel_scope.cancel()
+
+
+async def _checkpoint(store: ReplayStore, seconds: float) -> None:
+    while True:
+        await anyio.sleep(seconds)
+        await anyio.to_thread.run_sync(store.checkpoint)
 
 
 async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgoing, lessons: Lessons | None) -> None:

@@ -18,6 +18,7 @@ from pipeline.errors import StoreError
 from pipeline.replay import store_file
 from pipeline.replay.journal import Changes
 from pipeline.replay.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Rows, Snapshot, build
+from pipeline.rundir import read_json
 from pipeline.transport.base import Frames
 
 _GROUP_COLUMNS = (
@@ -37,6 +38,15 @@ saved = excluded.saved"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE seq = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
 _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
+
+
+JUMP_GROUPS = 1_000_000
+"""More groups than a stage can admit between two copies of a store in memory."""
+
+
+def version_file(path: Path) -> Path:
+    """Holds the newest policy version where the store at ``path`` is only copied now and then."""
+    return path.with_name(path.name + ".version")
 
 
 class ReplayStore:
@@ -85,9 +95,13 @@ class ReplayStore:
         self._writer.close()
         self._lock.release()
 
+    _current = True
+    """Whether the file always holds the last commit."""
+
     def load(self) -> Snapshot:
         """What the stage goes on from."""
         with self._explained("read"):
+            lost = self._go_back()
             read = self._writer.execute
             kept = "group_number IN (SELECT number FROM groups WHERE kept = 1)"
             rows = Rows(
@@ -101,7 +115,30 @@ class ReplayStore:
             )  # fmt: skip
             meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
             next_seq = read("SELECT coalesce(max(seq) + 1, 0) FROM trajectories").fetchone()[0]
-            return build(rows, meta, dict(read("SELECT name, value FROM counters")), next_seq)
+            snapshot = build(rows, meta, dict(read("SELECT name, value FROM counters")), next_seq)
+            snapshot.lost = lost
+            return snapshot
+
+    def _go_back(self) -> bool:
+        """Whether this is an older state than the one that peers have seen (``replay.memory_only``, killed). Ids given
+        since then must not be given again, and a version not name other weights."""
+        meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
+        lost = meta.get("clean") is False
+        if lost:
+            index, count = meta.get("shard", (0, 1))
+            self._put("next_group", meta.get("next_group", index) + JUMP_GROUPS * count)
+            version = (read_json(version_file(self.path)) or {}).get("policy_version", -1)
+            self._put("policy_version", max(version, meta.get("policy_version", -1)))
+        if lost or not self._current:
+            self._put("clean", self._current)
+        return lost
+
+    def _put(self, key: str, value: object) -> None:
+        with self._writing:
+            self._writer.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, orjson.dumps(value)))
+
+    def checkpoint(self) -> None:
+        """Make everything committed as durable as it will ever be; here it is already."""
 
     def commit(self, changes: Changes) -> None:
         """Write one round; when this returns it is as durable as ``replay.synchronous`` says."""

@@ -81,7 +81,8 @@ class Stage:
 
     def ledger(self) -> Ledger:
         states = Counter(g.state.value for g in self.core.records.values())
-        ledger = build_ledger(self.core.journal.counters, {k: states[k] for k in ("playing", "ready", "placed")}, {})
+        ledger = build_ledger(self.core.journal.counters, {k: states[k] for k in ("playing", "ready", "placed")}, {},
+                              pool_held=len(self.core.experience))  # fmt: skip
         assert ledger.audit() == []
         return ledger
 
