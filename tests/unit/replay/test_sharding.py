@@ -147,7 +147,7 @@ def test_a_store_from_before_there_were_shards_is_that_of_the_only_stage() -> No
 
 
 def test_an_index_beyond_the_shards_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="0..1"):
+    with pytest.raises(ConfigurationError, match=r"in 0\.\.1"):
         Shard.of(config_of(), 2)
 
 
