@@ -22,9 +22,10 @@ import anyio.to_thread
 from torch import Tensor
 
 from learner.checkpoint import CheckpointState, save_checkpoint
+from learner.choice import Choice, choose_replays
 from learner.metrics_log import MetricsLog
 from learner.publisher.base import Publication
-from learner.recording import StepTimes, record_step, step_line
+from learner.recording import StepTimes, record_step, step_line, trained_facts
 from learner.report import StepReport
 from learner.rows import Batch, build_batch
 from learner.sessions import LearnerSessions
@@ -89,26 +90,29 @@ class LearnerLoop:
         groups = await self._wait_for_groups(update)
         waited = time.perf_counter() - started
         self._ctx.report("training", "", step=update + 1, groups=len(groups))
-        batch, report = await anyio.to_thread.run_sync(self._train, update, groups)
-        await self._session.consumed(update)
+        batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups)
+        await self._session.consumed(update, trained_facts(batch, report, choice))
         self.version += 1
         blocked = time.perf_counter()
         await self._start_publication(tasks, await self._snapshot())
         done = time.perf_counter()
         times = StepTimes(wait=waited, publish=done - blocked, total=done - started)
-        record_step(self._metrics, batch, report, times)
-        self._lines.write(step_line(batch, report, times, self._published))
+        record_step(self._metrics, batch, report, times, choice)
+        self._lines.write(step_line(batch, report, times, self._published, choice))
         self._tell(batch, report)
         if self._trainer.updates % self._config.checkpoint.every == 0:
             await self._checkpoint()
 
-    def _train(self, update: int, groups: Any) -> tuple[Batch, StepReport]:
+    def _train(self, update: int, groups: Any) -> tuple[Batch, StepReport, Choice]:
         start = time.perf_counter()
-        batch = build_batch(update, groups, self._config.advantage)
-        built = time.perf_counter() - start
+        choice = choose_replays(groups, self._config.replay, self._trainer.mean_entropies)
+        chosen = time.perf_counter()
+        batch = build_batch(update, choice.groups, self._config.advantage)
+        built = time.perf_counter()
         report = self._trainer.step(batch, self.version)
-        report.seconds["prepare"] += built
-        return batch, report
+        report.seconds["choose"] += chosen - start
+        report.seconds["prepare"] += built - chosen
+        return batch, report, choice
 
     async def _wait_for_groups(self, update: int) -> Any:
         """The groups of the update, saying meanwhile what is missing."""
@@ -204,7 +208,7 @@ class LearnerLoop:
         log.info(
             "step %d: reward %.3f, ratio %.3f, ESS %.2f, staleness %d, loss %.4f, grad norm %.3f, %.0f tokens/s",
             report.update + 1,
-            sum(t.reward or 0.0 for t in batch.trajectories) / len(batch.trajectories),
+            sum(t.reward or 0.0 for t in batch.fresh) / max(1, len(batch.fresh)),
             s.all.ratio.mean or float("nan"),
             s.all.ratio.ess_ratio or float("nan"),
             int(s.staleness.max()) if len(s.staleness) else 0,

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from learner.choice import Choice
+from learner.consumed import Trained, TrainedGroup
 from learner.report import StepReport
 from learner.rows import Batch
 from learner.statistics import SourceStatistics, Weights
@@ -27,7 +30,9 @@ class StepTimes:
     """From the end of the step before."""
 
 
-def record_step(metrics: LearnerMetrics, batch: Batch, report: StepReport, times: StepTimes) -> None:
+def record_step(
+    metrics: LearnerMetrics, batch: Batch, report: StepReport, times: StepTimes, choice: Choice | None = None
+) -> None:
     """Fill every metric that a step changes."""
     s = report.statistics
     metrics.updates_total.inc()
@@ -42,7 +47,19 @@ def record_step(metrics: LearnerMetrics, batch: Batch, report: StepReport, times
     for level, weights in (("token", s.all.ratio), ("sequence", s.all.sequence_ratio)):
         _record_weights(metrics, level, weights)
     metrics.rejected_tokens_total.labels(reason="nonfinite").inc(s.all.rejected)
+    metrics.rejected_tokens_total.labels(reason="second_moment").inc(s.all.masked)
     metrics.staleness_versions.observe_many(s.staleness)
+    metrics.replay_age_versions.observe_many(s.replay_ages)
+    metrics.replay_token_ratio.set(s.replay_share)
+    metrics.off_policy_token_ratio.set(s.off_share)
+    metrics.policy_loss.labels(policy="on").set(s.on_loss)
+    metrics.policy_loss.labels(policy="off").set(s.off_loss)
+    metrics.guard_learning_rate_ratio.set(report.guard_lr_factor)
+    for name, trajectories in (("fresh", batch.fresh), ("replay", batch.replayed)):
+        metrics.trained_trajectories_total.labels(source=name).inc(len(trajectories))
+    if choice is not None:
+        metrics.scored_candidates_total.inc(choice.scored)
+        metrics.failed_choices_total.inc(len(choice.failed))
     metrics.logprob_diff_nats.observe_many(s.logprob_differences)
     metrics.behaviour_kl_nats.labels(estimator="k1").set(_or_zero(s.all.kl_k1.value))
     metrics.behaviour_kl_nats.labels(estimator="k3").set(_or_zero(s.all.kl_k3.value))
@@ -53,7 +70,7 @@ def record_step(metrics: LearnerMetrics, batch: Batch, report: StepReport, times
     metrics.learning_rate.set(report.learning_rate)
     for where, count in report.nonfinite.items():
         metrics.nonfinite_steps_total.labels(where=where).inc(count)
-    for environment, reward in rewards_by_environment(batch.trajectories).items():
+    for environment, reward in rewards_by_environment(batch.fresh).items():
         metrics.reward_mean.labels(env=environment).set(reward)
 
 
@@ -65,6 +82,13 @@ def _record_source(metrics: LearnerMetrics, name: str, source: SourceStatistics)
         metrics.importance_ratio.labels(level=level, source=name).observe_many(values)
         metrics.importance_ratio_squared_total.labels(level=level, source=name).inc(weights.total_squared)
     metrics.source_loss.labels(source=name).set(source.loss)
+    for stat, value in (("mean", source.ratio.mean), ("min", source.ratio.smallest), ("max", source.ratio.largest)):
+        metrics.source_importance_ratio.labels(source=name, stat=stat).set(
+            _or_zero(value) if source.ratio.count else 0.0
+        )
+    metrics.source_ess_ratio.labels(source=name).set(_or_zero(source.ratio.ess_ratio))
+    for estimator, mean in (("k1", source.kl_k1), ("k3", source.kl_k3)):
+        metrics.source_kl_nats.labels(source=name, estimator=estimator).set(_or_zero(mean.value))
     low, high = source.clipped_low, source.clipped_high
     metrics.clipped_tokens_total.labels(side="low").inc(low.total)
     metrics.clipped_tokens_total.labels(side="high").inc(high.total)
@@ -78,12 +102,17 @@ def _record_weights(metrics: LearnerMetrics, level: str, weights: Weights) -> No
         metrics.batch_ess_ratio.labels(level=level).set(_or_zero(weights.ess_ratio))
 
 
-def step_line(batch: Batch, report: StepReport, times: StepTimes, published: dict[str, Any]) -> dict[str, Any]:
+def step_line(
+    batch: Batch, report: StepReport, times: StepTimes, published: dict[str, Any], choice: Choice | None = None
+) -> dict[str, Any]:
     """The JSON object of one update. ``step`` counts finished updates (the first line is step 1); times are Unix
-    seconds; ``published`` tells of the last finished publication."""
-    s, trajectories = report.statistics, batch.trajectories
-    rewards = np.asarray([t.reward for t in trajectories], dtype=np.float64)
+    seconds; ``published`` tells of the last finished publication. Rewards, signals, turns and times are of fresh
+    trajectories: they tell how good the policy is."""
+    s, trajectories = report.statistics, batch.fresh
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    replayed = [t.reward for t in batch.replayed if t.reward is not None]
     timings = [t.timings for t in trajectories]
+    sources = s.by_source
     tokens = _tokens(report)
     return {
         "step": report.update + 1,
@@ -92,14 +121,20 @@ def step_line(batch: Batch, report: StepReport, times: StepTimes, published: dic
         "started": report.started_at,
         "finished": report.finished_at,
         "policy_version": report.policy_version,
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
+        "reward_mean": _mean(rewards),
+        "reward_std": float(np.std(rewards)) if rewards else None,
+        "reward_mean_replayed": _mean(replayed),
         "rewards": rewards_by_environment(trajectories),
         "signals": first_signals(trajectories),
         "ratio_mean": s.all.ratio.mean,
         "ratio_min": s.all.ratio.smallest if s.all.ratio.count else None,
         "ratio_max": s.all.ratio.largest if s.all.ratio.count else None,
         "ess_ratio": s.all.ratio.ess_ratio,
+        "ess_fresh": sources["fresh"].ratio.ess_ratio,
+        "ess_replay": sources["replay"].ratio.ess_ratio,
+        "ratio_mean_replay": sources["replay"].ratio.mean,
+        "ratio_max_replay": sources["replay"].ratio.largest if sources["replay"].ratio.count else None,
+        "kl_k3_replay": sources["replay"].kl_k3.value,
         "sequence_ess_ratio": s.all.sequence_ratio.ess_ratio,
         "kl_k1": s.all.kl_k1.value,
         "kl_k3": s.all.kl_k3.value,
@@ -107,12 +142,26 @@ def step_line(batch: Batch, report: StepReport, times: StepTimes, published: dic
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "clip_fraction": _or_zero(s.all.clipped_low.value) + _or_zero(s.all.clipped_high.value),
+        **{
+            f"clip_fraction_{name}": _or_zero(source.clipped_low.value) + _or_zero(source.clipped_high.value)
+            for name, source in sources.items()
+        },
+        "loss_on": s.on_loss,
+        "loss_off": s.off_loss,
+        "guard_lr_factor": report.guard_lr_factor,
         "clip_fraction_low": s.all.clipped_low.value,
         "clip_fraction_high": s.all.clipped_high.value,
         "staleness_mean": float(s.staleness.mean()) if len(s.staleness) else None,
         "staleness_max": int(s.staleness.max()) if len(s.staleness) else None,
         "logprob_diff_mean": float(s.logprob_differences.mean()) if len(s.logprob_differences) else None,
+        "replay_age_mean": _mean(s.replay_ages),
+        "replay_age_max": int(s.replay_ages.max()) if len(s.replay_ages) else None,
         "replay_share": s.replay_share,
+        "off_share": s.off_share,
+        "n_replayed": len(batch.replayed),
+        "choice_failed": len(choice.failed) if choice is not None else 0,
+        "sampled_tokens_fresh": sum(t.n_sampled for t in trajectories),
+        "rejected": {"nonfinite": s.all.rejected, "second_moment": s.all.masked},
         "learning_rate": report.learning_rate,
         "optimizer_steps": report.optimizer_steps,
         "nonfinite": dict(report.nonfinite),
@@ -124,12 +173,31 @@ def step_line(batch: Batch, report: StepReport, times: StepTimes, published: dic
         "seconds": {"wait": times.wait, **report.seconds, "publish": times.publish, "step": times.total},
         "published": published,
         "n_groups": len(batch.groups),
-        "n_trajectories": len(trajectories),
-        "turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
-        "sampled_tokens_mean": float(np.mean([t.n_sampled for t in trajectories])),
-        "generation_started": min(t.started_at for t in timings),
-        "generation_finished": max(t.finished_at for t in timings),
+        "n_trajectories": len(batch.trajectories),
+        "turns_mean": _mean([len(t.turns) for t in trajectories]),
+        "sampled_tokens_mean": _mean([t.n_sampled for t in trajectories]),
+        "generation_started": min((t.started_at for t in timings), default=None),
+        "generation_finished": max((t.finished_at for t in timings), default=None),
     }
+
+
+def trained_facts(batch: Batch, report: StepReport, choice: Choice) -> Trained:
+    """What CONSUMED says of the update. Entropies of trajectories of which only one turn was trained are left out: they
+    are not means over the trajectory."""
+    s = report.statistics
+    partial = {row.sequence for row in batch.rows if not row.whole}
+    groups, sequence = {}, 0
+    for group in batch.groups:
+        entropy = {}
+        for trajectory in group.trajectories:
+            value = s.entropy_by_sequence.get(sequence)
+            if value is not None and sequence not in partial:
+                entropy[trajectory.trajectory_id] = value
+            sequence += 1
+        replayed = tuple(t.trajectory_id for t in group.candidates)
+        groups[group.group_id] = TrainedGroup(replayed, entropy, group.group_id in choice.failed)
+    ess = {"all": s.all.ratio.ess_ratio, **{name: part.ratio.ess_ratio for name, part in s.by_source.items()}}
+    return Trained(ess, groups)
 
 
 def rewards_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -156,6 +224,11 @@ def first_signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _tokens(report: StepReport) -> dict[str, int]:
     return {"trained": report.tokens_trained, "masked": report.tokens_masked, "padding": report.tokens_padding}
+
+
+def _mean(values: npt.ArrayLike) -> float | None:
+    array = np.asarray(values, dtype=np.float64)
+    return float(array.mean()) if array.size else None
 
 
 def _or_zero(value: float | None) -> float:

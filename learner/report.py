@@ -12,7 +12,7 @@ import torch
 
 from learner.statistics import BatchStatistics
 
-Stage = Literal["prepare", "forward", "backward", "optimize"]
+Stage = Literal["prepare", "choose", "forward", "backward", "optimize"]
 NonFinite = Literal["loss", "gradient", "ratio"]
 
 
@@ -20,7 +20,13 @@ class Stopwatch:
     """Seconds by stage. On a GPU each stage ends with a synchronisation, so that its seconds are its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = {"prepare": 0.0, "forward": 0.0, "backward": 0.0, "optimize": 0.0}
+        self.seconds: dict[str, float] = {
+            "prepare": 0.0,
+            "choose": 0.0,
+            "forward": 0.0,
+            "backward": 0.0,
+            "optimize": 0.0,
+        }
         self._cuda = device.type == "cuda"
 
     @contextmanager
@@ -50,6 +56,7 @@ class StepReport:
     grad_norm: float
     """Global norm before clipping, of the last optimizer step; 0 where no token had an advantage."""
     learning_rate: float
+    """Of the last optimizer step, with the guard's factor."""
     optimizer_steps: int
     """Steps really applied: fewer than epochs × minibatches where one was skipped."""
     nonfinite: dict[NonFinite, int]
@@ -63,6 +70,8 @@ class StepReport:
     tokens_padding: int
     tokens_without_signal: int
     """Sampled tokens whose advantage is exactly 0: scored for the statistics, without a backward pass."""
+    guard_lr_factor: float = 1.0
+    """What the ESS guard multiplied the learning rate with: mean over optimizer steps; 1 where it is off."""
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.floating]
 BoolArray = npt.NDArray[np.bool_]
+Ages = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,14 @@ class TokenValues:
     versions: npt.NDArray[np.int32]
     sequences: npt.NDArray[np.int32]
     replayed: BoolArray
+    recorded: BoolArray
+    """log μ is known."""
+    discarded: BoolArray
+    """Trained under another prompt than it was sampled under: lessons discarded."""
+    off_policy: BoolArray
+    """Had the off-policy loss."""
+    masked: BoolArray
+    """Rejected by the second-moment mask."""
 
     @classmethod
     def join(cls, parts: list[TokenValues]) -> TokenValues:
@@ -109,6 +118,7 @@ class SourceStatistics:
     """One source of tokens (fresh, replay, or all)."""
 
     tokens: int = 0
+    """Trained tokens. Ratios and KL are over those of them whose log μ is known."""
     ratio: Weights = field(default_factory=Weights)
     """π/μ of tokens, before clipping."""
     sequence_ratio: Weights = field(default_factory=Weights)
@@ -122,6 +132,9 @@ class SourceStatistics:
     clipped_high: Mean = field(default_factory=Mean)
     loss: float = 0.0
     rejected: int = 0
+    """Tokens with a log-probability that is not finite."""
+    masked: int = 0
+    """Tokens rejected by the second-moment mask."""
     ratios_S: FloatArray = field(default_factory=lambda: np.zeros(0))
     """For histograms; not part of the sum."""
     sequence_ratios: FloatArray = field(default_factory=lambda: np.zeros(0))
@@ -140,14 +153,14 @@ class SourceStatistics:
 
 def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatistics:
     """Statistics of the trained tokens of ``values``; rejected ones are only counted."""
-    rejected = int((~values.trained).sum())
+    masked = int(values.masked.sum())
+    rejected = int((~values.trained).sum()) - masked
     values = values.where(values.trained)
-    if not len(values):
-        return SourceStatistics(rejected=rejected)
-    d = np.asarray(values.logprobs, np.float64) - np.asarray(values.behaviour, np.float64)
+    known = values.where(values.recorded)
+    d = np.asarray(known.logprobs, np.float64) - np.asarray(known.behaviour, np.float64)
     d = np.clip(d, -log_ratio_max, log_ratio_max)
     ratios = np.exp(d)
-    _, place = np.unique(values.sequences, return_inverse=True)
+    _, place = np.unique(known.sequences, return_inverse=True)
     sequence_ratios = np.exp(np.clip(np.bincount(place, weights=d), -log_ratio_max, log_ratio_max))
     return SourceStatistics(
         tokens=len(values),
@@ -160,6 +173,7 @@ def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatis
         clipped_high=Mean.of(values.clipped_high),
         loss=float(values.losses.sum()),
         rejected=rejected,
+        masked=masked,
         ratios_S=ratios,
         sequence_ratios=sequence_ratios,
     )
@@ -173,9 +187,18 @@ class BatchStatistics:
     by_source: dict[str, SourceStatistics]
     """``fresh`` and ``replay``."""
     staleness: npt.NDArray[np.int64]
-    """Learner version minus the oldest behaviour version, one entry per trajectory."""
+    """Learner version minus the oldest behaviour version, one entry per fresh trajectory."""
+    replay_ages: npt.NDArray[np.int64]
+    """The same of replayed trajectories that a policy of the run sampled."""
     logprob_differences: FloatArray
     """|log π - log μ| of the tokens that the learner's own version sampled: what engine and learner disagree on."""
+    on_loss: float = 0.0
+    off_loss: float = 0.0
+    """Policy loss of tokens with the fresh, and with the off-policy loss."""
+    off_share: float = 0.0
+    """Tokens with the off-policy loss among all response tokens, rejected ones included."""
+    entropy_by_sequence: dict[int, float] = field(default_factory=dict)
+    """Exact entropy, mean over the trajectory's tokens in the batch, by ``Row.sequence``."""
 
     @property
     def replay_share(self) -> float:
@@ -187,9 +210,34 @@ def batch_statistics(values: TokenValues, policy_version: int, log_ratio_max: fl
     """``policy_version`` is the learner's, before the step."""
     fresh, replay = (source_statistics(values.where(values.replayed == r), log_ratio_max) for r in (False, True))
     lag = policy_version - values.versions.astype(np.int64)
-    _, place = np.unique(values.sequences, return_inverse=True)
-    staleness = np.full(int(place.max()) + 1 if len(place) else 0, np.iinfo(np.int64).min)
-    np.maximum.at(staleness, place, lag)
-    same = (lag == 0) & values.trained
+    same = (lag == 0) & values.trained & values.recorded & ~values.discarded
     difference = np.abs(np.asarray(values.logprobs[same], np.float64) - np.asarray(values.behaviour[same], np.float64))
-    return BatchStatistics(fresh + replay, {"fresh": fresh, "replay": replay}, staleness, difference)
+    losses = np.asarray(values.losses, np.float64)
+    return BatchStatistics(
+        all=fresh + replay,
+        by_source={"fresh": fresh, "replay": replay},
+        staleness=_oldest(lag, values.sequences, ~values.replayed),
+        replay_ages=_oldest(lag, values.sequences, values.replayed & values.recorded),
+        logprob_differences=difference,
+        on_loss=float(losses[~values.off_policy].sum()),
+        off_loss=float(losses[values.off_policy].sum()),
+        off_share=float(values.off_policy.mean()) if len(values) else 0.0,
+        entropy_by_sequence=_means(values.entropy, values.sequences),
+    )
+
+
+def _oldest(lag_S: npt.NDArray[np.int64], sequences_S: npt.NDArray[np.int32], chosen_S: BoolArray) -> Ages:
+    """Largest lag of each trajectory with a chosen token."""
+    names, place = np.unique(sequences_S[chosen_S], return_inverse=True)
+    oldest = np.full(len(names), np.iinfo(np.int64).min)
+    np.maximum.at(oldest, place, lag_S[chosen_S])
+    return oldest
+
+
+def _means(values_S: FloatArray, sequences_S: npt.NDArray[np.int32]) -> dict[int, float]:
+    """Mean of the finite values of each trajectory that has any."""
+    finite = np.isfinite(values_S)
+    names, place = np.unique(sequences_S[finite], return_inverse=True)
+    totals = np.bincount(place, weights=np.asarray(values_S, np.float64)[finite], minlength=len(names))
+    counts = np.bincount(place, minlength=len(names))
+    return {int(name): float(total / n) for name, total, n in zip(names, totals, counts, strict=True)}

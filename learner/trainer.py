@@ -17,11 +17,12 @@ from torch import Tensor
 
 from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers, token_weights
 from learner.loss import LossRules, LossTerms, LossTokens, policy_loss
+from learner.offpolicy import second_moment_mask, step_factor, token_weights_of
 from learner.policy import Interrupted, Policy
 from learner.report import NonFinite, StepReport, Stopwatch
 from learner.rows import Batch, Row
 from learner.schedule import learning_rate
-from learner.statistics import TokenValues, batch_statistics
+from learner.statistics import TokenValues, Weights, batch_statistics
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 
@@ -49,7 +50,21 @@ class _Tally:
     optimizer_steps: int = 0
     microbatches: int = 0
     padding: int = 0
+    ratios: Weights = field(default_factory=Weights)
+    """Of the present optimizer step, for the ESS guard."""
+    factors: list[float] = field(default_factory=list)
+    """What the guard did to each optimizer step."""
     nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0})
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of all sampled tokens of the update before an optimizer step, by ``MicroBatch.tokens_S``."""
+
+    today: FloatArray | None = None
+    """log π before the first optimizer step; NaN where no token is anchored there. None: these are the weights."""
+    kept: npt.NDArray[np.bool_] | None = None
+    """False where the second-moment mask rejects. None: nothing is."""
 
 
 class Trainer:
@@ -64,7 +79,7 @@ class Trainer:
         self.updates = 0
         self.torn = False
         self._config = config
-        self._rules = LossRules.of(config.loss, config.importance)
+        self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
         learner = config.learner
         self.optimizer = torch.optim.AdamW(
             policy.parameters,
@@ -87,10 +102,8 @@ class Trainer:
         started = time.time()
         tally = _Tally(Stopwatch(self.policy.device))
         rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         try:
-            self._train(batch, tally)
+            self._train(batch, tally, rate)
         except Interrupted:
             self.optimizer.zero_grad(set_to_none=True)
             self.torn = tally.optimizer_steps > 0
@@ -98,16 +111,17 @@ class Trainer:
         self.updates += 1
         return self._report(batch, policy_version, rate, tally, started)
 
-    def _train(self, batch: Batch, tally: _Tally) -> None:
+    def _train(self, batch: Batch, tally: _Tally, rate: float) -> None:
         learner = self._config.learner
         numbers = token_numbers(batch.rows)
         several = learner.epochs * learner.minibatches > 1
-        proximal = self.score(batch.rows, tally.watch) if self._rules.decoupled and several else None
+        today = self._today(batch.rows, tally.watch) if several else None
         for epoch in range(learner.epochs):
             for chosen in self._minibatches(batch.rows, epoch):
                 rows, first = [batch.rows[i] for i in chosen], [int(numbers[i]) for i in chosen]
                 try:
-                    self._optimizer_step(rows, first, proximal, tally, record=epoch == 0)
+                    known = _Known(today, self._kept(rows, first, batch.n_sampled, tally.watch))
+                    self._optimizer_step(rows, first, known, tally, rate, record=epoch == 0)
                 except NonFiniteStep as error:
                     tally.nonfinite[error.where] += 1
                 finally:
@@ -115,14 +129,64 @@ class Trainer:
 
     def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> FloatArray:
         """log π of all sampled tokens of ``rows`` with today's weights, float32 ``[S]``, rows in order."""
+        return self._scores(rows, watch)[0]
+
+    def mean_entropies(self, rows: Sequence[Row]) -> dict[int, float]:
+        """Exact entropy with today's weights, nats, mean over the sampled tokens of each ``Row.sequence``; not finite
+        where a token's is not."""
+        entropies = self._scores(rows)[1].astype(np.float64)
+        sequences = np.repeat([row.sequence for row in rows], [row.n_sampled for row in rows])
+        return {int(s): float(entropies[sequences == s].mean()) for s in np.unique(sequences)}
+
+    def _scores(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> tuple[FloatArray, FloatArray]:
+        """log π and entropy of all sampled tokens of ``rows``, float32 ``[S]`` each, without gradient."""
         watch = watch or Stopwatch(self.policy.device)
         numbers = token_numbers(rows)
-        out = np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32)
+        logprobs = np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32)
+        entropies = np.zeros_like(logprobs)
         with torch.no_grad():
             for part in self._microbatches(rows, [int(n) for n in numbers], [0.0] * len(rows), watch):
                 with watch.stage("forward"):
-                    out[part.tokens_S] = self.policy.score(part)[0].float().cpu().numpy()
+                    scored, entropy = self.policy.score(part)
+                    logprobs[part.tokens_S] = scored.float().cpu().numpy()
+                    entropies[part.tokens_S] = entropy.float().cpu().numpy()
+        return logprobs, entropies
+
+    def _today(self, rows: Sequence[Row], watch: Stopwatch) -> FloatArray | None:
+        """log π of the tokens that are anchored at today's policy, NaN elsewhere; None where no token is."""
+        rules = self._rules
+        chosen = [row for row in rows if rules.anchored_today(replayed=row.replayed, recorded=row.recorded)]
+        if not chosen:
+            return None
+        anchored = [rules.anchored_today(replayed=row.replayed, recorded=row.recorded) for row in rows]
+        places = np.repeat(anchored, [row.n_sampled for row in rows])
+        out = np.full(len(places), np.nan, dtype=np.float32)
+        out[places] = self.score(chosen, watch)
         return out
+
+    def _kept(
+        self, rows: Sequence[Row], first: Sequence[int], n_tokens: int, watch: Stopwatch
+    ) -> npt.NDArray[np.bool_] | None:
+        """The second-moment mask over the off-policy tokens of one optimizer step, with the weights of now."""
+        if self._rules.off_policy != "second_moment" or not self._rules.use_recorded:
+            return None
+        chosen = [(row, at) for row, at in zip(rows, first, strict=True) if self._off(row) and row.recorded]
+        if not chosen:
+            return None
+        behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row, _ in chosen])
+        places = np.concatenate([np.arange(row.n_sampled) + at for row, at in chosen])
+        d = self.score([row for row, _ in chosen], watch).astype(np.float64) - behaviour
+        finite = np.isfinite(d)
+        within = np.ones(len(d), dtype=np.bool_)
+        within[finite] = second_moment_mask(d[finite], self._config.loss.second_moment_max)
+        kept = np.ones(n_tokens, dtype=np.bool_)
+        kept[places] = within
+        return kept
+
+    def _off(self, row: Row) -> bool:
+        """Whether the row has the off-policy loss."""
+        guided = self._config.loss.off_clip_guided
+        return row.replayed or (guided == "all" and row.guided) or (guided == "discarded" and row.discarded)
 
     def _minibatches(self, rows: Sequence[Row], epoch: int) -> list[list[int]]:
         """Row numbers of each optimizer step: whole trajectories, shuffled by (seed, update, epoch) where there are
@@ -146,35 +210,44 @@ class Trainer:
             ]
 
     def _optimizer_step(
-        self, rows: Sequence[Row], first: Sequence[int], proximal: FloatArray | None, tally: _Tally, *, record: bool
+        self, rows: Sequence[Row], first: Sequence[int], known: _Known, tally: _Tally, rate: float, *, record: bool
     ) -> None:
         """Gradients of the whole mini-batch, then one optimizer step. Rows without advantage have gradient exactly 0:
         they are scored without a backward pass, and only for the statistics."""
         weights = token_weights(rows, self._config.loss.aggregation)
-        with_signal = [row.advantage != 0 or self._rules.entropy_bonus > 0 for row in rows]
+        with_signal = [row.advantage * row.replay_weight != 0 or self._rules.entropy_bonus > 0 for row in rows]
+        guard = self._config.replay.ess_guard
+        tally.ratios = Weights()
         tally.loss = tally.policy_loss = tally.entropy = tally.grad_norm = 0.0
         for learn in (True, False):
             chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
-            if not chosen or not (learn or record):
+            if not chosen or not (learn or record or guard.enabled):
                 continue
             parts = self._microbatches(
                 [rows[i] for i in chosen], [first[i] for i in chosen], [weights[i] for i in chosen], tally.watch
             )
             for part in parts:
-                self._microbatch(part, proximal, tally, learn=learn, record=record)
+                self._microbatch(part, known, tally, learn=learn, record=record)
         if any(with_signal):
+            factor = step_factor(tally.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * factor
             with tally.watch.stage("optimize"):
                 self._apply(tally)
+            tally.factors.append(factor)
 
-    def _microbatch(
-        self, part: MicroBatch, proximal: FloatArray | None, tally: _Tally, *, learn: bool, record: bool
-    ) -> None:
+    def _microbatch(self, part: MicroBatch, known: _Known, tally: _Tally, *, learn: bool, record: bool) -> None:
         with tally.watch.stage("forward"), torch.set_grad_enabled(learn):
             logprobs, entropy = self.policy.score(part)
-            tokens = self._loss_tokens(part, logprobs, entropy, proximal)
+            tokens = self._loss_tokens(part, logprobs, entropy, known)
             terms = policy_loss(tokens, self._rules)
+            values = _values(part, tokens, terms, known)
             if record:
-                tally.values.append(_values(part, tokens, terms))
+                tally.values.append(values)
+            if self._config.replay.ess_guard.enabled:
+                tally.ratios += token_weights_of(
+                    values.logprobs, values.behaviour, values.trained & values.recorded, self._rules.log_ratio_max
+                )
             if not bool(torch.isfinite(tokens.logprobs.detach()).all()):
                 raise NonFiniteStep("ratio")
             value = float(terms.loss.detach())
@@ -189,24 +262,26 @@ class Trainer:
         tally.policy_loss += float(terms.policy)
         tally.entropy += float(terms.entropy)
 
-    def _loss_tokens(
-        self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, proximal: FloatArray | None
-    ) -> LossTokens:
+    def _loss_tokens(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: _Known) -> LossTokens:
         def tensor(array: npt.NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(array).to(self.policy.device)
 
-        behaviour = tensor(part.behaviour_logprobs_S)
-        replayed = tensor(part.replayed_S)
+        usable = np.isfinite(part.behaviour_logprobs_S)
+        off = part.replayed_S
+        if self._config.loss.off_clip_guided != "none":
+            off = off | (part.guided_S if self._config.loss.off_clip_guided == "all" else part.discarded_S)
         return LossTokens(
             logprobs=logprobs,
             entropy=entropy,
-            behaviour=behaviour,
-            proximal=None if proximal is None else tensor(proximal[part.tokens_S]),
+            behaviour=tensor(part.behaviour_logprobs_S),
+            proximal=None if known.today is None else tensor(known.today[part.tokens_S]),
             advantages=tensor(part.advantages_S),
             weights=tensor(part.weights_S),
-            loss_mask=torch.isfinite(behaviour),
-            replay_mask=replayed,
-            off_policy=replayed,
+            loss_mask=tensor(usable if known.kept is None else usable & known.kept[part.tokens_S]),
+            replay_mask=tensor(part.replayed_S),
+            off_policy=tensor(off),
+            recorded=tensor(part.recorded_S),
+            factors=tensor(part.factors_S),
         )
 
     def _apply(self, tally: _Tally) -> None:
@@ -234,7 +309,8 @@ class Trainer:
             policy_loss=tally.policy_loss,
             entropy_loss=-self._rules.entropy_bonus * tally.entropy,
             grad_norm=tally.grad_norm,
-            learning_rate=rate,
+            learning_rate=rate * (tally.factors[-1] if tally.factors else 1.0),
+            guard_lr_factor=float(np.mean(tally.factors)) if tally.factors else 1.0,
             optimizer_steps=tally.optimizer_steps,
             nonfinite=tally.nonfinite,
             n_rows=len(batch.rows),
@@ -242,14 +318,14 @@ class Trainer:
             tokens_trained=trained,
             tokens_masked=sum(len(row) for row in batch.rows) - trained,
             tokens_padding=tally.padding,
-            tokens_without_signal=sum(row.n_sampled for row in batch.rows if row.advantage == 0),
+            tokens_without_signal=sum(row.n_sampled for row in batch.rows if row.advantage * row.replay_weight == 0),
             seconds=tally.watch.seconds,
             started_at=started,
             finished_at=time.time(),
         )
 
 
-def _values(part: MicroBatch, tokens: LossTokens, terms: LossTerms) -> TokenValues:
+def _values(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: _Known) -> TokenValues:
     def array(tensor: Tensor) -> npt.NDArray[np.float32]:
         return tensor.detach().float().cpu().numpy()
 
@@ -264,4 +340,8 @@ def _values(part: MicroBatch, tokens: LossTokens, terms: LossTerms) -> TokenValu
         versions=part.policy_versions_S,
         sequences=part.sequences_S,
         replayed=part.replayed_S,
+        recorded=part.recorded_S,
+        discarded=part.discarded_S,
+        off_policy=tokens.off_policy.cpu().numpy(),
+        masked=np.zeros(part.n_sampled, np.bool_) if known.kept is None else ~known.kept[part.tokens_S],
     )

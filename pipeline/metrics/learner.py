@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pipeline.metrics.base import LAG, LAT, LONG, NATS, RATIO, SOURCES, CollectorRegistry, counter, gauge, histogram
 
 TOKEN_KINDS = ("trained", "masked", "padding")
-STAGES = ("wait", "prepare", "forward", "backward", "optimize", "publish")
+STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publish")
 LEVELS = ("token", "sequence")
 STATISTICS = ("mean", "min", "max")
 SIDES = ("low", "high")
-REJECTIONS = ("ratio_cap", "stale", "sequence_mask", "nonfinite")
+REJECTIONS = ("ratio_cap", "stale", "sequence_mask", "nonfinite", "second_moment")
 TERMS = ("policy", "kl", "entropy", "value")
 NONFINITE = ("loss", "gradient", "ratio")
 _P = "afterplay_learner_"
@@ -28,6 +28,7 @@ class LearnerMetrics:
     def __init__(self, registry: CollectorRegistry, environments: Sequence[str] = ()) -> None:
         self._build_steps(registry)
         self._build_off_policy(registry)
+        self._build_replay(registry)
         self._build_optimisation(registry, {"env": tuple(environments)})
         self._build_persistence(registry)
 
@@ -41,7 +42,7 @@ class LearnerMetrics:
         self.step_duration_seconds = histogram(
             r,
             _P + "step_duration_seconds",
-            "Step time; stage = wait, prepare, forward, backward, optimize or publish.",
+            "Step time; stage = wait, choose, prepare, forward, backward, optimize or publish.",
             LAT,
             {"stage": STAGES},
         )
@@ -77,11 +78,11 @@ class LearnerMetrics:
         self.rejected_tokens_total = counter(
             r,
             _P + "rejected_tokens_total",
-            "Tokens masked out of the loss; reason = ratio_cap, stale, sequence_mask or nonfinite.",
+            "Tokens masked out of the loss; reason = ratio_cap, stale, sequence_mask, nonfinite or second_moment.",
             {"reason": REJECTIONS},
         )
         self.staleness_versions = histogram(
-            r, _P + "staleness_versions", "Learner version minus behaviour version of each trained trajectory.", LAG
+            r, _P + "staleness_versions", "Learner version minus behaviour version of each fresh trajectory.", LAG
         )
         self.logprob_diff_nats = histogram(
             r,
@@ -105,12 +106,64 @@ class LearnerMetrics:
             {"source": SOURCES},
         )
 
+    def _build_replay(self, r: CollectorRegistry) -> None:
+        self.trained_trajectories_total = counter(
+            r,
+            _P + "trained_trajectories_total",
+            "Trajectories trained; source = fresh or replay.",
+            {"source": SOURCES},
+        )
+        self.source_importance_ratio = gauge(
+            r,
+            _P + "source_importance_ratio",
+            "pi/mu of the last batch's tokens with recorded mu; stat = mean, min or max, source = fresh or replay.",
+            {"source": SOURCES, "stat": STATISTICS},
+        )
+        self.source_ess_ratio = gauge(
+            r,
+            _P + "source_ess_ratio",
+            "Last batch by source: token-level (sum w)^2 / (N sum w^2), 0 to 1; 0 without such tokens.",
+            {"source": SOURCES},
+        )
+        self.source_kl_nats = gauge(
+            r,
+            _P + "source_kl_nats",
+            "KL(mu||pi) of the last batch by source; estimator = k1 or k3.",
+            {"source": SOURCES, "estimator": ("k1", "k3")},
+        )
+        self.policy_loss = gauge(
+            r,
+            _P + "policy_loss",
+            "Policy loss of the last batch; policy = on (fresh clip) or off (off-policy loss).",
+            {"policy": ("on", "off")},
+        )
+        self.replay_token_ratio = gauge(
+            r, _P + "replay_token_ratio", "Replayed tokens among trained tokens of the last batch, 0 to 1."
+        )
+        self.off_policy_token_ratio = gauge(
+            r,
+            _P + "off_policy_token_ratio",
+            "Tokens with the off-policy loss among response tokens of the last batch, 0 to 1.",
+        )
+        self.replay_age_versions = histogram(
+            r, _P + "replay_age_versions", "Learner version minus behaviour version of each replayed trajectory.", LAG
+        )
+        self.guard_learning_rate_ratio = gauge(
+            r, _P + "guard_learning_rate_ratio", "What the ESS guard multiplied the last learning rate with."
+        )
+        self.scored_candidates_total = counter(
+            r, _P + "scored_candidates_total", "Stored trajectories scored with today's policy to choose replays."
+        )
+        self.failed_choices_total = counter(
+            r, _P + "failed_choices_total", "Groups trained with the stored choice because scoring failed."
+        )
+
     def _build_optimisation(self, r: CollectorRegistry, env: dict[str, tuple[str, ...]]) -> None:
         self.entropy_nats = gauge(r, _P + "entropy_nats", "Mean token entropy of the last batch.")
         self.loss = gauge(r, _P + "loss", "Last batch; term = policy, kl, entropy or value.", {"term": TERMS})
         self.grad_norm = gauge(r, _P + "grad_norm", "Global gradient norm before clipping.")
         self.learning_rate = gauge(r, _P + "learning_rate", "Learning rate of the last step.")
-        self.reward_mean = gauge(r, _P + "reward_mean", "Mean reward of the last batch.", env)
+        self.reward_mean = gauge(r, _P + "reward_mean", "Mean reward of the last batch's fresh trajectories.", env)
         self.evaluation_score = gauge(r, _P + "evaluation_score", "Mean score of the last evaluation.", env)
         self.nonfinite_steps_total = counter(
             r,

@@ -58,6 +58,10 @@ def values(n=6, seed=0, replayed=None):
         versions=np.arange(n).astype(np.int32),
         sequences=(np.arange(n) // 2).astype(np.int32),
         replayed=np.zeros(n, bool) if replayed is None else replayed,
+        recorded=np.ones(n, bool),
+        discarded=np.zeros(n, bool),
+        off_policy=np.zeros(n, bool) if replayed is None else replayed,
+        masked=np.zeros(n, bool),
     )
 
 
