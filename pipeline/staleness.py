@@ -87,6 +87,13 @@ class Batches:
         return len(self._ready_set)
 
     @property
+    def first_gap(self) -> int | None:
+        """The first update that lacks groups while a later one has some; None where the batches are filled in order."""
+        last = max((update for update in self.placed.values()), default=self.consumed)
+        gaps = (u for u in range(self.consumed, last) if self._filled[u] < self.rule.groups_per_step)
+        return next(gaps, None)
+
+    @property
     def finished(self) -> bool:
         """Whether the run has made all its updates."""
         return self.rule.updates_max is not None and self.consumed >= self.rule.updates_max

@@ -110,6 +110,11 @@ class StageCore:
         return min(versions, default=None)
 
     @property
+    def payloads(self) -> PayloadHolds:
+        """Payloads that are still needed."""
+        return self._s.payloads
+
+    @property
     def records(self) -> Mapping[int, GroupRecord]:
         """Groups in memory, by number."""
         return self._s.groups

@@ -172,9 +172,23 @@ class Dispatch:
             log.warning("the learner goes on from %d updates, %d were made: %d groups are trained again",
                         updates, s.batches.consumed, len(again))  # fmt: skip
         s.batches.roll_back(updates, again)
+        self._close_gaps()
         self.durable_updates = min(self.durable_updates, updates)
         s.journal.meta("consumed", s.batches.consumed)
         s.journal.meta("live", s.batches.live)
+
+    def _close_gaps(self) -> None:
+        """Groups placed behind an update whose own groups are not known any more (the stage went back to an older copy)
+        are free for that update."""
+        s = self._s
+        gap = s.batches.first_gap
+        for number, update in list(s.batches.placed.items()):
+            if gap is not None and update > gap:
+                group = s.groups[number]
+                group.state, group.update = GroupState.READY, None
+                s.batches.cancel(number)
+                s.batches.restore(number, group.admitted_update, ready=True)
+                s.journal.group(group)
 
     def _made(self, update: int, groups: list[int]) -> None:
         self._s.batches.consume(update, groups)

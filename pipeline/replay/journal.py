@@ -90,8 +90,9 @@ class Journal:
         self._acks: defaultdict[str, tuple[list[str], dict[str, str]]] = defaultdict(lambda: ([], {}))
 
     def count(self, name: str, amount: int = 1) -> None:
-        self.counters[name] += amount
-        self._counted.add(name)
+        if amount:
+            self.counters[name] += amount
+            self._counted.add(name)
 
     def group(self, group: GroupRecord) -> None:
         self._groups[group.number] = group

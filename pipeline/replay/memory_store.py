@@ -31,7 +31,7 @@ class MemoryStore(ReplayStore):
 
     def _open(self, exists: bool, synchronous: str) -> None:
         self._synchronous = synchronous
-        self._committed, self._closed = True, False
+        self._committed = True
         memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
             if exists:
@@ -91,15 +91,13 @@ class MemoryStore(ReplayStore):
         """Write the last copy. Harmless when done already."""
         if self._closed:
             return
-        self._closed = True
         try:
             with self._explained("written"):
                 self._put("clean", True)
             self._committed = True
             self.checkpoint()
         finally:
-            self._writer.close()
-            self._lock.release()
+            self.abandon()
 
     def _copy(self, target: sqlite3.Connection) -> None:
         self._reading.acquire()

@@ -45,6 +45,11 @@ class PayloadHolds:
             self._journal.forget_payload(seq)
             self._journal.count("payload.bytes", -n_bytes)
 
+    @property
+    def held(self) -> set[int]:
+        """``seq`` of all that somebody needs."""
+        return set(self._holders)
+
     def __contains__(self, seq: int) -> bool:
         return seq in self._holders
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,19 +57,27 @@ class Faults:
         )  # fmt: skip
 
 
-def rollout(order: Order, version: int, *, status: TrajectoryStatus = TrajectoryStatus.COMPLETE) -> Trajectory:
-    """A tiny trajectory that answers ``order``."""
+def rollout(
+    order: Order,
+    version: int,
+    *,
+    status: TrajectoryStatus = TrajectoryStatus.COMPLETE,
+    reward: float | None = None,
+    turns: int = 1,
+) -> Trajectory:
+    """A tiny trajectory that answers ``order``; odd slots succeed unless ``reward`` says otherwise."""
     failed = status in (TrajectoryStatus.ERROR, TrajectoryStatus.ABORTED)
     completion = TokenSpan.sampled([3, 4], [-0.5, -0.25], (VersionSpan(0, 2, version),))
     turn = Turn(TokenSpan.context([1, 2]), completion, (), Message("assistant", "x"), FinishReason.STOP, 1.0)
+    reward = float(order.slot % 2) if reward is None else reward
     return Trajectory(
         order.order_id,
         order.group_id,
         order.task,
-        (turn,),
+        (turn,) * turns,
         status,
         failure=Failure("simulation", "injected", "as asked") if failed else None,
-        rewards={} if failed else {"environment": float(order.slot % 2)},
+        rewards={} if failed else {"environment": reward},
     )
 
 
@@ -202,7 +210,10 @@ class SimulatedActor(Peer):
             status = TrajectoryStatus.ERROR
         elif rng.random() < faults.abort:
             status = TrajectoryStatus.ABORTED
-        frames = encode_trajectory(rollout(order, max(order.policy_version, self.sim.engine_version), status=status))
+        seed, version = order.task.seed, max(order.policy_version, self.sim.engine_version)
+        # of four tasks one always fails, one always succeeds
+        reward = (0.0, 1.0, float(rng.random() < 0.3), float(rng.random() < 0.7))[seed % 4]
+        frames = encode_trajectory(rollout(order, version, status=status, reward=reward, turns=1 + seed % 3))
         if rng.random() < faults.corrupt:
             frames = (frames[0], bytes(frames[1])[:-4], *frames[2:])
         self.outbox[order.order_id] = frames
@@ -235,6 +246,7 @@ class SimulatedLearner(Peer):
         self.plans: dict[str, tuple[int, Any]] = {}
         self.deliveries: dict[str, dict[int, str]] = {}
         self.unacknowledged: dict[int, list[str]] = {}
+        self.reports: dict[int, dict[str, Any]] = {}
         self.busy = False
 
     def hello(self) -> dict[str, Any]:
@@ -247,6 +259,7 @@ class SimulatedLearner(Peer):
             "credit_groups": self.credit,
             "holding": [g for g in self.plans if self._complete(g)],
             "consumed": [[u, ids] for u, ids in self.unacknowledged.items()],
+            "trained": [[u, self.reports[u]] for u in self.unacknowledged if self.sim.rng.random() < 0.8],
         }
 
     def crash(self) -> None:
@@ -277,6 +290,7 @@ class SimulatedLearner(Peer):
                 trajectory = decode_trajectory(message.frames)
                 assert trajectory.trajectory_id == header["trajectory_id"]
                 assert header["reward"] == trajectory.rewards["environment"]
+                self._check_replay(header, trajectory)
                 self.deliveries[header["group_id"]][header["index"]] = trajectory.trajectory_id
                 self._train()
             case Kind.CANCEL:
@@ -289,7 +303,38 @@ class SimulatedLearner(Peer):
                 raise AssertionError(message)
 
     def _complete(self, group: str) -> bool:
-        return bool(len(self.deliveries[group]) == self.plans[group][1].n_rollout)
+        return bool(len(self.deliveries[group]) == self.plans[group][1].delivered)
+
+    def _check_replay(self, header: Mapping[str, Any], trajectory: Trajectory) -> None:
+        plan, replay = self.plans[header["group_id"]][1], header.get("replay")
+        assert (replay is not None) == (header["index"] >= plan.n_fresh)
+        assert trajectory.task.task_id == plan.task.task_id
+        if replay is None:
+            return
+        config = self.sim.config.replay
+        assert config.enabled and header["reward"] >= config.success_threshold
+        assert plan.candidates[header["index"] - plan.n_fresh] == trajectory.trajectory_id
+        assert replay["weight"] > 0 and (replay["turn"] is None) == (config.unit == "trajectory")
+        assert replay["turn"] is None or 0 <= replay["turn"] < len(trajectory.turns)
+        if config.max_age is not None and self.life == 0 and not self.sim.versions_lost:
+            assert replay["age"] <= config.max_age
+
+    def _report(self, members: list[str]) -> tuple[dict[str, list[str]], dict[str, Any]]:
+        """Which trajectories of each group are trained, and what is said of it."""
+        rng = self.sim.rng
+        trained, replayed = {}, {}
+        for group in members:
+            plan = self.plans[group][1]
+            ids = [t for _, t in sorted(self.deliveries[group].items())]
+            k = plan.n_rollout - plan.n_fresh
+            chosen = rng.sample(ids[plan.n_fresh :], k)
+            trained[group] = ids[: plan.n_fresh]
+            if chosen:
+                replayed[group] = chosen
+        every = [t for ids in (*trained.values(), *replayed.values()) for t in ids]
+        ess = {"all": rng.random(), "fresh": rng.random(), "replay": rng.choice((None, rng.random()))}
+        report = {"ess": ess, "entropy": {t: rng.random() for t in every if rng.random() < 0.9}, "choice_failed": 0}
+        return trained, {"replayed": replayed, **report}
 
     def _train(self) -> None:
         update, life = self.weights.updates, self.life
@@ -303,7 +348,10 @@ class SimulatedLearner(Peer):
     def _trained(self, update: int, members: list[str], life: int) -> None:
         if life != self.life:
             return
-        ids = tuple(t for g in members for _, t in sorted(self.deliveries[g].items()))
+        trained, report = self._report(members)
+        ids = tuple(t for g in members for t in trained[g])
+        self.sim.replayed_total += sum(map(len, report["replayed"].values()))
+        self.reports[update] = report
         self.weights.history.append((tuple(members), ids))
         self.weights.updates = update + 1
         self.sim.trained_total += 1
@@ -311,7 +359,7 @@ class SimulatedLearner(Peer):
             del self.plans[group], self.deliveries[group]
         self.unacknowledged[update] = members
         self.busy = False
-        self.send(Kind.CONSUMED, {"update": update, "group_ids": members})
+        self.send(Kind.CONSUMED, {"update": update, "group_ids": members, **report})
         self.policy_version += 1
         version, updates = self.policy_version, self.weights.updates
         self.sim.after(self.sim.rng.uniform(0.05, 1), lambda: self._publish(version, updates, life))

@@ -16,6 +16,8 @@ from pipeline.codec import decode_trajectory
 from pipeline.config import RunConfig
 from pipeline.replay.core import StageCore
 from pipeline.replay.journal import Score, Send
+from pipeline.replay.memory_store import open_store
+from pipeline.replay.records import GroupState
 from pipeline.replay.simulated_peers import Faults, Peer, SimulatedActor, SimulatedLearner, rollout
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import Trajectory
@@ -41,6 +43,10 @@ class Simulation:
         self.slow_scores = self.rng.random() < 0.5
         """Scores come later, as those of user functions do."""
         self.trained_total = 0
+        self.replayed_total = 0
+        """Replays that the learner trained, repeats after its crashes counted."""
+        self.versions_lost = False
+        """The stage went back to an older copy."""
         self.restarts = 0
         self.core: StageCore | None = None
         self.store: ReplayStore | None = None
@@ -54,6 +60,7 @@ class Simulation:
         for peer in self.peers:
             self.after(self.rng.uniform(0, 1), peer.connect)
         self.after(1.0, self._mischief)
+        self.after(config.replay.checkpoint_seconds, self._checkpoint)
 
     @property
     def peers(self) -> list[Peer]:
@@ -96,16 +103,18 @@ class Simulation:
         """kill -9 and start again."""
         self.restarts += 1
         assert self.store is not None
-        self.store.close()
+        self.store.abandon()
         self.core, self.store, self._inbox, self._round = None, None, [], False
         for peer in self.peers:
             peer.disconnect(silent=False)
         self.after(self.rng.uniform(0.1, 3), self._start_stage)
 
     def _start_stage(self) -> None:
-        self.store = ReplayStore(self.path, synchronous="NORMAL")
+        self.store = open_store(self.config.replay, self.path)
+        snapshot = self.store.load()
+        self.versions_lost |= snapshot.lost
         score_now = None if self.slow_scores else self._score_now
-        self.core = StageCore(self.config, self.store.load(), now=self.now, wall=self.now, score_now=score_now)
+        self.core = StageCore(self.config, snapshot, now=self.now, wall=self.now, score_now=score_now)
         self._do_round()
 
     def _score_now(self, trajectory: Trajectory) -> Verdict:
@@ -152,6 +161,7 @@ class Simulation:
             self.restart_stage()
             return
         store.commit(changes)
+        self._check(core)
         if crash:
             effects = effects[: self.rng.randrange(len(effects) + 1)]
         for effect in effects:
@@ -163,6 +173,34 @@ class Simulation:
             self.restart_stage()
         else:
             self._wake()
+
+    def _checkpoint(self) -> None:
+        self.after(self.config.replay.checkpoint_seconds, self._checkpoint)
+        if self.store is not None:
+            self.store.checkpoint()
+
+    def _check(self, core: StageCore) -> None:
+        """What must hold after every round."""
+        config, experience, payloads = self.config.replay, core.experience, core.payloads
+        for group in core.records.values():
+            ended = group.state is GroupState.CANCELLED
+            assert ended or group.n_rollout == self.config.groups.n_rollout, group
+            assert len(group.replays) >= group.k, group
+            needed = [slot.trajectory.seq for slot in group.slots if slot.trajectory is not None]
+            needed += [] if ended else [replay.seq for replay in group.replays]
+            assert all(seq in payloads for seq in needed), f"{group.group_id} needs a payload that was freed"
+            assert len({*needed}) == len(needed), f"{group.group_id} has a trajectory twice"
+        stored: dict[str, int] = {}
+        for entry in experience.entries:
+            assert entry.seq in payloads, f"the pool holds {entry.trajectory_id}, its payload was freed"
+            stored[entry.task.task_id] = stored.get(entry.task.task_id, 0) + 1
+        assert len(experience) <= config.capacity
+        assert all(n <= config.max_trajectories_per_task for n in stored.values())
+        retired = {task_id for task_id, record in experience.tasks.items() if record.retired}
+        assert not retired & stored.keys(), "a retired task has stored trajectories"
+        held = core.journal.counters["pool.saved"] + core.journal.counters["pool.imported"]
+        left = sum(n for name, n in core.journal.counters.items() if name.startswith("pool.left."))
+        assert held == left + len(experience)
 
     def _send(self, store: ReplayStore, effect: Send) -> None:
         peer = next(p for p in self.peers if p.name == effect.peer)

@@ -60,6 +60,7 @@ class ReplayStore:
         exists = store_file.check_header(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = store_file.Lock(path)
+        self._closed = False
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         try:
@@ -91,12 +92,19 @@ class ReplayStore:
         self.close()
 
     def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
-        self._lock.release()
+        """Harmless when done already."""
+        self.abandon()
 
     _current = True
     """Whether the file always holds the last commit."""
+
+    def abandon(self) -> None:
+        """Close as a kill does: nothing is written any more (for tests)."""
+        if not self._closed:
+            self._closed = True
+            self._reader.close()
+            self._writer.close()
+            self._lock.release()
 
     def load(self) -> Snapshot:
         """What the stage goes on from."""

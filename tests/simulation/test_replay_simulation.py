@@ -1,0 +1,106 @@
+"""Experience replay under seeded schedules of faults: the pool, its payloads and the accounts stay whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.replay.ledger import read_ledger
+from pipeline.replay.simulation import Faults, Simulation
+
+SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "60"))
+PER_TEST = 10
+
+
+def settings(rng: random.Random) -> dict[str, Any]:
+    n, eta = rng.randint(2, 5), rng.randint(0, 2)
+    k = rng.randint(1, n - 1)
+    replay: dict[str, Any] = {
+        "enabled": True,
+        "start_ratio": rng.choice((0.0, 0.0, 0.3)),
+        "start_solve_rate": rng.choice((None, None, 0.2)),
+        "task_ratio": rng.choice((0.25, 0.5, 1.0)),
+        "trajectories_per_task": k,
+        "max_trajectories_per_task": rng.randint(k, 6),
+        "capacity": rng.choice((1, 3, 10_000)),
+        "select": rng.choice(("argmin", "argmax", "random")),
+        "entropy": rng.choice(("current", "stored")),
+        "task_sampling": rng.choice(("uniform", "normal", "priority")),
+        "max_age": rng.choice((None, None, eta + 1, eta + 4)),
+        "window": rng.choice((0, 0, 5)),
+        "unit": rng.choice(("trajectory", "turn")),
+        "retest_ratio": rng.choice((0.0, 0.2)),
+        "inject": rng.choice(("ratio", "ratio", "rescue")),
+        "bias_correction": rng.random() < 0.5,
+        "ess_guard": {"enabled": rng.random() < 0.5},
+        "memory_only": rng.random() < 0.3,
+        "checkpoint_seconds": rng.uniform(1, 20),
+    }
+    if replay["max_age"] is not None:
+        replay["max_age"] = max(1, replay["max_age"])
+    return {
+        "run": {"total_steps": rng.randint(6, 20)},
+        "groups": {"n_rollout": n, "groups_per_step": rng.randint(1, 4), "attempts_max": rng.randint(1, 4)},
+        "staleness": {"max": eta},
+        "checkpoint": {"every": rng.randint(1, 4)},
+        "environments": {"a": {"weight": 2, "tasks": 12, "max_seconds": 5}, "b": {"tasks": 4, "max_seconds": 5}},
+        "transport": {"silence_seconds_max": 4.0},
+        "replay": replay,
+    }
+
+
+@pytest.mark.parametrize("block", range(max(1, SCHEDULES // PER_TEST)))
+def test_replay_keeps_every_account_under_faults(block: int, tmp_path: Path) -> None:
+    replayed = 0
+    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
+        rng = random.Random(seed)
+        config = RunConfig.model_validate(settings(rng))
+        faults = Faults() if seed % 5 == 0 else Faults.drawn(rng, until=200.0)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        try:
+            sim = Simulation(config, folder / "r.sqlite", seed, faults, rng.randint(1, 3), slots=rng.randint(1, 8))
+            sim.run()
+            check(sim)
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+        replayed += sim.replayed_total
+        sim.close()
+    assert replayed > 20, "nothing was replayed in ten schedules"
+
+
+def check(sim: Simulation) -> None:
+    weights, core, store = sim.learner.weights, sim.core, sim.store
+    assert core is not None and store is not None
+    assert weights.updates == sim.config.run.total_steps, f"no progress: {weights.updates} updates at {sim.now:.0f} s"
+    groups = [g for members, _ in weights.history for g in members]
+    fresh = [t for _, ids in weights.history for t in ids]
+    assert len(groups) == len(set(groups)) == weights.updates * sim.config.groups.groups_per_step
+    assert len(fresh) == len(set(fresh)), "one lease was trained twice"
+    assert not any(peer.refused for peer in sim.peers), [peer.refused for peer in sim.peers]
+    store.checkpoint()
+    ledger = read_ledger(sim.path, rows=True)
+    assert ledger.audit() == []
+    with sqlite3.connect(sim.path) as connection:
+        stored = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
+        payloads = {row[0] for row in connection.execute("SELECT seq FROM payloads")}
+        pool = {row[0] for row in connection.execute("SELECT seq FROM pool")}
+        n_bytes = connection.execute(
+            "SELECT coalesce(sum(length(header)+length(token_ids)+length(logprobs)+length(spans)), 0) FROM payloads"
+        ).fetchone()[0]
+    connection.close()
+    assert len(set(stored)) == len(stored)
+    assert pool == {entry.seq for entry in core.experience.entries} and pool <= payloads
+    assert payloads == core.payloads.held, "payloads in the store are exactly those somebody needs"
+    assert core.journal.counters["payload.bytes"] == n_bytes
+    assert ledger.orders["in_flight"] == 0 and ledger.trajectories.get("held", 0) == 0
+    if not sim.versions_lost:
+        assert sim.acknowledged <= set(stored) and set(fresh) <= set(stored)
+        assert ledger.groups["trained"] == len(groups)
+        assert ledger.trajectories["trained"] == len(fresh)
