@@ -68,7 +68,7 @@ class Experience:
         self._changed: dict[int, PoolEntry] = {}
         self._removed: set[int] = set()
         self._state_changed = False
-        self._overfull = self._pool.overfull if self._enabled else []
+        self._trimmed = not self._enabled
         for entry in self._pool:
             self._difficulty.meet(entry.task)
         self._planner.reindex()
@@ -151,7 +151,7 @@ class Experience:
             return Outcome(len(successes))
         self._state_changed = True
         self._aside.played(task.task_id)
-        left = self._trim_overfull()
+        left = self._trim_all()
         retired, returned = self._difficulty.finished(task, len(successes), len(fresh))
         saved = []
         if self._difficulty.is_retired(task.task_id):
@@ -159,7 +159,7 @@ class Experience:
         elif self._replay.success_lower < len(successes) < self._upper:
             rate = len(successes) / len(fresh)
             saved = self._save(_entry(task, f, rate) for f in successes if f.replayable)
-            left += self._pool.trim(task.task_id)
+            left += self._pool.trim({entry.task.task_id for entry in saved})
         self._gone(left)
         self._pool.touched.add(task.task_id)
         self._difficulty.settle(task.task_id, pooled=self._pool.shelf(task.task_id) is not None)
@@ -208,16 +208,16 @@ class Experience:
         if not self._enabled:
             raise ConfigurationError("expected replay.enabled to import experience, got false: set it to true")
         self._state_changed = True
-        left = self._trim_overfull()
+        left = self._trim_all()
         wanted = [
             e
             for e in entries
             if e.reward >= self._replay.success_threshold and not self._difficulty.is_retired(e.task.task_id)
         ]
         saved = self._save(wanted)
-        for task in {entry.task.task_id: entry.task for entry in saved}.values():
-            self._difficulty.meet(task)
-            left += self._pool.trim(task.task_id)
+        for entry in saved:
+            self._difficulty.meet(entry.task)
+        left += self._pool.trim(dict.fromkeys(entry.task.task_id for entry in saved))
         self._gone(left)
         self._planner.reindex()
         return Outcome(0, tuple(saved), tuple(left))
@@ -273,9 +273,10 @@ class Experience:
             saved.append(entry)
         return saved
 
-    def _trim_overfull(self) -> list[tuple[PoolEntry, Leave]]:
-        left = [gone for task_id in self._overfull for gone in self._pool.trim(task_id)]
-        self._overfull = []
+    def _trim_all(self) -> list[tuple[PoolEntry, Leave]]:
+        """Once: the run file of a resumed run may have smaller bounds than its rows were kept under."""
+        left = [] if self._trimmed else self._pool.trim()
+        self._trimmed = True
         return left
 
     def _gone(self, left: Iterable[tuple[PoolEntry, Leave]]) -> None:

@@ -95,21 +95,17 @@ class Pool:
         self._insert(entry)
         self._refresh({entry.task.task_id, *self._moved(was)})
 
-    @property
-    def overfull(self) -> list[str]:
-        """Tasks over their bound, which only a smaller bound in the run file of a resumed run can bring about."""
-        most = self._replay.max_trajectories_per_task
-        return sorted(task_id for task_id, shelf in self._shelves.items() if len(shelf.entries) > most)
-
-    def trim(self, task_id: str) -> list[tuple[PoolEntry, Leave]]:
-        """Remove what is over the task's bound, then what is over the pool's; returns what left, and why."""
+    def trim(self, task_ids: Iterable[str] | None = None) -> list[tuple[PoolEntry, Leave]]:
+        """Remove what is over the bound of these tasks (None: of all), then what is over the pool's; returns what left,
+        and why."""
         left = []
-        while len((self._shelves.get(task_id) or Shelf()).entries) > self._replay.max_trajectories_per_task:
-            left.append((worst := self._worst(self._shelves[task_id].entries), Leave.FULL))
-            self.remove(worst)
+        for task_id in list(self._shelves if task_ids is None else task_ids):
+            while len(self._shelves[task_id].entries) > self._replay.max_trajectories_per_task:
+                left.append((self._worst(self._shelves[task_id].entries), Leave.FULL))
+                self.remove(left[-1][0])
         while len(self._order) > self._replay.capacity:
-            left.append((oldest := self._by_saved[self._order[0]], Leave.CAPACITY))
-            self.remove(oldest)
+            left.append((self._by_saved[self._order[0]], Leave.CAPACITY))
+            self.remove(left[-1][0])
         return left
 
     def purge(self, task_id: str) -> list[PoolEntry]:

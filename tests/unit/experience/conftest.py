@@ -1,0 +1,201 @@
+"""A stage's view of the experience pool, played from a list of numbers: what is stored, drawn, and must hold."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.replay.experience.facade import Experience
+from pipeline.replay.experience.records import Fresh, PoolEntry
+from pipeline.replay.tasks import TaskSampler
+from pipeline.schema import Task
+
+
+def make_config(*, n=4, batch=4, tasks=None, staleness=1, seed=0, environments=None, **replay) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"seed": seed},
+            "groups": {"n_rollout": n, "groups_per_step": batch},
+            "staleness": {"max": staleness},
+            "environments": environments or {"a": {"tasks": tasks}},
+            "replay": {"enabled": True, "start_ratio": 0.0, "entropy": "stored", "retest_ratio": 0.0} | replay,
+        }
+    )
+
+
+def make_task(i: int, environment: str = "a") -> Task:
+    return Task(f"{environment}/{i}", environment, i)
+
+
+def make_entry(seq: int, task: int | Task = 0, **values) -> PoolEntry:
+    known = dict(
+        seq=seq, trajectory_id=f"t{seq}", task=task if isinstance(task, Task) else make_task(task), saved=seq,
+        reward=1.0, n_turns=1, n_tokens=10, n_sampled=5, n_bytes=100, version_min=0,
+        version_max=0, duration_seconds=1.0,
+    )  # fmt: skip
+    return PoolEntry(**(known | values))
+
+
+def make_fresh(seq: int, reward: float, *, version: int = 0, entropy: float | None = 1.0, **values) -> Fresh:
+    known = dict(
+        seq=seq, trajectory_id=f"t{seq}", reward=reward, n_turns=1 + seq % 3, n_tokens=10, n_sampled=5,
+        n_bytes=100 + seq, version_min=version, version_max=version, duration_seconds=1.0, entropy=entropy,
+    )  # fmt: skip
+    return Fresh(**(known | values))
+
+
+def play(experience: Experience, task: int | Task, successes: int, n: int, first_seq: int, **values):
+    """Finish a pure fresh group of ``task``; ``values`` go to each rollout."""
+    task = task if isinstance(task, Task) else make_task(task)
+    fresh = [make_fresh(first_seq + i, float(i < successes), **values) for i in range(n)]
+    return experience.finished(task, fresh, planned=False, version=values.get("version", 0))
+
+
+@dataclass
+class History:
+    """Applies numbered operations to an :class:`Experience` and keeps the rows a store would hold."""
+
+    config: RunConfig
+    restarts: bool = True
+    rows: dict = field(default_factory=dict)
+    tasks: dict = field(default_factory=dict)
+    state: dict | None = None
+    plans: list = field(default_factory=list)
+    playing: list = field(default_factory=list)
+    seq: int = 0
+    version: int = 0
+    saved: int = 0
+    left: int = 0
+    batch: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.experience = Experience(self.config)
+        self.sampler = TaskSampler(self.config.environments, self.config.run.seed)
+
+    def apply(self, operation: int, x: int) -> None:
+        """``operation`` 0-3 admit, 4-6 finish, 7 cancel, 8 update, 9 restart; ``x`` decides everything else."""
+        if operation <= 3:
+            self.admit(x)
+        elif operation <= 6 and self.playing:
+            self.finish(self.playing.pop(x % len(self.playing)), x)
+        elif operation == 7 and self.playing:
+            self.experience.cancelled(self.playing.pop(x % len(self.playing)).task)
+        elif operation == 8:
+            self.update(x)
+        self.write()
+        if operation == 9 and self.restarts:
+            self.restart()
+        self.check()
+
+    def admit(self, x: int) -> None:
+        planned = self.experience.next_group(self.sampler, progress=(x % 11) / 10, version=self.version)
+        self.check_plan(planned)
+        self.plans.append(planned)
+        self.playing.append(planned)
+
+    def finish(self, planned, x: int) -> None:
+        n = self.config.groups.n_rollout - planned.k
+        kind, x = x % 4, x // 4
+        rewards = {0: [1.0] * n, 1: [0.0] * n}.get(kind, [float(x >> i & 1) for i in range(n)])
+        fresh = []
+        for i, reward in enumerate(rewards):
+            entropy = None if (x >> i) % 5 == 0 else ((x >> i) % 7) / 2
+            fresh.append(make_fresh(self.seq, reward, version=max(0, self.version - (x >> i) % 3), entropy=entropy))
+            self.seq += 1
+        outcome = self.experience.finished(planned.task, fresh, planned=planned.k > 0, version=self.version)
+        self.saved += len(outcome.saved)
+        self.left += len(outcome.left)
+        assert outcome.successes == sum(rewards)
+        if outcome.rescue:
+            assert planned.k == 0 and not any(rewards) and self.config.replay.inject == "rescue"
+            self.check_candidates(outcome.rescue)
+
+    def update(self, x: int) -> None:
+        self.version += 1
+        held = [entry.seq for entry in self.experience.entries]
+        used = held[x % 3 :: 3]
+        ess = {"all": 0.5, "fresh": 1.0, "replay": (None, 0.1, 0.9, math.nan)[x % 4]}
+        entropies = {seq: ((seq * 7 + x) % 13) / 3 for seq in held[::2]}
+        self.experience.consumed(used=used, ess=ess, entropies=entropies, solve_rate=(x % 10) / 10)
+
+    def write(self) -> None:
+        changes = copy.deepcopy(self.experience.take_changes())
+        self.rows.update({entry.seq: entry for entry in changes.entries})
+        for seq in changes.removed:
+            self.rows.pop(seq, None)
+        self.tasks.update({record.task.task_id: record for record in changes.tasks})
+        for task_id in changes.forgotten_tasks:
+            self.tasks.pop(task_id, None)
+        if changes.state is not None:
+            self.state = json.loads(json.dumps(changes.state))
+        assert not self.experience.take_changes()
+
+    def restart(self) -> None:
+        entries = sorted(copy.deepcopy(list(self.rows.values())), key=lambda e: e.saved)
+        tasks = copy.deepcopy(sorted(self.tasks.values(), key=lambda r: r.task.task_id, reverse=True))
+        self.experience = Experience(self.config, entries=entries, tasks=tasks, state=self.state)
+        self.sampler = TaskSampler(self.config.environments, self.config.run.seed, self.sampler.state())
+        assert not self.experience.take_changes()
+
+    def check_plan(self, planned) -> None:
+        replay, size = self.config.replay, self.config.groups.groups_per_step
+        target = math.floor(size * replay.task_ratio + 1e-9)
+        if planned.k:
+            assert planned.task.task_id not in [p.task.task_id for p in self.batch]
+            assert planned.k <= min(replay.trajectories_per_task, self.config.groups.n_rollout - 1)
+            assert sum(p.k > 0 for p in self.batch) < target
+            assert len(planned.candidates) >= planned.k
+            self.check_candidates(planned.candidates)
+        self.batch = [*self.batch, planned] if len(self.batch) + 1 < size else []
+
+    def check_candidates(self, candidates) -> None:
+        replay = self.config.replay
+        ids = [candidate.entry.trajectory_id for candidate in candidates]
+        assert len(ids) == len(set(ids))
+        latest = [entry.seq for entry in self.experience.entries][-replay.window :]
+        for candidate in candidates:
+            entry = candidate.entry
+            assert entry.seq in latest
+            assert 0 <= candidate.weight <= 1
+            assert (candidate.turn is None) == (replay.unit == "trajectory")
+            assert candidate.turn is None or 0 <= candidate.turn < entry.n_turns
+            if replay.max_age is not None:
+                assert entry.age(self.version) + self.config.staleness.max <= replay.max_age
+
+    def check(self) -> None:
+        x, replay = self.experience, self.config.replay
+        entries = x.entries
+        stored = Counter(entry.task.task_id for entry in entries)
+        assert len(x) == len(entries) == self.saved - self.left <= replay.capacity
+        assert max(stored.values(), default=0) <= replay.max_trajectories_per_task
+        assert len({entry.trajectory_id for entry in entries}) == len(entries)
+        assert [entry.saved for entry in entries] == sorted({entry.saved for entry in entries})
+        retired = {task_id for task_id, record in x.tasks.items() if record.retired}
+        assert len(retired) == x.retired and not retired & set(stored)
+        assert all(record.bucket is None for task_id, record in x.tasks.items() if task_id in retired)
+        buckets = Counter(record.bucket for record in x.tasks.values() if record.bucket is not None)
+        assert dict(buckets) == dict(x.buckets())
+        for task_id, record in x.tasks.items():
+            finite = self.config.environments[record.task.environment].tasks is not None
+            assert finite or task_id in stored or task_id in retired
+        assert set(stored) <= set(x.tasks)
+        assert x.bytes == sum(entry.n_bytes for entry in entries)
+        assert x.oldest_version == min((e.version_min for e in entries if e.recorded), default=None)
+        assert 0 <= x.share <= replay.task_ratio
+        assert {entry.seq: entry for entry in entries} == self.rows
+        assert dict(x.tasks) == self.tasks
+
+
+@pytest.fixture(scope="session")
+def make() -> SimpleNamespace:
+    """Makers of configurations, rows and histories."""
+    return SimpleNamespace(
+        config=make_config, task=make_task, entry=make_entry, fresh=make_fresh, play=play, history=History
+    )

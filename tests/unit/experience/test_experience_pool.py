@@ -1,0 +1,224 @@
+"""What is saved, kept, evicted, retired and old enough to be left alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pipeline.errors import ConfigurationError
+from pipeline.replay.experience import difficulty
+from pipeline.replay.experience.facade import Experience
+from pipeline.replay.experience.records import HISTORY, Leave
+from pipeline.replay.tasks import TaskSampler
+
+
+def seqs(experience):
+    return [entry.seq for entry in experience.entries]
+
+
+def replayed(experience, config, *, version=0, n=1):
+    sampler = TaskSampler(config.environments, 0)
+    plans = [experience.next_group(sampler, progress=0.5, version=version) for _ in range(n)]
+    return {c.entry.seq for p in plans for c in p.candidates}
+
+
+@pytest.mark.parametrize(("lower", "upper", "saved"), [(0, None, {1, 2, 3}), (1, 4, {2, 3}), (0, 2, {1}), (2, 4, {3})])
+def test_both_bounds_of_the_save_filter_are_exclusive(make, lower, upper, saved):
+    config = make.config(n=4, success_lower=lower, success_upper=upper)
+    for successes in range(5):
+        experience = Experience(config)
+        outcome = make.play(experience, 0, successes, 4, 0)
+        assert len(outcome.saved) == len(experience) == (successes if successes in saved else 0)
+        assert outcome.retired == (successes == 4)
+
+
+def test_all_successes_are_saved_with_what_is_known_of_them(make):
+    experience = Experience(make.config())
+    outcome = make.play(experience, 3, 2, 4, 10, version=5, entropy=0.3)
+    assert [(e.seq, e.success_rate, e.entropy, e.version_min, e.saved) for e in outcome.saved] == [
+        (10, 0.5, 0.3, 5, 0),
+        (11, 0.5, 0.3, 5, 1),
+    ]
+    assert experience.buckets() == {2: 1} and experience.oldest_version == 5 and experience.holds(10)
+
+
+def test_a_trajectory_is_stored_once_and_never_without_a_sampled_token_or_against_its_wish(make):
+    experience = Experience(make.config(n=8))
+    fresh = [
+        make.fresh(0, 1.0),
+        make.fresh(1, 1.0, trajectory_id="t0"),
+        make.fresh(2, 1.0, n_sampled=0),
+        make.fresh(3, 1.0, replayable=False),
+        make.fresh(4, 0.0),
+    ]
+    outcome = experience.finished(make.task(0), fresh, planned=False, version=0)
+    assert outcome.successes == 4 and [e.seq for e in outcome.saved] == [0]
+    assert make.play(experience, 0, 1, 8, 0).saved == ()
+
+
+@pytest.mark.parametrize(
+    ("select", "kept"),
+    [("argmin", [2, 3, 4]), ("argmax", [1, 2, 4]), ("random", [2, 3, 4])],
+)
+def test_over_capacity_the_worst_is_evicted_and_the_oldest_of_equals(make, select, kept):
+    config = make.config(n=8, select=select, max_trajectories_per_task=3)
+    experience = Experience(config)
+    entropies = {"argmin": [5.0, 5.0, 1.0, 2.0, 3.0], "argmax": [1.0, 5.0, 5.0, 2.0, 6.0], "random": [1, 2, 3, 4, 5]}
+    fresh = [make.fresh(i, 1.0, entropy=float(e)) for i, e in enumerate(entropies[select])] + [make.fresh(9, 0.0)]
+    outcome = experience.finished(make.task(0), fresh, planned=False, version=0)
+    assert seqs(experience) == kept
+    assert {(e.seq, why) for e, why in outcome.left} == {(i, Leave.FULL) for i in set(range(5)) - set(kept)}
+
+
+@pytest.mark.parametrize("select", ["argmin", "argmax"])
+@pytest.mark.parametrize("unknown", [None, math.nan])
+def test_an_unknown_entropy_is_evicted_first(make, select, unknown):
+    experience = Experience(make.config(select=select, max_trajectories_per_task=1))
+    fresh = [make.fresh(0, 1.0, entropy=99.0), make.fresh(1, 1.0, entropy=unknown), make.fresh(2, 0.0)]
+    experience.finished(make.task(0), fresh, planned=False, version=0)
+    assert seqs(experience) == [0]
+
+
+def test_over_the_capacity_of_the_pool_the_oldest_go(make):
+    experience = Experience(make.config(capacity=3))
+    make.play(experience, 0, 2, 4, 0)
+    outcome = make.play(experience, 1, 3, 4, 10)
+    assert seqs(experience) == [10, 11, 12]
+    assert [(e.seq, why) for e, why in outcome.left] == [(0, Leave.CAPACITY), (1, Leave.CAPACITY)]
+    assert list(experience.tasks) == ["a/1"]
+
+
+def test_an_evicted_entry_is_gone_from_every_count(make):
+    experience = Experience(make.config(capacity=1))
+    make.play(experience, 0, 1, 4, 0)
+    make.play(experience, 1, 1, 4, 10, version=3)
+    assert (len(experience), experience.bytes, experience.oldest_version, experience.holds(0)) == (1, 110, 3, False)
+    assert experience.buckets() == {1: 1}
+
+
+def test_retirement_purges_pool_and_bucket_and_failure_ends_it(make):
+    config = make.config(batch=1, tasks=4)
+    experience = Experience(config)
+    make.play(experience, 0, 2, 4, 0)
+    outcome = make.play(experience, 0, 4, 4, 10)
+    assert outcome.retired and [why for _, why in outcome.left] == [Leave.RETIRED] * 2
+    assert (len(experience), experience.retired, experience.buckets()) == (0, 1, {})
+    sampler = TaskSampler(config.environments, 0)
+    drawn = [experience.next_group(sampler, progress=0, version=0).task.seed for _ in range(12)]
+    assert set(drawn) == {1, 2, 3}
+    again = make.play(experience, 0, 4, 4, 20)
+    assert not again.retired and not again.returned
+    outcome = make.play(experience, 0, 3, 4, 30)
+    assert outcome.returned and len(outcome.saved) == 3 and experience.buckets() == {3: 1} and not experience.retired
+    assert 0 in {experience.next_group(sampler, progress=0, version=0).task.seed for _ in range(12)}
+
+
+def test_a_replay_group_retires_its_task_by_its_fresh_rollouts_alone(make):
+    experience = Experience(make.config(n=4))
+    fresh = [make.fresh(i, 1.0) for i in range(3)]
+    assert experience.finished(make.task(0), fresh, planned=True, version=0).retired
+
+
+def test_history_and_visits_are_kept_and_bounded(make):
+    experience = Experience(make.config(tasks=4))
+    for i in range(HISTORY + 3):
+        make.play(experience, 0, i % 3, 4, 10 * i)
+    record = experience.tasks["a/0"]
+    assert record.visits == HISTORY + 3 and len(record.history) == HISTORY
+    assert record.history[-1] == ((HISTORY + 2) % 3, 4) and record.n_fresh == 4
+
+
+def test_retired_tasks_of_an_endless_environment_are_forgotten_beyond_a_bound(make, monkeypatch):
+    monkeypatch.setattr(difficulty, "ENDLESS_RETIRED_MAX", 3)
+    experience = Experience(make.config(tasks=None))
+    for task in (5, 1, 7, 3, 9):
+        make.play(experience, task, 4, 4, 10 * task)
+    assert sorted(record.task.seed for record in experience.tasks.values()) == [5, 7, 9]
+    assert experience.retired == 3
+    assert set(experience.take_changes().forgotten_tasks) == {"a/1", "a/3"}
+
+
+def test_the_window_holds_the_latest_entries_that_are_held(make):
+    config = make.config(n=8, batch=1, task_ratio=1.0, window=2, tasks=9, select="random")
+    experience = Experience(config)
+    for task in range(4):
+        make.play(experience, task, 1, 8, 10 * task)
+    assert replayed(experience, config, n=40) == {20, 30}
+    make.play(experience, 3, 8, 8, 40)
+    assert replayed(experience, config, n=40) == {10, 20}
+
+
+def test_what_would_be_too_old_when_trained_is_not_replayed(make):
+    config = make.config(batch=1, task_ratio=1.0, max_age=5, staleness=2, tasks=9)
+    experience = Experience(config)
+    make.play(experience, 0, 1, 4, 0, version=0)
+    make.play(experience, 1, 1, 4, 10, version=2)
+    experience.import_entries([make.entry(20, 2, recorded=False)])
+    assert replayed(experience, config, version=3, n=40) == {0, 10, 20}
+    assert replayed(experience, config, version=4, n=40) == {10, 20}
+    assert replayed(experience, config, version=6, n=40) == {20}
+    assert replayed(experience, config, version=3, n=40) == {0, 10, 20}
+    assert experience.oldest_version == 0 and len(experience) == 3
+
+
+def test_what_the_learner_tells_of_an_entry_is_kept(make):
+    experience = Experience(make.config())
+    make.play(experience, 0, 2, 4, 0)
+    experience.take_changes()
+    experience.consumed(used=[0, 77], ess={}, entropies={0: 0.25, 1: math.nan, 88: 1.0}, solve_rate=None)
+    assert [(e.uses, e.entropy) for e in experience.entries] == [(1, 0.25), (0, 1.0)]
+    assert [e.seq for e in experience.take_changes().entries] == [0]
+
+
+def test_demonstrations_are_imported_once_successes_only_and_not_for_retired_tasks(make):
+    experience = Experience(make.config(max_trajectories_per_task=2, tasks=9))
+    make.play(experience, 1, 4, 4, 0)
+    outcome = experience.import_entries(
+        [
+            make.entry(10, 0, entropy=1.0),
+            make.entry(11, 0, trajectory_id="t10"),
+            make.entry(12, 0, reward=0.0),
+            make.entry(13, 1),
+            make.entry(14, 2, n_sampled=0),
+            make.entry(15, 0, entropy=2.0),
+            make.entry(16, 0, recorded=False),
+        ]
+    )
+    assert [e.seq for e in outcome.saved] == [10, 15, 16]
+    assert [(e.seq, why) for e, why in outcome.left] == [(16, Leave.FULL)]
+    assert seqs(experience) == [10, 15] and experience.tasks["a/0"].bucket is None
+    changes = experience.take_changes()
+    assert [e.seq for e in changes.entries] == [10, 15]
+
+
+def test_a_task_of_an_environment_that_the_run_no_longer_has_is_not_replayed(make):
+    config = make.config(batch=1, task_ratio=1.0)
+    experience = Experience(config, entries=[make.entry(0, make.task(0, "gone"))])
+    assert replayed(experience, config, n=5) == set() and len(experience) == 1
+
+
+def test_smaller_bounds_after_a_restart_are_met_when_the_next_group_finishes(make):
+    entries = [make.entry(i, i // 4, entropy=float(i)) for i in range(8)]
+    experience = Experience(make.config(max_trajectories_per_task=2, capacity=3), entries=entries)
+    outcome = make.play(experience, 9, 0, 4, 100)
+    assert seqs(experience) == [1, 4, 5]
+    assert [(e.seq, why) for e, why in outcome.left] == [
+        *((seq, Leave.FULL) for seq in (3, 2, 7, 6)),
+        (0, Leave.CAPACITY),
+    ]
+
+
+def test_without_replay_groups_are_the_samplers_and_nothing_is_kept(make):
+    config = make.config(tasks=3, enabled=False)
+    experience = Experience(config, entries=[make.entry(0)], state={"factor": 0.5})
+    one, other = TaskSampler(config.environments, 0), TaskSampler(config.environments, 0)
+    plans = [experience.next_group(one, progress=1.0, version=3) for _ in range(9)]
+    assert [p.task for p in plans] == [other.draw() for _ in range(9)] and not any(p.k for p in plans)
+    outcome = make.play(experience, 0, 2, 4, 10)
+    assert outcome.successes == 2 and not outcome.saved and not outcome.retired
+    experience.cancelled(make.task(1))
+    experience.consumed(used=[0], ess={"replay": 0.0}, entropies={0: 9.0}, solve_rate=1.0)
+    assert not experience.take_changes() and len(experience) == 1 and experience.share == 0
+    with pytest.raises(ConfigurationError, match=r"replay\.enabled"):
+        experience.import_entries([make.entry(5)])

@@ -1,0 +1,235 @@
+"""Tasks and trajectories are drawn with the frequencies that the specification states."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.replay.experience.facade import Experience
+from pipeline.replay.experience.selection import (
+    TaskIndex,
+    choose,
+    choose_turns,
+    draw_by_turns,
+    draw_normal,
+    draw_priority,
+    draw_uniform,
+    log_priority,
+)
+from pipeline.replay.tasks import TaskSampler
+
+CHI2_999 = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88, 10: 29.59}
+"""99.9 % quantiles by degrees of freedom."""
+
+
+def assert_frequencies(draw, weights, n=6000):
+    """``draw(rng)`` gives each key of ``weights`` with a probability proportional to its value."""
+    rng = random.Random(5)
+    counts = Counter(draw(rng) for _ in range(n))
+    expected = {key: n * weight / sum(weights.values()) for key, weight in weights.items()}
+    assert set(counts) <= {key for key, value in expected.items() if value > 0}
+    cells = [key for key, value in expected.items() if value > 0]
+    chi2 = sum((counts[key] - expected[key]) ** 2 / expected[key] for key in cells)
+    assert chi2 < CHI2_999[len(cells) - 1], counts
+
+
+@pytest.fixture
+def index():
+    index = TaskIndex()
+    for bucket, names in {0: "ab", 2: "cdef", 4: "g", None: "h"}.items():
+        for name in names:
+            index.put(name, bucket)
+    return index
+
+
+def test_uniform_gives_every_task_that_is_left_the_same_chance(index):
+    assert_frequencies(lambda rng: draw_uniform(index.all(), {"a", "d"}, rng), dict.fromkeys("bcefgh", 1))
+
+
+def test_uniform_is_exact_where_nearly_everything_is_excluded():
+    ids = [f"{i:03}" for i in range(200)]
+    assert_frequencies(lambda rng: draw_uniform(ids, set(ids[2:]), rng), {"000": 1, "001": 1}, n=2000)
+
+
+def test_normal_weighs_buckets_by_distance_from_half_and_tasks_of_one_bucket_alike(index):
+    weights = {0: math.exp(-2), 2: 1.0, 4: math.exp(-2), None: 1.0}
+    sizes = {0: "ab", 2: "cdef", 4: "g", None: "h"}
+    expected = {name: weights[b] / len(names) for b, names in sizes.items() for name in names}
+    assert_frequencies(lambda rng: draw_normal(index, 4, (), rng), expected)
+
+
+def test_normal_leaves_out_buckets_without_a_task_outside_the_batch(index):
+    weights = {"c": 1.0, "g": math.exp(-2), "h": 1.0}
+    assert_frequencies(lambda rng: draw_normal(index, 4, set("abdef"), rng), weights)
+
+
+def test_normal_does_not_underflow_in_large_groups():
+    index = TaskIndex()
+    index.put("a", 1)
+    assert draw_normal(index, 4096, (), random.Random(0)) == "a"
+
+
+def test_nothing_left_gives_nothing(index):
+    everything = set("abcdefgh")
+    rng = random.Random(0)
+    assert draw_uniform(index.all(), everything, rng) is None
+    assert draw_normal(index, 4, everything, rng) is None
+    assert draw_by_turns(index.all(), lambda _: 1, everything, rng) is None
+    assert draw_priority(index.all(), lambda _: 0.0, 1.0, everything, rng) is None
+    assert draw_uniform([], (), rng) is None
+
+
+PRIORITIES = {"a": (0.5, 0), "b": (0.25, 10), "c": (1.0, 3), "d": (0.75, 50)}
+
+
+def priority(name, alpha=0.8, epsilon=0.05, tau=20.0):
+    p, age = PRIORITIES[name]
+    return (p * (1 - p) + epsilon) ** alpha * math.exp(-age / tau)
+
+
+def logs(name):
+    return log_priority(*PRIORITIES[name], alpha=0.8, epsilon=0.05, tau=20.0)
+
+
+def test_priority_is_variance_of_success_times_freshness():
+    assert_frequencies(
+        lambda rng: draw_priority(list("abcd"), logs, 0.4, (), rng)[0], {name: priority(name) for name in "abcd"}
+    )
+
+
+def corrections(beta):
+    found = {}
+    rng = random.Random(0)
+    while len(found) < 4:
+        name, weight = draw_priority(list("abcd"), logs, beta, (), rng)
+        found[name] = weight
+    return found
+
+
+def test_at_beta_one_weighted_draws_estimate_the_plain_mean_without_bias():
+    total = sum(priority(name) for name in "abcd")
+    probability = {name: priority(name) / total for name in "abcd"}
+    weight = corrections(1.0)
+    value = {"a": 3.0, "b": -1.0, "c": 7.0, "d": 0.5}
+    expected = sum(probability[n] * weight[n] * value[n] for n in "abcd")
+    scale = sum(probability[n] * weight[n] for n in "abcd")
+    assert expected / scale == pytest.approx(sum(value.values()) / 4)
+    assert all(probability[n] * weight[n] == pytest.approx(min(probability.values())) for n in "abcd")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_the_largest_correction_is_one_and_follows_the_formula(beta):
+    total = sum(priority(name) for name in "abcd")
+    weight = corrections(beta)
+    raw = {n: (4 * priority(n) / total) ** -beta for n in "abcd"}
+    assert max(weight.values()) == pytest.approx(1.0)
+    assert weight == pytest.approx({n: raw[n] / max(raw.values()) for n in "abcd"})
+
+
+def test_priorities_of_very_old_tasks_do_not_underflow():
+    drawn = draw_priority(["a", "b"], lambda name: -1e6 if name == "a" else -1e6 - 1, 1.0, (), random.Random(0))
+    assert drawn is not None and 0 < drawn[1] <= 1
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 5), st.just(math.nan)), min_size=1, max_size=8), st.integers(1, 8))
+def test_the_smallest_or_largest_entropies_are_chosen_and_unknown_ones_last(make, entropies, k):
+    entries = [make.entry(i, entropy=entropy) for i, entropy in enumerate(entropies)]
+    before = list(entries)
+    for select, sign in (("argmin", 1), ("argmax", -1)):
+        chosen = choose(entries, k, select, random.Random(0))
+        known = [e for e in entries if e.entropy is not None and not math.isnan(e.entropy)]
+        unknown = [e for e in entries if e not in known]
+        assert chosen == [*sorted(known, key=lambda e: sign * e.entropy), *unknown][:k]
+    assert entries == before
+
+
+def test_random_choice_is_uniform_over_sets(make):
+    entries = [make.entry(i) for i in range(4)]
+    pairs = {frozenset((i, j)): 1 for i in range(4) for j in range(i)}
+    assert_frequencies(lambda rng: frozenset(e.seq for e in choose(entries, 2, "random", rng)), pairs)
+
+
+def test_a_turn_is_uniform_over_all_turns(make):
+    entries = [make.entry(i, n_turns=n) for i, n in enumerate((1, 4, 2))]
+    turns = {(e.seq, t): 1 for e in entries for t in range(e.n_turns)}
+    assert_frequencies(lambda rng: next((e.seq, t) for e, t in choose_turns(entries, 1, rng)), turns)
+
+
+def test_several_turns_are_of_different_trajectories(make):
+    entries = [make.entry(i, n_turns=n) for i, n in enumerate((1, 4, 2))]
+    for seed in range(50):
+        chosen = choose_turns(entries, 3, random.Random(seed))
+        assert sorted(e.seq for e, _ in chosen) == [0, 1, 2] and all(0 <= t < e.n_turns for e, t in chosen)
+
+
+def pooled(make, config, turns):
+    entries = [make.entry(i, task, n_turns=n) for i, (task, n) in enumerate(turns)]
+    return Experience(config, entries=entries)
+
+
+def draws(experience, config, n, **keywords):
+    sampler = TaskSampler(config.environments, 0)
+    return [experience.next_group(sampler, **({"progress": 0.5, "version": 0} | keywords)) for _ in range(n)]
+
+
+def test_uniform_over_turns_of_the_whole_window(make):
+    config = make.config(batch=1, task_ratio=1.0, task_sampling="uniform", unit="turn", select="random")
+    experience = pooled(make, config, [(0, 3), (0, 1), (1, 2), (2, 5)])
+    turns = {(i, t): 1 for i, n in enumerate((3, 1, 2, 5)) for t in range(n)}
+    assert len(turns) == 11
+    plans = iter(draws(experience, config, 6000))
+    assert_frequencies(lambda _: next((c.entry.seq, c.turn) for c in next(plans).candidates), turns)
+
+
+def test_within_a_batch_tasks_are_drawn_without_replacement(make):
+    config = make.config(batch=6, task_ratio=1.0, task_sampling="uniform", tasks=6)
+    experience = pooled(make, config, [(i, 1) for i in range(6)])
+    for _ in range(20):
+        assert sorted(p.task.seed for p in draws(experience, config, 6)) == list(range(6))
+
+
+def test_only_the_given_difficulty_is_replayed(make):
+    config = make.config(difficulty=2, batch=1, task_ratio=1.0, tasks=100)
+    experience = Experience(config)
+    for task, successes in enumerate((1, 2, 3, 2)):
+        make.play(experience, task, successes, 4, 10 * task)
+    assert {p.task.seed for p in draws(experience, config, 200)} == {1, 3}
+
+
+def test_beta_grows_to_one_with_progress(make):
+    priority = {"beta": 0.4, "tau": 10.0}
+    config = make.config(batch=1, task_ratio=1.0, task_sampling="priority", priority=priority, tasks=9)
+    entries = [make.entry(0, 0, version_min=10), make.entry(1, 1, version_min=0)]
+    for progress, beta in ((0.0, 0.4), (0.5, 0.7), (1.0, 1.0), (2.0, 1.0)):
+        experience = Experience(config, entries=entries)
+        plans = draws(experience, config, 100, progress=progress, version=10)
+        weights = {p.task.seed: p.candidates[0].weight for p in plans}
+        assert weights == pytest.approx({0: math.exp(-beta), 1: 1.0})
+
+
+def test_bias_correction_is_the_success_rate_of_the_source_group_and_one_where_unknown(make):
+    config = make.config(batch=1, task_ratio=1.0, bias_correction=True, tasks=9)
+    entries = [make.entry(0, 0, success_rate=0.25), make.entry(1, 1, success_rate=None, recorded=False)]
+    plans = draws(Experience(config, entries=entries), config, 60)
+    assert {p.task.seed: p.candidates[0].weight for p in plans} == {0: 0.25, 1: 1.0}
+
+
+def test_the_learner_may_choose_from_all_usable_ones_best_first(make):
+    values = dict(batch=1, task_ratio=1.0, trajectories_per_task=2, tasks=1)
+    entries = [make.entry(i, entropy=e) for i, e in enumerate((3.0, None, 1.0, 2.0))]
+
+    def candidates(**more):
+        config = make.config(**values, **more)
+        (plan,) = draws(Experience(config, entries=entries), config, 1)
+        assert plan.k == 2
+        return [c.entry.seq for c in plan.candidates]
+
+    assert candidates(entropy="current") == [2, 3, 0, 1]
+    assert candidates(entropy="stored") == [2, 3]
+    assert candidates(entropy="current", select="argmax") == [0, 3, 2, 1]
+    assert len(candidates(entropy="current", select="random")) == 2
