@@ -132,7 +132,7 @@ def terms(text: str, limit: int | None = TERMS_MAX) -> frozenset[str]:
     """The first ``limit`` different words of a text. They hold nothing that is an operator of the search."""
     found: dict[str, None] = {}
     for word in _WORD.findall(text[:QUERY_CHARACTERS_MAX]):
-        found[word.casefold()] = None
+        found[word.lower()] = None
         if limit is not None and len(found) >= limit:
             break
     return frozenset(found)

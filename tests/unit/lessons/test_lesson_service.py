@@ -1,0 +1,185 @@
+"""The stage's part: it answers, it writes, and nothing that it is given makes it wait or fail."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline.codec import encode_trajectory
+from pipeline.config.replay import LessonsConfig
+from pipeline.errors import TransportError
+from pipeline.lessons.memory import Memory
+from pipeline.lessons.service import GROUPS_MAX, RECALLS_MAX, Lessons
+from pipeline.lessons.writer import Writer
+from pipeline.metrics.base import CollectorRegistry
+from pipeline.metrics.replay import ReplayMetrics
+from pipeline.replay.journal import Finished, Send
+from pipeline.schema import Trajectory
+from pipeline.transport.base import Frames, Kind, Limits
+
+MakePlayed = Callable[..., Trajectory]
+PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")
+
+
+class Stage:
+    """Payloads in, messages out."""
+
+    def __init__(self, directory: Path, keeper: Any = None, **section: Any) -> None:
+        config = LessonsConfig(enabled=True, **section)
+        self.registry = CollectorRegistry()
+        self.stored: dict[int, Frames] = {}
+        self.sent: list[Send] = []
+        self.memory = Memory(directory / "lessons.sqlite", capacity=100, characters_max=200)
+        self.lessons = Lessons(
+            config,
+            memory=None if keeper else self.memory,
+            keeper=keeper,
+            writer=Writer(config, 1.0),
+            payloads=self.payloads,
+            post=self.sent.append,
+            limits=Limits(),
+            metrics=ReplayMetrics(self.registry),
+        )
+
+    async def payloads(self, seqs: Sequence[int]) -> Mapping[int, Frames]:
+        return {seq: self.stored[seq] for seq in seqs if seq in self.stored}
+
+    def group(self, *trajectories: Trajectory) -> Finished:
+        start = len(self.stored)
+        members = []
+        for seq, trajectory in enumerate(trajectories, start):
+            self.stored[seq] = encode_trajectory(trajectory)
+            members.append(SimpleNamespace(seq=seq, reward=trajectory.reward, rewards={"score": trajectory.reward}))
+        return Finished("g000001", tuple(members))  # type: ignore[arg-type]
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"afterplay_replay_{name}", labels) or 0.0
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.fail_after(5):
+            while not condition():
+                await anyio.lowlevel.checkpoint()
+
+
+@asynccontextmanager
+async def serving(directory: Path, keeper: Any = None, **section: Any) -> AsyncIterator[Stage]:
+    stage = Stage(directory, keeper, **section)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stage.lessons.run)
+        yield stage
+        tasks.cancel_scope.cancel()
+    stage.memory.close()
+
+
+def question(n: int, query: str = "guess") -> dict[str, Any]:
+    return {"order_id": f"g000001.{n}.0", "query": query, "top_k": 2}
+
+
+async def test_a_finished_group_becomes_a_lesson_that_the_next_question_gets(
+    tmp_path: Path, make_played: MakePlayed
+) -> None:
+    async with serving(tmp_path) as stage:
+        stage.lessons.recall("actor-0", question(0))
+        await stage.until(lambda: len(stage.sent) == 1)
+        stage.lessons.finished(
+            stage.group(make_played(["4", "3"], ["lower"], 1.0), make_played(["7"], [], 0.0, slot=1))
+        )
+        await stage.until(lambda: stage.value("lesson_groups_total", outcome="written") == 1)
+        for n in range(8):
+            stage.lessons.recall("actor-1", question(n))
+        await stage.until(lambda: len(stage.sent) == 9)
+    assert stage.sent[0] == Send("actor-0", Kind.LESSONS, {"order_id": "g000001.0.0", "lessons": []})
+    assert {m.header["order_id"] for m in stage.sent[1:]} == {f"g000001.{n}.0" for n in range(8)}
+    for message in stage.sent[1:]:
+        assert message.peer == "actor-1" and message.payload is None
+        assert message.header["lessons"] == [{"id": "1", "text": "Worked: 4 (lower), 3. Failed: 7."}]
+    assert stage.value("lessons") == stage.value("lessons_written_total") == 1
+    assert stage.value("lesson_searches_total", outcome="none") == 1
+    assert stage.value("lesson_searches_total", outcome="found") == 8
+
+
+async def test_groups_without_both_kinds_cost_nothing_and_forgotten_payloads_are_no_error(
+    tmp_path: Path, make_played: MakePlayed
+) -> None:
+    async with serving(tmp_path) as stage:
+        stage.lessons.finished(stage.group(make_played(["4"], [], 1.0), make_played(["4"], [], 1.0, slot=1)))
+        gone = stage.group(make_played(["4"], [], 1.0), make_played(["5"], [], 0.0, slot=1))
+        stage.stored.clear()
+        stage.lessons.finished(gone)
+        await stage.until(lambda: stage.value("lesson_groups_total", outcome="dropped") == 1)
+    assert sum(stage.value("lesson_groups_total", outcome=o) for o in ("written", "nothing", "error")) == 0
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("fails", "error"), ("wrong", "error"), ("nothing", "nothing")])
+async def test_a_bad_writer_is_counted_and_the_next_group_is_served(
+    tmp_path: Path, make_played: MakePlayed, name: str, outcome: str
+) -> None:
+    async with serving(tmp_path, writer=f"{PLUGINS}:{name}") as stage:
+        for _ in range(9):
+            stage.lessons.finished(stage.group(make_played(["4"], [], 1.0)))
+        await stage.until(lambda: stage.value("lesson_groups_total", outcome=outcome) == 9)
+        stage.lessons.recall("actor-0", question(0))
+        await stage.until(lambda: len(stage.sent) == 1)
+
+
+async def test_a_writer_that_never_ends_stops_neither_searches_nor_ingest(
+    tmp_path: Path, make_played: MakePlayed
+) -> None:
+    async with serving(tmp_path, writer=f"{PLUGINS}:never", writer_seconds_max=0.05) as stage:
+        group = stage.group(make_played(["4"], [], 1.0))
+        for _ in range(2 * GROUPS_MAX):
+            stage.lessons.finished(group)
+        assert stage.value("lesson_groups_total", outcome="dropped") >= GROUPS_MAX
+        stage.lessons.recall("actor-0", question(0))
+        await stage.until(lambda: len(stage.sent) == 1)
+        await stage.until(lambda: stage.value("lesson_groups_total", outcome="timeout") >= 4)
+
+
+async def test_questions_over_the_bound_are_dropped_and_nonsense_is_counted(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stage:
+        for n in range(RECALLS_MAX + 3):
+            stage.lessons.recall("actor-0", question(n))
+        assert stage.value("lesson_searches_total", outcome="dropped") == 3
+        stage.lessons.recall("actor-0", {"query": "x"})
+        stage.lessons.recall("actor-0", {"order_id": "a", "query": "x", "top_k": "many"})
+        assert stage.value("lesson_searches_total", outcome="error") == 2
+        await stage.until(lambda: len(stage.sent) == RECALLS_MAX)
+
+
+class Keeper:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.got: list[Sequence[Trajectory]] = []
+        self.closed = False
+
+    async def summarise(self, trajectories: Sequence[Trajectory]) -> int:
+        self.got.append(trajectories)
+        if self.error is not None:
+            raise self.error
+        return 2
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_keeper_gets_every_scored_group_with_its_rewards(tmp_path: Path, make_played: MakePlayed) -> None:
+    keeper = Keeper()
+    async with serving(tmp_path, keeper) as stage:
+        stage.lessons.finished(stage.group(make_played(["4"], [], 1.0), make_played(["5"], [], 1.0, slot=1)))
+        await stage.until(lambda: stage.value("lesson_groups_total", outcome="written") == 1)
+        stage.lessons.recall("actor-0", question(0))
+    assert [t.reward for t in keeper.got[0]] == [1.0, 1.0] and keeper.got[0][0].rewards["score"] == 1.0
+    assert stage.value("lessons_written_total") == 2 and keeper.closed
+    assert stage.sent[0].header["lessons"] == []
+
+
+async def test_a_keeper_that_fails_is_counted(tmp_path: Path, make_played: MakePlayed) -> None:
+    async with serving(tmp_path, Keeper(TransportError("down"))) as stage:
+        stage.lessons.finished(stage.group(make_played(["4"], [], 1.0)))
+        await stage.until(lambda: stage.value("lesson_groups_total", outcome="error") == 1)
