@@ -19,7 +19,7 @@ from learner.assembly import Group, GroupAssembler, Progress, Replay
 from learner.consumed import Trained
 from pipeline.codec import decode_plan, decode_trajectory
 from pipeline.config.training import GroupsConfig
-from pipeline.errors import TrainingError, TransportError, WireError
+from pipeline.errors import TrainingError, TransportClosed, TransportError, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.base import EventKind, Kind, Limits, Link, Message
 
@@ -66,6 +66,7 @@ class LearnerSession:
         self._limits = limits
         self._changed = anyio.Event()
         self._on_change = on_change
+        self._leaving = False
         self._link.describe(self.hello())
 
     def hello(self) -> dict[str, Any]:
@@ -87,9 +88,15 @@ class LearnerSession:
 
     async def run(self) -> None:
         """Receive until cancelled. Raises :class:`TrainingError` or :class:`WireError` for messages that break the
-        protocol, :class:`TransportClosed` when the stage refused this learner."""
+        protocol, :class:`TransportClosed` when the stage refused this learner; returns when the stage closes after our
+        BYE."""
         while True:
-            event = await self._link.receive()
+            try:
+                event = await self._link.receive()
+            except TransportClosed:
+                if self._leaving:
+                    return
+                raise
             if event.kind is EventKind.CONNECTED:
                 await self._connected(event.message)
             elif event.kind is EventKind.DISCONNECTED:
@@ -144,6 +151,7 @@ class LearnerSession:
         await self._send(Kind.CHECKPOINTED, {"updates": updates})
 
     async def bye(self, reason: str) -> None:
+        self._leaving = True
         await self._send(Kind.BYE, {"reason": reason})
 
     async def acknowledged(self) -> None:
