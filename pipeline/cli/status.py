@@ -71,8 +71,13 @@ def _accounts(ledgers: Sequence[Ledger], console: Console) -> ExitCode:
         "orders": ledger.orders,
         "trajectories": ledger.trajectories,
         "groups": ledger.groups,
+        "pool": ledger.pool,
+        "replays": ledger.replays,
+        "tasks": ledger.tasks,
     }
     for account, counts in accounts.items():
+        if account in ("pool", "replays", "tasks") and not any(counts.values()):
+            continue
         for position, (state, count) in enumerate(counts.items()):
             table.add_row(account if position == 0 else "", state, str(count))
     console.print(table)
