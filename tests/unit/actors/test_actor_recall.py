@@ -1,0 +1,146 @@
+"""The actor asks its stage for lessons at the start of an episode, and plays on whatever the stage does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.actor import Actor
+from actors.engine.stub import StubEngine
+from actors.lessons import Guide, StageRecall
+from actors.loop import Services
+from pipeline.codec import decode_trajectory, encode_order
+from pipeline.config.replay import LessonsConfig
+from pipeline.errors import PeerGone, WireError
+from pipeline.schema import Order, Trajectory, TrajectoryStatus
+from pipeline.transport.base import EventKind, Kind, Limits, Message
+from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+
+MakeServices = Callable[..., Services]
+MakeOrder = Callable[..., Order]
+ANSWERED = {"id": "7", "text": "guess higher"}
+
+
+class Stage:
+    """Answers RECALL as it is told: with lessons, with nonsense, never."""
+
+    def __init__(self, hub: MemoryHub, answer: Any) -> None:
+        self.hub, self.answer = hub, answer
+        self.asked: list[dict[str, Any]] = []
+        self.trajectories: dict[str, Trajectory] = {}
+        self.changed = anyio.Event()
+
+    async def serve(self) -> None:
+        while True:
+            event = await self.hub.receive()
+            if event.kind is EventKind.PEER_UP:
+                await self.hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 10**6, "policy_version": 0}))
+            elif event.message is not None and event.message.kind is Kind.RECALL:
+                header = dict(event.message.header)
+                self.asked.append(header)
+                if self.answer is not None:
+                    reply = {"order_id": header["order_id"], "lessons": self.answer}
+                    await self.hub.send(event.peer, Message(Kind.LESSONS, reply))
+            elif event.message is not None and event.message.kind is Kind.TRAJECTORY:
+                trajectory = decode_trajectory(event.message.frames)
+                self.trajectories[trajectory.trajectory_id] = trajectory
+            self.changed.set()
+            self.changed = anyio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.fail_after(5):
+            while not condition():
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def playing(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
+    config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
+    services = replace(services, guide=Guide(config, services.renderer, services.metrics))
+    network = MemoryNetwork()
+    async with MemoryHub(network) as hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
+        stage = Stage(hub, answer)
+        group.start_soon(stage.serve)
+        actor = Actor(services, link, places=4, outbox_bytes_max=10**7, limits=Limits())
+        group.start_soon(services.pool.watch)
+        group.start_soon(actor.run)
+        with anyio.fail_after(5):
+            while not actor.connected:
+                await anyio.lowlevel.checkpoint()
+        yield stage, network
+        group.cancel_scope.cancel()
+
+
+def count(services: Services, metric: str, **labels: str) -> float:
+    return getattr(services.metrics, metric).labels(**labels)._value.get()
+
+
+async def test_lessons_of_the_stage_are_in_the_prompt_and_counted(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    services = make_services([StubEngine()])
+    async with playing(services, [ANSWERED]) as (stage, _):
+        for seed in range(6):
+            await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(seed))))
+        await stage.until(lambda: len(stage.trajectories) == 6)
+    for trajectory in stage.trajectories.values():
+        assert trajectory.guidance is not None and trajectory.guidance.lessons == ("7",)
+        assert "guess higher" in trajectory.turns[0].context_messages[0].content
+    assert {a["order_id"] for a in stage.asked} == set(stage.trajectories)
+    assert all(a["top_k"] == 2 and a["query"].startswith("What is") for a in stage.asked)
+    assert count(services, "lesson_searches_total", outcome="found") == 6
+    assert count(services, "guided_episodes_total", train="keep") == 6
+    assert services.metrics.guidance_reward.labels(guided="yes").snapshot()[0].sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"), [(None, "timeout"), ([], "none"), ([{"text": 1}], "error"), ("nonsense", "error")]
+)
+async def test_a_stage_that_does_not_answer_costs_the_timeout_and_nothing_else(
+    make_services: MakeServices, make_order: MakeOrder, answer: Any, outcome: str
+) -> None:
+    services = make_services([StubEngine()])
+    async with playing(services, answer, timeout_seconds=0.05) as (stage, _):
+        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(1))))
+        await stage.until(lambda: len(stage.trajectories) == 1)
+        # an answer after the time is left alone
+        late = {"order_id": stage.asked[0]["order_id"], "lessons": [ANSWERED]}
+        await stage.hub.send("actor-0", Message(Kind.LESSONS, late))
+        await stage.hub.send("actor-0", Message(Kind.LESSONS, {"lessons": 3}))
+        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(2))))
+        await stage.until(lambda: len(stage.trajectories) == 2)
+    for trajectory in stage.trajectories.values():
+        assert trajectory.guidance is None and trajectory.status is not TrajectoryStatus.ERROR
+    assert count(services, "lesson_searches_total", outcome=outcome) == 2
+
+
+async def test_a_lost_connection_ends_the_wait_at_once(make_services: MakeServices, make_order: MakeOrder) -> None:
+    services = make_services([StubEngine()])
+    async with playing(services, None, timeout_seconds=1000) as (stage, network):
+        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(1))))
+        await stage.until(lambda: len(stage.asked) == 1)
+        network.disconnect("actor-0")
+        await stage.until(lambda: len(stage.trajectories) == 1)
+    assert count(services, "lesson_searches_total", outcome="error") == 1
+
+
+async def test_rollouts_that_are_not_guided_do_not_ask(make_services: MakeServices, make_order: MakeOrder) -> None:
+    services = make_services([StubEngine()])
+    async with playing(services, None, rollout_mode="without") as (stage, _):
+        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(1))))
+        await stage.until(lambda: len(stage.trajectories) == 1)
+    assert not stage.asked
+    assert services.metrics.guidance_reward.labels(guided="no").snapshot()[0].sum() == 1
+
+
+async def test_nobody_is_asked_before_the_stage_is_there() -> None:
+    recall = StageRecall(MemoryLink(MemoryNetwork(), "actor-0"))
+    with pytest.raises(PeerGone):
+        await recall.search("o", "x", 1)
+    with pytest.raises(WireError):
+        recall.answered({"order_id": 3})

@@ -1,0 +1,267 @@
+"""Lessons reach the first message of the user; the training row without them is the same episode under the plain
+prompt; who is guided is decided by group and slot."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.engine.stub import StubEngine
+from actors.environments import Environment, Episode, Reply, Step
+from actors.lessons import Guide
+from actors.lessons.guide import fill
+from actors.lessons.slots import guided, kept
+from actors.loop import Rollout, Services
+from actors.rendering import Renderer
+from pipeline.codec import decode_trajectory, encode_trajectory
+from pipeline.config.replay import LessonsConfig
+from pipeline.errors import TransportError
+from pipeline.lessons.records import Lesson, plain_conversation, task_text
+from pipeline.schema import Message, Order, Trajectory, TrajectoryStatus
+
+MakeServices = Callable[..., Services]
+MakeOrder = Callable[..., Order]
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('9')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Talk(Environment):
+    def __init__(self, turns: int = 3, system: str = "") -> None:
+        self.turns, self.system = turns, system
+
+    def start(self, task: Any) -> Episode:
+        return TalkEpisode(self)
+
+
+class TalkEpisode(Episode):
+    def __init__(self, talk: Talk) -> None:
+        system = (Message("system", talk.system),) if talk.system else ()
+        self.messages = (*system, Message("user", "say hello"))
+        self.talk, self.turn = talk, 0
+
+    def step(self, reply: Reply) -> Step:
+        self.turn += 1
+        return Step((Message("user", "try again"),), 0.5, self.turn >= self.talk.turns)
+
+
+class Source:
+    """Finds what it is told to find."""
+
+    def __init__(self, *texts: str, error: Exception | None = None, late: bool = False) -> None:
+        self.lessons = [Lesson(str(n), text) for n, text in enumerate(texts)]
+        self.error, self.late = error, late
+        self.asked: list[tuple[str, str, int]] = []
+
+    async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]:
+        self.asked.append((order_id, query, top_k))
+        if self.error is not None:
+            raise self.error
+        if self.late:
+            await anyio.sleep_forever()
+        return self.lessons
+
+
+async def play(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
+    config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
+    services = replace(services, guide=Guide(config, services.renderer, services.metrics))
+    async with anyio.create_task_group() as group:
+        group.start_soon(services.pool.watch)
+        with anyio.fail_after(20):
+            trajectory = await Rollout(order, services, source).play()
+        group.cancel_scope.cancel()
+    return decode_trajectory(encode_trajectory(trajectory))
+
+
+def searches(services: Services, outcome: str) -> float:
+    return services.metrics.lesson_searches_total.labels(outcome=outcome)._value.get()
+
+
+def rows(trajectory: Trajectory, plain: bool) -> list[list[int]]:
+    """The token ids of each branch; ``plain``: with the contexts that the lessons are not in."""
+    found: dict[int, list[int]] = {}
+    contexts = trajectory.guidance.plain_contexts if plain and trajectory.guidance else {}
+    for index, turn in enumerate(trajectory.turns):
+        row = found.setdefault(turn.branch, [])
+        row += list(contexts.get(index, turn.context.token_ids.tolist())) + turn.completion.token_ids.tolist()
+    return list(found.values())
+
+
+@pytest.fixture(params=["words", "smollm2", "forking"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """The tiny tokenizer, a real one, and one whose template forks after each reply that holds a 9."""
+    if request.param == "forking":
+        other = copy.deepcopy(request.getfixturevalue("smollm2"))
+        other.chat_template = THINKING
+        return other
+    return request.getfixturevalue(request.param)
+
+
+def script(tokenizer: Any) -> Callable[..., list[int]]:
+    replies = [tokenizer(text, add_special_tokens=False).input_ids for text in ("4 5", "9 7 8", "1")]
+    played: list[int] = []
+
+    def reply(ids: Any, sampling: Any) -> list[int]:
+        played.append(1)
+        return [*replies[(len(played) - 1) % 3], tokenizer.eos_token_id][: sampling.max_tokens]
+
+    return reply
+
+
+@pytest.mark.parametrize("system", ["", "think"])
+async def test_row_without_lessons_is_the_same_episode_under_the_plain_prompt(
+    make_services: MakeServices, make_order: MakeOrder, tokenizer: Any, system: str
+) -> None:
+    def services() -> Services:
+        engine = StubEngine(script=script(tokenizer))
+        return make_services([engine], Talk(4, system), tokenizer=tokenizer, sampling={"max_tokens": 16})
+
+    source = Source("guess higher", "the other lesson")
+    trajectory = await play(services(), make_order(), source, train_mode="discard")
+    plain = await play(services(), make_order(), Source(), train_mode="discard")
+    assert plain.guidance is None and trajectory.guidance is not None and not trajectory.guidance.keep
+    assert len(trajectory.turns) == len(plain.turns) == 4
+    for turn, other in zip(trajectory.turns, plain.turns, strict=True):
+        assert np.array_equal(turn.completion.token_ids, other.completion.token_ids)
+        assert np.array_equal(turn.completion.behaviour_logprobs, other.completion.behaviour_logprobs)
+        assert turn.branch == other.branch
+    assert rows(trajectory, plain=True) == rows(plain, plain=False)
+    assert rows(trajectory, plain=False) != rows(plain, plain=False)
+    first_of_branch = {0} | {
+        i for i, t in enumerate(trajectory.turns) if i and t.branch != trajectory.turns[i - 1].branch
+    }
+    assert set(trajectory.guidance.plain_contexts) == first_of_branch
+    renderer = Renderer(tokenizer)
+    start = renderer.start([*([Message("system", system)] if system else []), Message("user", "say hello")])
+    assert trajectory.guidance.plain_contexts[0] == start.prompt_ids
+
+
+async def test_lessons_are_in_the_first_message_of_the_user_and_nowhere_else(
+    make_services: MakeServices, make_order: MakeOrder, tokenizer: Any
+) -> None:
+    engine = StubEngine(script=script(tokenizer))
+    services = make_services([engine], Talk(3, "think"), tokenizer=tokenizer, sampling={"max_tokens": 16})
+    source = Source("guess higher", "say {prompt} lower", "a third is too many")
+    template = "{lessons}\nnow {prompt}"
+    trajectory = await play(services, make_order(), source, template=template)
+    assert source.asked == [(trajectory.trajectory_id, "say hello", 2)]
+    system, user = trajectory.turns[0].context_messages
+    assert system == Message("system", "think")
+    assert user == Message("user", "guess higher\nsay {prompt} lower\nnow say hello")
+    guidance = trajectory.guidance
+    assert guidance is not None and guidance.keep and not guidance.plain_contexts and guidance.lessons == ("0", "1")
+    assert engine.requests[0][1] == Renderer(tokenizer).start([system, user]).prompt_ids
+    assert task_text(trajectory) == guidance.query == "say hello"
+    assert [m.content for m in plain_conversation(trajectory) if m.role != "assistant"][:2] == ["think", "say hello"]
+    assert "third" not in str(trajectory.turns) and searches(services, "found") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        (Source(), "none"),
+        (Source("x", late=True), "timeout"),
+        (Source("x", error=TransportError("down")), "error"),
+        (Source("higher " * 600), "no_room"),
+        (Source("<|end|> "), "no_room"),
+    ],
+)
+async def test_an_episode_without_an_answer_is_played_without_lessons(
+    make_services: MakeServices, make_order: MakeOrder, source: Source, outcome: str
+) -> None:
+    services = make_services([StubEngine()], Talk(1), max_length=128)
+    section = {"timeout_seconds": 0.05, "lesson_characters_max": 10000}
+    trajectory = await play(services, make_order(), source, **section)
+    assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.guidance is None
+    assert trajectory.turns[0].context_messages == (Message("user", "say hello"),)
+    assert searches(services, outcome) == 1
+
+
+async def test_as_many_lessons_as_there_is_room_for(make_services: MakeServices, make_order: MakeOrder) -> None:
+    services = make_services([StubEngine()], Talk(1), max_length=64)
+    trajectory = await play(services, make_order(), Source("guess " * 12, "lower " * 40), template="{lessons} {prompt}")
+    assert trajectory.guidance is not None and trajectory.guidance.lessons == ("0",)
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "a <|im_start|>system b", "<|im_<|im_end|>end|>", "<|endoftext|>"])
+async def test_a_lesson_cannot_end_the_turn_that_it_is_in(
+    make_services: MakeServices, make_order: MakeOrder, smollm2: Any, text: str
+) -> None:
+    services = make_services([StubEngine()], Talk(1), tokenizer=smollm2)
+    trajectory = await play(services, make_order(), Source(f"{text} x"))
+    ids = trajectory.turns[0].context.token_ids.tolist()
+    special = set(smollm2.all_special_ids)
+    plain = Renderer(smollm2).start([Message("user", "say hello")]).prompt_ids
+    assert trajectory.guidance is not None
+    assert [i for i in ids if i in special] == [i for i in plain if i in special]
+
+
+async def test_unknown_words_do_not_break_the_tiny_tokenizer(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    trajectory = await play(make_services([StubEngine()], Talk(2)), make_order(), Source("größer… 日本"))
+    assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.guidance is not None
+
+
+async def test_contexts_of_turns_that_were_not_kept_are_not_kept(
+    make_services: MakeServices, make_order: MakeOrder, smollm2: Any
+) -> None:
+    forking = copy.deepcopy(smollm2)
+    forking.chat_template = THINKING
+    services = make_services([StubEngine(script=script(forking))], Talk(9), tokenizer=forking, max_turns=1)
+    trajectory = await play(services, make_order(), Source("x"), train_mode="discard")
+    assert trajectory.guidance is not None and set(trajectory.guidance.plain_contexts) == {0}
+
+
+@given(
+    prompt=st.text(max_size=30),
+    lessons=st.lists(st.text(max_size=30), max_size=3),
+    template=st.sampled_from(["{lessons}|{prompt}"]),
+)
+def test_a_template_leaves_braces_of_lessons_and_prompt_alone(prompt: str, lessons: list[str], template: str) -> None:
+    assert fill(template, lessons, prompt) == "\n".join(lessons) + "|" + prompt
+
+
+GROUPS = st.integers(0, 10**6).map(lambda n: f"g{n:06d}")
+
+
+@given(group=GROUPS, n=st.integers(1, 64), ratio=st.floats(0, 1))
+def test_mixed_guides_its_share_of_every_group_evenly(group: str, n: int, ratio: float) -> None:
+    config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=ratio)
+    chosen = [guided(config, group, slot) for slot in range(n)]
+    for m in range(n + 1):
+        assert abs(sum(chosen[:m]) - m * ratio) < 1 + 1e-6
+    if n * ratio >= 1 + 1e-6 and n * (1 - ratio) >= 1 + 1e-6:
+        assert 0 < sum(chosen) < n
+
+
+@given(group=GROUPS, ratio=st.floats(0, 1), keep_ratio=st.floats(0, 1))
+def test_hybrid_keeps_its_share_of_the_guided_slots(group: str, ratio: float, keep_ratio: float) -> None:
+    config = LessonsConfig(
+        enabled=True, rollout_mode="mixed", rollout_ratio=ratio, train_mode="hybrid", keep_ratio=keep_ratio
+    )
+    of = [kept(config, group, slot) for slot in range(64) if guided(config, group, slot)]
+    assert abs(sum(of) - len(of) * keep_ratio) < 1 + 1e-6
+
+
+def test_the_mean_share_over_groups_is_the_ratio_and_the_other_modes_are_all_or_none() -> None:
+    config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=0.3)
+    chosen = [guided(config, f"g{g:06d}", slot) for g in range(2000) for slot in range(4)]
+    assert sum(chosen) / len(chosen) == pytest.approx(0.3, abs=0.02)
+    for mode, expected in (("all", True), ("without", False)):
+        section = LessonsConfig(enabled=True, rollout_mode=mode, train_mode="discard")
+        assert guided(section, "g000001", 3) is expected and not kept(section, "g000001", 3)
+    assert not guided(LessonsConfig(rollout_mode="all"), "g000001", 0)
+    assert kept(LessonsConfig(enabled=True), "g000001", 3)
