@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers, token_weights
-from learner.loss import LossRules, LossTerms, LossTokens, policy_loss
-from learner.offpolicy import second_moment_mask, step_factor, token_weights_of
+from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
+from learner.loss import LossRules, LossTokens, policy_loss
+from learner.offpolicy import step_factor, token_weights_of
 from learner.policy import Interrupted, Policy
 from learner.report import NonFinite, StepReport, Stopwatch
 from learner.rows import Batch, Row
@@ -55,16 +57,6 @@ class _Tally:
     factors: list[float] = field(default_factory=list)
     """What the guard did to each optimizer step."""
     nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0})
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of all sampled tokens of the update before an optimizer step, by ``MicroBatch.tokens_S``."""
-
-    today: FloatArray | None = None
-    """log π before the first optimizer step; NaN where no token is anchored there. None: these are the weights."""
-    kept: npt.NDArray[np.bool_] | None = None
-    """False where the second-moment mask rejects. None: nothing is."""
 
 
 class Trainer:
@@ -115,12 +107,13 @@ class Trainer:
         learner = self._config.learner
         numbers = token_numbers(batch.rows)
         several = learner.epochs * learner.minibatches > 1
-        today = self._today(batch.rows, tally.watch) if several else None
+        today = logprobs_today(batch.rows, self._rules, partial(self.score, watch=tally.watch)) if several else None
         for epoch in range(learner.epochs):
             for chosen in self._minibatches(batch.rows, epoch):
                 rows, first = [batch.rows[i] for i in chosen], [int(numbers[i]) for i in chosen]
                 try:
-                    known = _Known(today, self._kept(rows, first, batch.n_sampled, tally.watch))
+                    kept = self._kept(rows, first, batch.n_sampled, tally.watch)
+                    known = Known(today, kept)
                     self._optimizer_step(rows, first, known, tally, rate, record=epoch == 0)
                 except NonFiniteStep as error:
                     tally.nonfinite[error.where] += 1
@@ -152,41 +145,13 @@ class Trainer:
                     entropies[part.tokens_S] = entropy.float().cpu().numpy()
         return logprobs, entropies
 
-    def _today(self, rows: Sequence[Row], watch: Stopwatch) -> FloatArray | None:
-        """log π of the tokens that are anchored at today's policy, NaN elsewhere; None where no token is."""
-        rules = self._rules
-        chosen = [row for row in rows if rules.anchored_today(replayed=row.replayed, recorded=row.recorded)]
-        if not chosen:
-            return None
-        anchored = [rules.anchored_today(replayed=row.replayed, recorded=row.recorded) for row in rows]
-        places = np.repeat(anchored, [row.n_sampled for row in rows])
-        out = np.full(len(places), np.nan, dtype=np.float32)
-        out[places] = self.score(chosen, watch)
-        return out
-
     def _kept(
         self, rows: Sequence[Row], first: Sequence[int], n_tokens: int, watch: Stopwatch
     ) -> npt.NDArray[np.bool_] | None:
-        """The second-moment mask over the off-policy tokens of one optimizer step, with the weights of now."""
+        """The second-moment mask of one optimizer step, with the weights of now."""
         if self._rules.off_policy != "second_moment" or not self._rules.use_recorded:
             return None
-        chosen = [(row, at) for row, at in zip(rows, first, strict=True) if self._off(row) and row.recorded]
-        if not chosen:
-            return None
-        behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row, _ in chosen])
-        places = np.concatenate([np.arange(row.n_sampled) + at for row, at in chosen])
-        d = self.score([row for row, _ in chosen], watch).astype(np.float64) - behaviour
-        finite = np.isfinite(d)
-        within = np.ones(len(d), dtype=np.bool_)
-        within[finite] = second_moment_mask(d[finite], self._config.loss.second_moment_max)
-        kept = np.ones(n_tokens, dtype=np.bool_)
-        kept[places] = within
-        return kept
-
-    def _off(self, row: Row) -> bool:
-        """Whether the row has the off-policy loss."""
-        guided = self._config.loss.off_clip_guided
-        return row.replayed or (guided == "all" and row.guided) or (guided == "discarded" and row.discarded)
+        return kept_tokens(rows, first, n_tokens, self._config.loss, partial(self.score, watch=watch))
 
     def _minibatches(self, rows: Sequence[Row], epoch: int) -> list[list[int]]:
         """Row numbers of each optimizer step: whole trajectories, shuffled by (seed, update, epoch) where there are
@@ -210,7 +175,7 @@ class Trainer:
             ]
 
     def _optimizer_step(
-        self, rows: Sequence[Row], first: Sequence[int], known: _Known, tally: _Tally, rate: float, *, record: bool
+        self, rows: Sequence[Row], first: Sequence[int], known: Known, tally: _Tally, rate: float, *, record: bool
     ) -> None:
         """Gradients of the whole mini-batch, then one optimizer step. Rows without advantage have gradient exactly 0:
         they are scored without a backward pass, and only for the statistics."""
@@ -236,12 +201,12 @@ class Trainer:
                 self._apply(tally)
             tally.factors.append(factor)
 
-    def _microbatch(self, part: MicroBatch, known: _Known, tally: _Tally, *, learn: bool, record: bool) -> None:
+    def _microbatch(self, part: MicroBatch, known: Known, tally: _Tally, *, learn: bool, record: bool) -> None:
         with tally.watch.stage("forward"), torch.set_grad_enabled(learn):
             logprobs, entropy = self.policy.score(part)
             tokens = self._loss_tokens(part, logprobs, entropy, known)
             terms = policy_loss(tokens, self._rules)
-            values = _values(part, tokens, terms, known)
+            values = values_of(part, tokens, terms, known)
             if record:
                 tally.values.append(values)
             if self._config.replay.ess_guard.enabled:
@@ -262,14 +227,12 @@ class Trainer:
         tally.policy_loss += float(terms.policy)
         tally.entropy += float(terms.entropy)
 
-    def _loss_tokens(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: _Known) -> LossTokens:
+    def _loss_tokens(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: Known) -> LossTokens:
         def tensor(array: npt.NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(array).to(self.policy.device)
 
         usable = np.isfinite(part.behaviour_logprobs_S)
-        off = part.replayed_S
-        if self._config.loss.off_clip_guided != "none":
-            off = off | (part.guided_S if self._config.loss.off_clip_guided == "all" else part.discarded_S)
+        off = off_policy(part.replayed_S, part.guided_S, part.discarded_S, self._config.loss)
         return LossTokens(
             logprobs=logprobs,
             entropy=entropy,
@@ -323,25 +286,3 @@ class Trainer:
             started_at=started,
             finished_at=time.time(),
         )
-
-
-def _values(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: _Known) -> TokenValues:
-    def array(tensor: Tensor) -> npt.NDArray[np.float32]:
-        return tensor.detach().float().cpu().numpy()
-
-    return TokenValues(
-        logprobs=array(tokens.logprobs),
-        behaviour=part.behaviour_logprobs_S,
-        entropy=array(tokens.entropy),
-        losses=array(terms.token_losses),
-        trained=(tokens.loss_mask & torch.isfinite(tokens.logprobs.detach())).cpu().numpy(),
-        clipped_low=terms.clipped_low.cpu().numpy(),
-        clipped_high=terms.clipped_high.cpu().numpy(),
-        versions=part.policy_versions_S,
-        sequences=part.sequences_S,
-        replayed=part.replayed_S,
-        recorded=part.recorded_S,
-        discarded=part.discarded_S,
-        off_policy=tokens.off_policy.cpu().numpy(),
-        masked=np.zeros(part.n_sampled, np.bool_) if known.kept is None else ~known.kept[part.tokens_S],
-    )

@@ -1,0 +1,224 @@
+"""The off-policy losses, token by token, against slow references and by enumeration."""
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from learner.loss import ClipRange, LossRules, LossTokens, policy_loss
+from learner.offpolicy import second_moment_mask, step_factor, token_weights_of
+from pipeline.config.training import ImportanceConfig, LossConfig
+
+FORMS = ("clip", "shaped", "second_moment")
+F = torch.float64
+
+
+def rules(**options) -> LossRules:
+    base = {
+        "fresh": ClipRange(0.2, 0.28),
+        "off": ClipRange(0.3, 1.0),
+        "dual_clip": 3.0,
+        "decoupled": False,
+        "weight_max": 2.0,
+        "log_ratio_max": 20.0,
+        "entropy_bonus": 0.0,
+    }
+    return LossRules(**{**base, **options})
+
+
+def tokens(rows, *, today=True) -> LossTokens:
+    """Rows of (new, mu, today, advantage, mask, replayed, guided, recorded, factor)."""
+    new, mu, old, advantage, mask, replayed, guided, recorded, factor = map(list, zip(*rows, strict=True))
+    n = len(rows)
+    return LossTokens(
+        logprobs=torch.tensor(new, dtype=F, requires_grad=True),
+        entropy=torch.zeros(n, dtype=F),
+        behaviour=torch.tensor(mu, dtype=F),
+        proximal=torch.tensor(old, dtype=F) if today else None,
+        advantages=torch.tensor(advantage, dtype=F),
+        weights=torch.full((n,), 0.125, dtype=F),
+        loss_mask=torch.tensor(mask),
+        replay_mask=torch.tensor(replayed),
+        off_policy=torch.tensor([r or g for r, g in zip(replayed, guided, strict=True)]),
+        recorded=torch.tensor(recorded),
+        factors=torch.tensor(factor, dtype=F),
+    )
+
+
+def slow(rows, r: LossRules, *, today=True) -> tuple[float, list[float]]:
+    """Loss and derivative by log π, one token at a time, in Python floats."""
+    total, grads = 0.0, []
+    for new, mu, old, a, mask, replayed, guided, recorded, factor in rows:
+        grads.append(0.0)
+        if not mask:
+            continue
+        now = old if today else new
+        w, anchor = 1.0, mu
+        if replayed and not r.use_recorded:
+            anchor = now
+        elif replayed and not recorded:
+            anchor = 0.0 if r.off_policy == "shaped" else now
+        elif not replayed and r.decoupled:
+            anchor, w = now, min(math.exp(now - mu), r.weight_max)
+        rho = math.exp(new - anchor)
+        off = replayed or guided
+        if off and r.off_policy == "shaped":
+            loss, grad = -a * rho / (rho + r.shape_beta), -a * rho * r.shape_beta / (rho + r.shape_beta) ** 2
+        else:
+            clip = r.off if off else r.fresh
+            free = off and r.off_policy == "second_moment" and recorded and r.use_recorded
+            bounded = rho if free else min(max(rho, 1 - clip.low), 1 + clip.high)
+            loss = max(-a * rho, -a * bounded)
+            grad = -a * rho if -a * rho >= loss and (bounded == rho or -a * rho > -a * bounded) else 0.0
+            if a < 0 and r.dual_clip is not None and loss > -a * r.dual_clip:
+                loss, grad = -a * r.dual_clip, 0.0
+        total += 0.125 * factor * w * loss
+        grads[-1] = 0.125 * factor * w * grad
+    return total, grads
+
+
+number = st.floats(-6, 0, allow_nan=False, width=32)
+token = st.tuples(
+    number, number, number, st.floats(-3, 3, width=32), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
+    st.sampled_from([0.0, 0.25, 1.0]),
+).map(lambda t: (*t[:7], t[7] or not t[5], t[8] if t[5] else 1.0))  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(token, min_size=1, max_size=8), st.sampled_from(FORMS), st.booleans(), st.booleans(), st.booleans())
+def test_every_kind_of_token_has_the_loss_and_gradient_of_the_slow_reference(rows, form, decoupled, use, today):
+    r = rules(off_policy=form, decoupled=decoupled, use_recorded=use)
+    t = tokens(rows, today=today)
+    loss = policy_loss(t, r).loss
+    (grad,) = torch.autograd.grad(loss, t.logprobs)
+    expected, expected_grad = slow(rows, r, today=today)
+    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    np.testing.assert_allclose(grad.numpy(), expected_grad, rtol=1e-8, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(token.map(lambda t: (*t[:4], True, *t[5:])), min_size=1, max_size=6),
+    st.sampled_from(FORMS), st.sampled_from([math.nan, math.inf, -math.inf]), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_poison_at_mask_zero_reaches_neither_loss_nor_gradient_in_any_form(rows, form, poison, recorded, replayed):
+    """Identity 4."""
+    r = rules(off_policy=form)
+    bad = (poison, poison, poison, poison, False, replayed, not replayed, recorded, poison)
+    clean, dirty = tokens(rows), tokens([*rows, bad])
+    a, b = policy_loss(clean, r).loss, policy_loss(dirty, r).loss
+    assert a.item() == b.item()
+    (grad_a,), (grad_b,) = torch.autograd.grad(a, clean.logprobs), torch.autograd.grad(b, dirty.logprobs)
+    assert torch.equal(grad_a, grad_b[:-1])
+    assert float(grad_b[-1]) == 0.0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_off_policy_tokens_every_form_is_plain_ppo_bit_for_bit(form):
+    """Identity 2."""
+    rng = np.random.default_rng(0)
+    rows = [
+        (-rng.uniform(0, 4), -rng.uniform(0, 4), 0.0, rng.normal(), True, False, False, True, 1.0) for _ in range(40)
+    ]
+    t = tokens(rows)
+    ratio = (t.logprobs - t.behaviour).exp()
+    plain = torch.maximum(-t.advantages * ratio, -t.advantages * ratio.clamp(0.8, 1.28))
+    plain = torch.where(t.advantages < 0, torch.minimum(plain, -t.advantages * 3.0), plain)
+    assert torch.equal(policy_loss(t, rules(off_policy=form)).loss, (t.weights * plain).sum())
+
+
+@pytest.mark.parametrize("use", [True, False])
+def test_recorded_under_current_weights_the_ratio_is_one_and_the_gradient_plain(use):
+    """Identity 1."""
+    rng = np.random.default_rng(0)
+    rows = [(x, x, x, rng.normal(), True, True, False, True, 1.0) for x in -rng.uniform(0.1, 4, 20)]
+    fresh = [(*row[:5], False, *row[6:]) for row in rows]
+    for form in ("clip", "second_moment"):
+        both = [tokens(rows), tokens(fresh)]
+        losses = [policy_loss(t, rules(off_policy=form, use_recorded=use)).loss for t in both]
+        assert losses[0].item() == losses[1].item()
+        assert torch.equal(*(torch.autograd.grad(x, t.logprobs)[0] for x, t in zip(losses, both, strict=True)))
+
+
+def test_a_demonstration_under_the_shaped_loss_learns_most_where_its_probability_is_beta():
+    p = np.linspace(0.001, 0.999, 999)
+    t = tokens([(math.log(x), 0.0, 0.0, 1.0, True, True, False, False, 1.0) for x in p])
+    (grad,) = torch.autograd.grad(policy_loss(t, rules(off_policy="shaped", shape_beta=0.1)).loss, t.logprobs)
+    assert p[int(grad.abs().argmax())] == pytest.approx(0.1, abs=1e-3)
+    np.testing.assert_allclose(grad.numpy(), -0.125 * p * 0.1 / (p + 0.1) ** 2, rtol=1e-9)
+
+
+def test_the_dual_clip_bounds_every_off_policy_form():
+    for form in FORMS:
+        t = tokens([(0.0, -9.0, 0.0, -1.0, True, True, False, True, 1.0)])
+        assert 0 < policy_loss(t, rules(off_policy=form)).loss.item() <= 0.125 * 3.0
+
+
+@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize("form", ["clip", "second_moment"])
+def test_full_importance_sampling_of_replays_gives_the_true_gradient_of_a_bandit(off, form):
+    """Identity 6, by enumeration: μ plays, π learns, some arms from the pool."""
+    theta = torch.tensor([0.3, -0.2, 0.7, 0.0], dtype=F, requires_grad=True)
+    mu = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F)
+    reward = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=F)
+    log_pi = torch.log_softmax(theta, dim=0)
+    replayed = torch.tensor([off, True, False, off])
+    t = LossTokens(
+        log_pi, torch.zeros(4, dtype=F), mu.log(), None, reward, mu, torch.ones(4, dtype=torch.bool), replayed, replayed
+    )
+    wide = ClipRange(1 - 1e-12, 1e12)
+    (came,) = torch.autograd.grad(
+        policy_loss(t, rules(fresh=wide, off=wide, dual_clip=None, off_policy=form)).loss, theta, retain_graph=True
+    )
+    (expected,) = torch.autograd.grad(-(log_pi.exp() * reward).sum(), theta)
+    torch.testing.assert_close(came, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_success_only_replay_times_the_success_rate_is_the_true_gradient():
+    """``bias_correction``: successes alone over-weight by 1/P(success); the recorded rate as weight undoes it."""
+    theta = torch.tensor([0.3, -0.2, 0.7, 0.0], dtype=F, requires_grad=True)
+    mu = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F)
+    reward = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=F)
+    success = float((mu * reward).sum())
+    log_pi = torch.log_softmax(theta, dim=0)
+    conditional = mu * reward / success
+    yes = torch.ones(4, dtype=torch.bool)
+    t = LossTokens(
+        log_pi, torch.zeros(4, dtype=F), mu.log(), None, reward, conditional, yes, yes, yes,
+        factors=torch.full((4,), success, dtype=F),
+    )  # fmt: skip
+    wide = rules(off=ClipRange(1 - 1e-12, 1e12), dual_clip=None)
+    (came,) = torch.autograd.grad(policy_loss(t, wide).loss, theta, retain_graph=True)
+    (expected,) = torch.autograd.grad(-(log_pi.exp() * reward).sum(), theta)
+    torch.testing.assert_close(came, expected, rtol=1e-10, atol=1e-12)
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0.01, 2))
+def test_the_second_moment_mask_keeps_most_within_the_bound_whatever_the_order(d, bound):
+    kept = second_moment_mask(d, bound)
+    squares = np.square(d)
+    if kept.any():
+        assert squares[kept].mean() <= bound * (1 + 1e-12)
+        assert squares[kept].max() < squares[~kept].min(initial=math.inf)
+    if not kept.all():
+        border = squares <= squares[~kept].min()
+        assert squares[border].mean() > bound * (1 - 1e-12)
+    order = np.random.default_rng(0).permutation(len(d))
+    assert np.array_equal(second_moment_mask(np.asarray(d)[order], bound), kept[order])
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=20), st.floats(0.05, 1))
+def test_the_guard_shrinks_by_the_root_of_ess_over_its_target_and_never_grows(d, target):
+    w = token_weights_of(d, np.zeros(len(d)), np.ones(len(d), bool), 20.0)
+    e = np.exp(d)
+    assert w.ess_ratio == pytest.approx(1 / (1 + (e.std() / e.mean()) ** 2))
+    assert step_factor(w.ess_ratio, target) == pytest.approx(min(1.0, math.sqrt(w.ess_ratio / target)))
+
+
+def test_off_policy_rules_come_from_the_run_file():
+    loss = LossConfig(clip_low=0.1, off_clip_low=0.4, off_clip_high=2.0, off_policy="shaped", off_shape_beta=0.2)
+    r = LossRules.of(loss, ImportanceConfig(), use_recorded=False)
+    assert (r.off, r.off_policy, r.shape_beta, r.use_recorded) == (ClipRange(0.4, 2.0), "shaped", 0.2, False)

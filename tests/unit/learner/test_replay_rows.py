@@ -1,0 +1,231 @@
+"""Groups with replays: assembly, choice, rows and masks, facts for the stage."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from learner.assembly import GroupAssembler
+from learner.checkpoint import CheckpointState
+from learner.choice import choose_replays, ranked
+from learner.consumed import Trained, TrainedGroup
+from learner.groups import Group, Replay
+from learner.policy import Interrupted
+from learner.rows import build_batch, trajectory_rows
+from pipeline.config.replay import ReplayConfig
+from pipeline.config.training import AdvantageConfig
+from pipeline.errors import TrainingError
+from pipeline.schema import GroupPlan, Guidance, Task
+
+slow = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def plan_of(name="g", n=3, k=1, pool=("a", "b", "c")):
+    return GroupPlan(name, Task(f"task/{name}", "toy", 0), n, n - k, tuple(pool[:k]), tuple(pool))
+
+
+def group_of(kit, name="g", n=3, k=1, pool=("a", "b", "c"), entropies=None, **facts):
+    plan = plan_of(name, n, k, [f"{name}.{p}" for p in pool])
+    fresh = [kit.make_trajectory(f"{name}.{i}", group=name, reward=0.0, seed=i) for i in range(n - k)]
+    stored = [kit.make_trajectory(p, group="old", reward=1.0, seed=50 + i) for i, p in enumerate(plan.candidates)]
+    return Group(plan, (*fresh, *stored), {t.trajectory_id: Replay(**facts) for t in stored})
+
+
+def scorer(values, calls=None):
+    """Entropy of each sequence in the order of candidates."""
+
+    def score(rows):
+        if calls is not None:
+            calls.append(rows)
+        return {row.sequence: values[row.sequence] for row in rows}
+
+    return score
+
+
+@slow
+@given(data=st.data(), n=st.integers(2, 4), extra=st.integers(0, 3))
+def test_a_group_is_complete_with_all_delivered_in_any_order_and_keeps_its_facts(kit, data, n, extra):
+    k = data.draw(st.integers(1, n - 1))
+    pool = tuple(f"p{i}" for i in range(k + extra))
+    plan = plan_of(n=n, k=k, pool=pool)
+    assembler = GroupAssembler(1)
+    assembler.plan(plan, 0)
+    names = [*(f"f{i}" for i in range(plan.n_fresh)), *pool]
+    for index in data.draw(st.permutations(range(plan.delivered))):
+        assert not assembler.ready(0)
+        fact = Replay(weight=0.5 + index) if index >= plan.n_fresh else None
+        t = kit.make_trajectory(names[index], group="old", reward=None)
+        assembler.deliver("g", index, t, float(index), {}, fact)
+    (group,) = assembler.take(0)
+    assert [t.trajectory_id for t in group.trajectories] == names
+    assert [t.trajectory_id for t in group.fresh] == names[: n - k]
+    assert [t.reward for t in group.trajectories] == list(map(float, range(plan.delivered)))
+    assert {name: fact.weight for name, fact in group.replays.items()} == {
+        name: 0.5 + i for i, name in enumerate(names) if i >= n - k
+    }
+    assert [t.trajectory_id for t in group.as_stored().candidates] == list(pool[:k])
+
+
+def test_a_candidate_in_another_place_is_an_error(kit):
+    assembler = GroupAssembler(1)
+    assembler.plan(plan_of(), 0)
+    with pytest.raises(TrainingError, match="stored a at place 2"):
+        assembler.deliver("g", 2, kit.make_trajectory("b"), 1.0, {})
+
+
+def test_a_weight_that_is_not_finite_is_an_error():
+    for weight in (float("nan"), -1.0, float("inf")):
+        with pytest.raises(TrainingError, match="finite weight"):
+            Replay(weight=weight)
+
+
+@given(st.lists(st.none() | st.floats(0, 5) | st.just(float("nan")), min_size=1, max_size=8))
+def test_unknown_entropy_ranks_worst_in_both_directions(values):
+    known = [v for v in values if v is not None and v == v]
+    for select, order in (("argmin", sorted(known)), ("argmax", sorted(known, reverse=True))):
+        places = ranked(values, select)
+        assert sorted(places) == list(range(len(values)))
+        assert [values[i] for i in places[: len(known)]] == order
+
+
+@slow
+@given(values=st.lists(st.floats(0, 5), min_size=6, max_size=6), select=st.sampled_from(["argmin", "argmax"]))
+def test_todays_policy_chooses_k_of_each_group_in_one_pass(kit, values, select):
+    groups, calls = [group_of(kit, "g", k=2, n=4), group_of(kit, "h"), kit.make_group("i", [1.0, 0.0])], []
+    choice = choose_replays(groups, ReplayConfig(select=select), scorer(values, calls))
+    assert len(calls) == 1
+    assert choice.failed == frozenset()
+    assert choice.scored == 6
+    sign = 1 if select == "argmin" else -1
+    for group, part in zip(choice.groups, (values[:3], values[3:]), strict=False):
+        order = sorted(range(3), key=lambda i: sign * part[i])
+        names = [f"{group.group_id}.{'abc'[i]}" for i in order[: group.k]]
+        assert [t.trajectory_id for t in group.candidates] == names
+        assert group.settled
+    assert choice.groups[2] is groups[2]
+
+
+@pytest.mark.parametrize("config", [{"entropy": "stored"}, {"select": "random"}])
+def test_the_stored_choice_needs_no_scoring(kit, config):
+    choice = choose_replays([group_of(kit)], ReplayConfig(**config), lambda rows: pytest.fail("scored"))
+    assert [t.trajectory_id for t in choice.groups[0].candidates] == ["g.a"]
+
+
+def test_where_scoring_fails_the_stored_choice_is_trained_and_counted(kit):
+    def broken(rows):
+        raise RuntimeError("out of memory")
+
+    groups = [group_of(kit, "g"), group_of(kit, "h")]
+    for score, failed in ((broken, {"g", "h"}), (scorer([0.1, float("nan"), 0.2, 3.0, 1.0, 2.0]), {"g"})):
+        choice = choose_replays(groups, ReplayConfig(), score)
+        assert choice.failed == failed
+        assert [t.trajectory_id for t in choice.groups[0].candidates] == ["g.a"]
+        expected = "h.a" if "h" in failed else "h.b"
+        assert [t.trajectory_id for t in choice.groups[1].candidates] == [expected]
+
+
+def test_an_interrupt_is_no_failed_choice(kit):
+    def stop(rows):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        choose_replays([group_of(kit)], ReplayConfig(), stop)
+
+
+def test_the_trainer_scores_candidates_with_its_own_weights(kit):
+    import torch
+
+    from learner.policy import Policy
+    from learner.trainer import Trainer
+
+    config = kit.run_config({"tokens_per_microbatch": 8})
+    trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
+    group = group_of(kit)
+    choice = choose_replays([group], config.replay, trainer.mean_entropies)
+    exact = {}
+    for t in group.candidates:
+        (row,) = trajectory_rows(t, 0, 0.0)
+        with torch.no_grad():
+            z = trainer.policy.model(torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0].double()
+        log_p = torch.log_softmax(z, -1)
+        h = -(log_p.exp() * log_p).sum(-1).numpy()
+        exact[t.trajectory_id] = h[np.flatnonzero(row.loss_mask) - 1].mean()
+    assert choice.groups[0].candidates[0].trajectory_id == min(exact, key=exact.get)
+
+
+def test_an_unsettled_group_is_not_trained(kit):
+    with pytest.raises(TrainingError, match="choose"):
+        build_batch(0, [group_of(kit)], AdvantageConfig())
+
+
+def test_fresh_and_chosen_share_one_advantage_group_with_the_stored_reward(kit):
+    group = group_of(kit, weight=0.25).as_stored()
+    batch = build_batch(0, [group], AdvantageConfig())
+    assert [row.replayed for row in batch.rows] == [False, False, True]
+    assert [row.replay_weight for row in batch.rows] == [1.0, 1.0, 0.25]
+    assert batch.rows[2].advantage > 0 > batch.rows[0].advantage
+    assert [len(part) for part in (batch.fresh, batch.replayed)] == [2, 1]
+
+
+@slow
+@given(data=st.data(), n_turns=st.integers(1, 4), replayed=st.booleans(), keep=st.booleans(), seed=st.integers(0, 99))
+def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, data, n_turns, replayed, keep, seed):
+    rng = np.random.default_rng(seed)
+    turns, branch = [], 0
+    for i in range(n_turns):
+        branch += int(i > 0 and data.draw(st.booleans()))
+        turns.append(kit.make_turn(rng, int(rng.integers(1, 5)), int(rng.integers(1, 5)), version=i, branch=branch))
+    only = data.draw(st.none() | st.integers(0, n_turns - 1)) if replayed else None
+    plain = {i: (7,) * int(rng.integers(1, 4)) for i in range(n_turns) if rng.random() < 0.5} or {0: (7, 7)}
+    guidance = data.draw(st.sampled_from([None, Guidance(("l",), keep, {} if keep else plain)]))
+    t = replace(kit.make_trajectory("t", turns=turns), guidance=guidance)
+    rows = trajectory_rows(t, 0, 1.0, replay=Replay(turn=only) if replayed else None)
+    trained = [i for i in range(n_turns) if only is None or i == only]
+    for name, field in (("token_ids", "token_ids"), ("behaviour_logprobs", "behaviour_logprobs")):
+        came = np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])
+        np.testing.assert_array_equal(came, np.concatenate([getattr(turns[i].completion, field) for i in trained]))
+    versions = np.concatenate([row.policy_versions[row.loss_mask] for row in rows])
+    np.testing.assert_array_equal(versions, np.repeat(trained, [len(turns[i].completion) for i in trained]))
+    for row in rows:
+        np.testing.assert_array_equal(row.replay_mask, row.loss_mask & replayed)
+        np.testing.assert_array_equal(row.guided_mask, row.loss_mask & (guidance is not None))
+        assert row.whole == (only is None)
+        assert row.discarded == (guidance is not None and not keep)
+    if only is None:
+        spans = []
+        for i, turn in enumerate(turns):
+            context = turn.context.token_ids
+            if guidance is not None and not keep and i in plain:
+                context = np.asarray(plain[i])
+            spans += [context, turn.completion.token_ids]
+        np.testing.assert_array_equal(np.concatenate([row.token_ids for row in rows]), np.concatenate(spans))
+
+
+def test_a_turn_that_is_not_there_is_an_error(kit):
+    with pytest.raises(TrainingError, match="turn 7"):
+        trajectory_rows(kit.make_trajectory(), 0, 1.0, replay=Replay(turn=7))
+
+
+def test_facts_are_told_shard_by_shard_and_survive_a_checkpoint_and_json():
+    groups = {
+        "g": TrainedGroup(("a",), {"a": 0.5, "x": float("nan")}, True),
+        "h": TrainedGroup((), {"f": 1.5}),
+    }
+    facts = Trained({"all": 0.5, "fresh": 1.0, "replay": None}, groups)
+    assert facts.header() == {
+        "replayed": {"g": ["a"]},
+        "ess": {"all": 0.5, "fresh": 1.0, "replay": None},
+        "entropy": {"a": 0.5, "f": 1.5},
+        "choice_failed": 1,
+    }
+    assert facts.of(["h"]).header()["replayed"] == {}
+    assert (facts.of(["h"]) | facts.of(["g"])).header() == facts.header()
+    again = Trained.from_json(orjson.loads(orjson.dumps(facts.as_json())))
+    assert again.header() == facts.header()
+    state = CheckpointState(1, 1, {0: ["g", "h"]}, trained={0: facts})
+    assert (
+        orjson.loads(orjson.dumps(state.as_json(), option=orjson.OPT_NON_STR_KEYS))["trained"]["0"]["ess"]["all"] == 0.5
+    )
