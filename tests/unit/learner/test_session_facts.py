@@ -1,0 +1,109 @@
+"""What CONSUMED says beside group ids is said again until it is acknowledged, also by a resumed learner."""
+
+import asyncio
+
+import anyio
+import orjson
+import pytest
+
+from learner.checkpoint import CheckpointState, read_state
+from learner.consumed import Trained, TrainedGroup
+from learner.session import LearnerSession, Standing
+from pipeline.codec import encode_plan, encode_trajectory
+from pipeline.config.training import GroupsConfig
+from pipeline.errors import WireError
+from pipeline.schema import GroupPlan, Task
+from pipeline.transport.base import Event, EventKind, Kind, Limits, Message
+
+FACTS = Trained(
+    {"all": 0.5, "fresh": 0.9, "replay": 0.2},
+    {"g": TrainedGroup(("p2",), {"f0": 0.4, "p2": 0.3}, True), "elsewhere": TrainedGroup(("z",))},
+)
+TOLD = {
+    "replayed": {"g": ["p2"]},
+    "ess": {"all": 0.5, "fresh": 0.9, "replay": 0.2},
+    "entropy": {"f0": 0.4, "p2": 0.3},
+    "choice_failed": 1,
+}
+
+
+class Wire:
+    """A link whose other end is the test."""
+
+    def __init__(self):
+        self.hello, self.sent = {}, []
+        self._queue: asyncio.Queue[Event] = asyncio.Queue(100)
+
+    def describe(self, header):
+        self.hello = orjson.loads(orjson.dumps(header))
+
+    async def receive(self):
+        return await self._queue.get()
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    def came(self, kind, header, frames=()):
+        self._queue.put_nowait(Event(EventKind.MESSAGE, "hub", Message(kind, header, frames)))
+
+
+def session_on(wire, standing=None):
+    return LearnerSession(wire, GroupsConfig(n_rollout=2, groups_per_step=1), 2, standing or Standing(), Limits())
+
+
+def deliver(wire, kit, index, name, reward, **header):
+    t = kit.make_trajectory(name, group="g", reward=None)
+    header = {"group_id": "g", "index": index, "trajectory_id": name, "reward": reward, "rewards": {}, **header}
+    wire.came(Kind.DELIVERY, header, encode_trajectory(t))
+
+
+async def test_facts_are_repeated_in_hello_until_acknowledged_and_only_those_of_own_groups(kit):
+    wire = Wire()
+    session = session_on(wire)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run)
+        plan = GroupPlan("g", Task("t", "toy", 0), 2, 1, ("p1",), ("p1", "p2"))
+        wire.came(Kind.PLAN, {**encode_plan(plan), "update": 0})
+        deliver(wire, kit, 0, "f0", 0.0)
+        deliver(wire, kit, 1, "p1", 0.75, replay={"weight": 0.5, "entropy": None, "turn": 1, "age": 3})
+        deliver(wire, kit, 2, "p2", 1.0, replay={"weight": 1.0})
+        with anyio.fail_after(5):
+            (group,) = await session.ready(0)
+        assert group.trajectories[1].reward == 0.75
+        fact = group.replay(group.trajectories[1])
+        assert (fact.weight, fact.entropy, fact.turn, fact.age) == (0.5, None, 1, 3)
+        await session.consumed(0, FACTS)
+        assert wire.sent[-1].header == {"update": 0, "group_ids": ["g"], **TOLD}
+        assert wire.hello["consumed"] == [[0, ["g"]]]
+        assert wire.hello["trained"] == [[0, TOLD]]
+        wire.came(Kind.ACK, {"update": 0})
+        with anyio.fail_after(5):
+            await session.acknowledged()
+        assert wire.hello["trained"] == []
+        tasks.cancel_scope.cancel()
+
+
+def test_a_resumed_learner_says_again_what_was_not_acknowledged(tmp_path):
+    state = CheckpointState(1, 3, {0: ["g"]}, trained={0: FACTS.of(["g"])})
+    (tmp_path / "state.json").write_bytes(orjson.dumps(state.as_json(), option=orjson.OPT_NON_STR_KEYS))
+    again = read_state(tmp_path)
+    assert again == state
+    wire = Wire()
+    session_on(wire, Standing(1, 3, 1, again.unacknowledged, trained=again.trained))
+    assert wire.hello["consumed"] == [[0, ["g"]]]
+    assert wire.hello["trained"] == [[0, TOLD]]
+
+
+def test_a_checkpoint_written_before_replay_is_read(tmp_path):
+    old = {"format": 1, "updates": 4, "policy_version": 5, "unacknowledged": {"3": ["g"]}}
+    (tmp_path / "state.json").write_bytes(orjson.dumps(old))
+    assert read_state(tmp_path) == CheckpointState(4, 5, {3: ["g"]})
+
+
+async def test_replay_facts_that_are_no_numbers_are_a_wire_error(kit):
+    wire = Wire()
+    session = session_on(wire)
+    wire.came(Kind.PLAN, {**encode_plan(GroupPlan("g", Task("t", "toy", 0), 2, 1, ("p1",))), "update": 0})
+    deliver(wire, kit, 1, "p1", 1.0, replay={"weight": "much"})
+    with pytest.raises(WireError, match="not understood"), anyio.fail_after(5):
+        await session.run()
