@@ -88,7 +88,7 @@ def config_of(tmp_path, url, **sections) -> RunConfig:
                 **sections.pop("learner", {}),
             },
             "checkpoint": {"every": 2, **sections.pop("checkpoint", {})},
-            "replay": {"synchronous": "NORMAL"},
+            "replay": {"synchronous": "NORMAL", **sections.pop("replay", {})},
             **sections,
         }
     )
@@ -181,6 +181,25 @@ async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):
     text = ctx.registry.get_sample_value
     assert text("afterplay_learner_updates_total") == 3
     assert text("afterplay_learner_importance_ratio_count", {"level": "token", "source": "fresh"}) == 24
+
+
+@pytest.mark.parametrize("entropy", ["current", "stored"])
+async def test_stored_successes_are_trained_in_place_of_fresh_rollouts(world, entropy):
+    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.5, "entropy": entropy, "max_age": 50}
+    async with world(total_steps=8, replay=replay) as w:
+        ctx, run = w.learner()
+        await run()
+    lines = w.lines()
+    assert sum(line["n_replayed"] for line in lines) > 0
+    for line in lines:
+        assert line["n_trajectories"] == 4
+        assert line["sampled_tokens_fresh"] == 2 * (4 - line["n_replayed"])
+        assert line["choice_failed"] == 0
+        assert (line["ess_replay"] is None) == (line["n_replayed"] == 0)
+        assert line["reward_mean_replayed"] == (1.0 if line["n_replayed"] else None)
+    assert max(line["staleness_max"] for line in lines) <= 1
+    replayed = ctx.registry.get_sample_value("afterplay_learner_trained_trajectories_total", {"source": "replay"})
+    assert replayed == sum(line["n_replayed"] for line in lines)
 
 
 async def kill_after(w, steps):
