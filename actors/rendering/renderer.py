@@ -86,6 +86,7 @@ class Renderer:
                 "neither the tokenizer nor its chat template has an end-of-turn token: turns could not end"
             )
         self.end_ids = tuple(sorted(ends))
+        self._usual_end = self.end_ids[0] if template_end is None else template_end
         self._end_texts = {i: self._decode([i]) for i in self.end_ids}
 
     def without_special(self, text: str) -> str:
@@ -103,6 +104,12 @@ class Renderer:
             text = self._apply(messages)
             ids = self._encode(text)
         return Conversation(tuple(messages), text, ids, ids)
+
+    def completion_ids(self, text: str) -> tuple[int, ...]:
+        """What a policy would have sampled to say ``text``: its ids and the end-of-turn token. For demonstrations; a
+        policy may have cut the same text into other tokens."""
+        with boundary(RENDERER):
+            return (*self._encode(text), self._usual_end)
 
     def completed(self, completion_ids: Sequence[int]) -> Completed:
         """Decode a completion for the environment, without the end-of-turn token that closed it."""

@@ -10,6 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pipeline.cli.replay import START
+from pipeline.cli.replay import app as replay_app
 from pipeline.config import RunConfig
 
 app = typer.Typer(
@@ -41,6 +43,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show i
 env_app = typer.Typer(no_args_is_help=True, help="Environments that run files can name.")
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
+app.add_typer(replay_app, name="replay")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example configs/tiny.yaml.")]
 Sets = Annotated[
@@ -92,7 +95,7 @@ def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
     _role("actor", index, "actors.role:main", file, sets)
 
 
-@app.command()
+@replay_app.command(START)
 def replay(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Plan what is played; keep, score and group what comes back. The one process that binds a socket for the others.
 

@@ -45,11 +45,12 @@ def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task)
     came = (trajectory.trajectory_id, trajectory.group_id, trajectory.task.task_id)
     if came != expected:
         return Unreadable(Drop.CORRUPT, f"expected trajectory, group and task {expected}, got {came}")
-    facts = _facts(trajectory, frames)
+    facts = facts_of(trajectory, frames)
     return Arrival(trajectory, facts, _unfit(trajectory, facts))
 
 
-def _facts(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
+def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
+    """What the stage keeps in memory of a trajectory and its payload frames."""
     versions = np.frombuffer(frames[3], dtype="<i4")[2::3]
     failure = trajectory.failure
     return Facts(

@@ -1,0 +1,116 @@
+"""The replay stage's own store with trajectories of 2,000 tokens in 8 turns: ingest, memory, reopening.
+
+Part of ``benchmarks/replay_store.py``; alone: ``python benchmarks/replay_stage.py --reopen 50000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.replay_ingest import bare, stage, trajectory
+from pipeline.config import RunConfig
+from pipeline.replay.core import StageCore
+from pipeline.replay.importing import PoolWriter
+from pipeline.replay.sharding import WHOLE
+from pipeline.replay.store import ReplayStore
+from pipeline.schema import Order, Task
+
+PER_TASK = 5
+
+Rows = list[tuple[str, str, str, str]]
+
+
+def config(n: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"total_steps": 10**6},
+            "groups": {"n_rollout": 8},
+            "environments": {"a": {"max_seconds": 1e6}},
+            "replay": {"enabled": True, "capacity": n, "max_trajectories_per_task": PER_TASK},
+        }
+    )
+
+
+def fill(path: Path, n: int) -> float:
+    """A store whose pool holds ``n`` trajectories; bytes on disk."""
+    rng = np.random.default_rng(0)
+    template = trajectory(Order("g000000.0.0", "g000000", Task("a/0", "a", 0), 0, 0, 0, 1.0), rng)
+    with ReplayStore(path, "NORMAL") as store:
+        pool = PoolWriter(config(n), WHOLE, store, 0)
+        for at in range(0, n, 500):
+            some = []
+            for i in range(at, min(n, at + 500)):
+                task = Task(f"a/{i // PER_TASK}", "a", i // PER_TASK)
+                one = replace(template, trajectory_id=f"import-{i:024x}", task=task, reward=1.0)
+                some.append((one, None))
+            pool.add(some)
+    return float(path.stat().st_size)
+
+
+def rss_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096
+
+
+def reopen(path: Path, n: int) -> None:
+    """In a process of its own: seconds until the stage could serve, and what its memory grew by."""
+    before = rss_bytes()
+    started = time.perf_counter()
+    store = ReplayStore(path)
+    core = StageCore(config(n), store.load())
+    elapsed = time.perf_counter() - started
+    print(json.dumps({"seconds": elapsed, "bytes": rss_bytes() - before, "held": len(core.experience)}))
+    store.close()
+
+
+def stage_rows(folder: Path, n: int) -> Rows:
+    rate, parts = max((stage(folder / f"s{i}.sqlite", 4000, 16, "FULL") for i in range(3)), key=lambda found: found[0])
+    size = int(parts["bytes"])
+    floor = bare(folder / "bare.sqlite", 4000, size, 16, "FULL")
+    rows = [
+        (f"durable ingest, {size:,} B each", f"{rate:,.0f} /s", f"{floor:,.0f} /s (bare SQLite inserts)",
+         f"{floor / rate:.2f}×"),
+    ]  # fmt: skip
+    path = folder / "pool.sqlite"
+    on_disk = fill(path, n)
+    found = []
+    for _ in range(3):
+        command = [sys.executable, __file__, "--measure", str(path), "--reopen", str(n)]
+        found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout))
+    assert all(f["held"] == n for f in found), found
+    best = min(found, key=lambda f: f["seconds"])
+    rows += [
+        (f"reopen a pool of {n:,}", f"{best['seconds']:.2f} s", "", ""),
+        ("memory of the process per trajectory", f"{best['bytes'] / n:,.0f} B", f"{size:,} B (payload)", ""),
+        ("disk per trajectory", f"{on_disk / n:,.0f} B", f"{size:,} B (payload)", ""),
+    ]
+    for row in rows:
+        print("  " + " | ".join(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reopen", type=int, default=50_000)
+    parser.add_argument("--folder", type=Path, default=Path("."))
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        reopen(options.measure, options.reopen)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for row in stage_rows(Path(folder), options.reopen):
+            print(" | ".join(row))
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,194 @@
+"""The experience of a run in numbers: buckets, pool, ages, terminal states, guard, bias audit. Read from the rows."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.config import RunConfig
+from pipeline.replay.reading import meta, reading
+
+AGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+"""Lower bounds of the age classes, in versions."""
+POPULATIONS = ("sampled", "stored", "trained", "replayed")
+_FACTS = "n_sampled, duration_seconds, reward"
+_POPULATION = {
+    "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE group_number >= 0 AND reward IS NOT NULL",
+    "stored": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE saved IS NOT NULL",
+    "trained": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'trained'",
+    "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
+    "trajectories t USING (seq) WHERE r.chosen = 1",
+}
+"""The four populations of the selection-bias audit. Ages: versions behind the newest when it came; of replays, when
+they were sent to be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """One task of the pool."""
+
+    task_id: str
+    trajectories: int
+    n_bytes: int
+    bucket: int | None
+    visits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """Sums over one population; means come from them, so that shards add up."""
+
+    count: int = 0
+    tokens: float = 0.0
+    """Sampled tokens."""
+    seconds: float = 0.0
+    reward: float = 0.0
+    age: float = 0.0
+
+    def __add__(self, other: Population) -> Population:
+        return Population(
+            self.count + other.count,
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.reward + other.reward,
+            self.age + other.age,
+        )
+
+    def means(self) -> dict[str, float | int | None]:
+        n = self.count
+        values = {"tokens": self.tokens, "seconds": self.seconds, "reward": self.reward, "age": self.age}
+        return {"count": n, **{name: value / n if n else None for name, value in values.items()}}
+
+
+@dataclass(slots=True)
+class Experience:
+    """What the stores of a run hold, summed over the shards."""
+
+    policy_version: int = -1
+    updates: int = 0
+    buckets: Counter[int] = field(default_factory=Counter)
+    """Tasks by successes in their latest fresh group; retired ones are apart."""
+    retired: list[str] = field(default_factory=list)
+    entries: int = 0
+    n_bytes: int = 0
+    unrecorded: int = 0
+    """Entries without recorded log-probabilities."""
+    uses: int = 0
+    ages: Counter[int] = field(default_factory=Counter)
+    """Entries by lower bound of their age class."""
+    shelves: list[Shelf] = field(default_factory=list)
+    trajectories: Counter[str] = field(default_factory=Counter)
+    groups: Counter[str] = field(default_factory=Counter)
+    orders: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    """``pool.*``, ``replays.*`` and ``tasks.*`` of the ledger."""
+    started: list[bool] = field(default_factory=list)
+    """By shard: whether mixing has begun."""
+    factors: list[float] = field(default_factory=list)
+    """By shard: what the guard has left of ``task_ratio``."""
+    audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in POPULATIONS})
+
+    def json(self, config: RunConfig) -> dict[str, Any]:
+        """For machines."""
+        shares = [
+            config.replay.task_ratio * factor if started else 0.0
+            for started, factor in zip(self.started, self.factors, strict=True)
+        ]
+        return {
+            "enabled": config.replay.enabled,
+            "policy_version": self.policy_version,
+            "updates": self.updates,
+            "buckets": {str(k): v for k, v in sorted(self.buckets.items())},
+            "retired": sorted(self.retired),
+            "pool": {
+                "trajectories": self.entries,
+                "capacity": config.replay.capacity,
+                "tasks": len(self.shelves),
+                "bytes": self.n_bytes,
+                "unrecorded": self.unrecorded,
+                "uses": self.uses,
+                "ages": {str(k): v for k, v in sorted(self.ages.items())},
+                "by_task": [
+                    {"task_id": s.task_id, "trajectories": s.trajectories, "bytes": s.n_bytes, "bucket": s.bucket,
+                     "visits": s.visits}
+                    for s in self.shelves
+                ],
+            },
+            "states": {
+                "trajectories": dict(self.trajectories),
+                "groups": dict(self.groups),
+                "orders": dict(self.orders),
+            },
+            "counters": dict(self.counters),
+            "guard": {
+                "enabled": config.replay.ess_guard.enabled,
+                "mixing": self.started,
+                "factor": self.factors,
+                "share": shares,
+            },
+            "audit": {name: population.means() for name, population in self.audit.items()},
+        }  # fmt: skip
+
+
+def examine_run(paths: Sequence[Path]) -> Experience:
+    """Read the stores of all shards, each in one read-only transaction; a run may be using them.
+
+    Raises :class:`StoreError` when one is missing or not ours.
+    """
+    found = Experience()
+    for path in paths:
+        with reading(path) as connection:
+            _add(found, connection, meta(connection))
+    found.shelves.sort(key=lambda shelf: (-shelf.trajectories, shelf.task_id))
+    return found
+
+
+def _add(found: Experience, connection: sqlite3.Connection, state: Mapping[str, Any]) -> None:
+    read = connection.execute
+    version = state.get("policy_version", -1)
+    found.policy_version = max(found.policy_version, version)
+    found.updates = max(found.updates, state.get("consumed", 0))
+    experience = state.get("experience") or {}
+    found.started.append(bool((experience.get("mixing") or {}).get("started", False)))
+    found.factors.append(float(experience.get("factor", 1.0)))
+    tasks = {}
+    for task_id, bucket, retired, visits in read("SELECT task_id, bucket, retired, visits FROM tasks"):
+        tasks[task_id] = (bucket, visits)
+        if retired:
+            found.retired.append(task_id)
+        elif bucket is not None:
+            found.buckets[bucket] += 1
+    pool = "FROM pool p JOIN trajectories t USING (seq)"
+    for task_id, count, n_bytes in read(f"SELECT p.task_id, count(*), sum(t.n_bytes) {pool} GROUP BY 1"):
+        found.shelves.append(Shelf(task_id, count, n_bytes, *tasks.get(task_id, (None, 0))))
+        found.entries += count
+        found.n_bytes += n_bytes
+    for version_min, recorded, uses in read(f"SELECT t.version_min, p.recorded, p.uses {pool}"):
+        age = max(0, version - version_min) if recorded else 0
+        found.ages[max(bound for bound in AGES if bound <= age)] += 1
+        found.unrecorded += not recorded
+        found.uses += uses
+    ended = "CASE WHEN state IN ('dropped', 'cancelled') THEN state || '.' || reason ELSE state END"
+    for table, counts in (("trajectories", found.trajectories), ("groups", found.groups)):
+        counts.update(dict(read(f"SELECT {ended}, count(*) FROM {table} GROUP BY 1")))
+    found.orders.update(dict(read("SELECT state, count(*) FROM orders GROUP BY 1")))
+    for name, value in read("SELECT name, value FROM counters"):
+        if name.startswith(("pool.", "replays.", "tasks.", "groups.rescued")):
+            found.counters[name] += value
+    for name, query in _POPULATION.items():
+        sums = read(
+            "SELECT count(*), total(n_sampled), total(duration_seconds), total(reward), total(age_insert) "
+            f"FROM ({query})"
+        )
+        found.audit[name] += Population(*sums.fetchone())
+
+
+def dumps(found: Experience, config: RunConfig) -> str:
+    """JSON text."""
+    return orjson.dumps(found.json(config), option=orjson.OPT_INDENT_2).decode()
