@@ -33,6 +33,8 @@ class Planner:
         self._difficulty = difficulty
         self._draws = draws
         self._index = TaskIndex()
+        self._n_turns: dict[str, int] = {}
+        self._log_variance: dict[str, float] = {}
 
     def reindex(self) -> None:
         """Bring the index up to date with the shelves that changed."""
@@ -40,8 +42,12 @@ class Planner:
             shelf = self._pool.shelf(task_id)
             if shelf is not None and shelf.usable:
                 self._index.put(task_id, self._difficulty.bucket(task_id))
+                self._n_turns[task_id] = shelf.n_turns
+                self._log_variance[task_id] = self._log_priority(task_id)
             else:
                 self._index.discard(task_id)
+                self._n_turns.pop(task_id, None)
+                self._log_variance.pop(task_id, None)
         self._pool.touched.clear()
 
     def retired(self, batch: Collection[str]) -> Task | None:
@@ -70,24 +76,21 @@ class Planner:
         if replay.task_sampling == "priority":
             priority = replay.priority
             beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress))
-            return draw_priority(ids, lambda task_id: self._log_priority(task_id, version), beta, batch, rng)
+            shelves, variance, tau = self._pool.shelves, self._log_variance, priority.tau
+            return draw_priority(ids, lambda t: variance[t] - shelves[t].mean_age(version) / tau, beta, batch, rng)
         if replay.task_sampling == "normal" and replay.difficulty is None:
             task_id = draw_normal(index, self._n, batch, rng)
         elif replay.unit == "turn" and replay.task_sampling == "uniform":
-            task_id = draw_by_turns(ids, lambda t: self._shelf(t).n_turns, batch, rng)
+            task_id = draw_by_turns(ids, self._n_turns, batch, rng)
         else:
             task_id = draw_uniform(ids, batch, rng)
         return None if task_id is None else (task_id, 1.0)
 
-    def _log_priority(self, task_id: str, version: int) -> float:
-        p = self._replay.priority
-        record = self._difficulty.records[task_id]
-        return log_priority(record.success_rate, self._shelf(task_id).mean_age(version), p.alpha, p.epsilon, p.tau)
-
-    def _shelf(self, task_id: str) -> Shelf:
-        shelf = self._pool.shelf(task_id)
-        assert shelf is not None, f"{task_id} is indexed without entries"
-        return shelf
+    def _log_priority(self, task_id: str) -> float:
+        """The part of a task's log priority that does not change with its age."""
+        record = self._difficulty.records.get(task_id)
+        priority = self._replay.priority
+        return log_priority(record.success_rate if record else 0.5, priority.alpha, priority.epsilon)
 
     def candidates(self, shelf: Shelf, k: int, correction: float = 1.0) -> tuple[Candidate, ...]:
         """The k that are replayed, first; behind them, if the learner chooses, the others."""

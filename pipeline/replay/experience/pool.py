@@ -8,7 +8,7 @@ depends on the order of past events.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pipeline.config.replay import ReplayConfig
@@ -79,6 +79,11 @@ class Pool:
 
     def has_trajectory(self, trajectory_id: str) -> bool:
         return trajectory_id in self._by_id
+
+    @property
+    def shelves(self) -> Mapping[str, Shelf]:
+        """What is stored, by task."""
+        return self._shelves
 
     def shelf(self, task_id: str) -> Shelf | None:
         """What is stored for a task; None when nothing is."""

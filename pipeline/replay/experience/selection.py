@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from pipeline.replay.experience.records import PoolEntry
@@ -104,16 +104,17 @@ def draw_normal(index: TaskIndex, n_rollout: int, exclude: Collection[str], rng:
 
 
 def draw_by_turns(
-    ids: Sequence[str], n_turns: Callable[[str], int], exclude: Collection[str], rng: random.Random
+    ids: Sequence[str], n_turns: Mapping[str, int], exclude: Collection[str], rng: random.Random
 ) -> str | None:
     """A task with probability proportional to its number of turns, by cumulative ends."""
-    weights = [0 if task_id in exclude else n_turns(task_id) for task_id in ids]
-    return ids[_draw_weighted(weights, rng)] if any(weights) else None
+    left = [task_id for task_id in ids if task_id not in exclude]
+    return left[_draw_weighted([n_turns[task_id] for task_id in left], rng)] if left else None
 
 
-def log_priority(success_rate: float, age: float, alpha: float, epsilon: float, tau: float) -> float:
-    """Log of ``(p(1-p) + epsilon)^alpha * exp(-age / tau)``; logs, because old tasks underflow."""
-    return alpha * math.log(success_rate * (1 - success_rate) + epsilon) - age / tau
+def log_priority(success_rate: float, alpha: float, epsilon: float) -> float:
+    """Log of ``(p(1-p) + epsilon)^alpha``; of the whole priority ``-age / tau`` is added. Logs, because old tasks
+    underflow."""
+    return alpha * math.log(success_rate * (1 - success_rate) + epsilon)
 
 
 def draw_priority(

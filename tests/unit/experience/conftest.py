@@ -73,6 +73,7 @@ class History:
     version: int = 0
     saved: int = 0
     left: int = 0
+    rescued: int = 0
     batch: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class History:
         if outcome.rescue:
             assert planned.k == 0 and not any(rewards) and self.config.replay.inject == "rescue"
             self.check_candidates(outcome.rescue)
+            self.rescued += 1
 
     def update(self, x: int) -> None:
         self.version += 1

@@ -79,7 +79,7 @@ def test_nothing_left_gives_nothing(index):
     rng = random.Random(0)
     assert draw_uniform(index.all(), everything, rng) is None
     assert draw_normal(index, 4, everything, rng) is None
-    assert draw_by_turns(index.all(), lambda _: 1, everything, rng) is None
+    assert draw_by_turns(index.all(), dict.fromkeys(everything, 1), everything, rng) is None
     assert draw_priority(index.all(), lambda _: 0.0, 1.0, everything, rng) is None
     assert draw_uniform([], (), rng) is None
 
@@ -93,7 +93,8 @@ def priority(name, alpha=0.8, epsilon=0.05, tau=20.0):
 
 
 def logs(name):
-    return log_priority(*PRIORITIES[name], alpha=0.8, epsilon=0.05, tau=20.0)
+    p, age = PRIORITIES[name]
+    return log_priority(p, alpha=0.8, epsilon=0.05) - age / 20.0
 
 
 def test_priority_is_variance_of_success_times_freshness():
@@ -199,6 +200,18 @@ def test_only_the_given_difficulty_is_replayed(make):
     for task, successes in enumerate((1, 2, 3, 2)):
         make.play(experience, task, successes, 4, 10 * task)
     assert {p.task.seed for p in draws(experience, config, 200)} == {1, 3}
+
+
+def test_the_pool_is_drawn_by_variance_of_success_times_freshness(make):
+    config = make.config(batch=1, task_ratio=1.0, task_sampling="priority", priority={"tau": 8.0}, tasks=100)
+    experience = Experience(config)
+    weights = {}
+    for task, (successes, version) in enumerate(((1, 10), (2, 10), (3, 4), (2, 0))):
+        make.play(experience, task, successes, 4, 10 * task, version=version)
+        p = successes / 4
+        weights[task] = (p * (1 - p) + 0.01) * math.exp(-(10 - version) / 8)
+    plans = iter(draws(experience, config, 6000, version=10))
+    assert_frequencies(lambda _: next(plans).task.seed, weights)
 
 
 def test_beta_grows_to_one_with_progress(make):
