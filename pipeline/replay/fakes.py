@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 import anyio
 
-from pipeline.codec import decode_order, decode_trajectory, encode_trajectory
+from pipeline.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
 from pipeline.replay.simulation import rollout
-from pipeline.schema import SCHEMA_VERSION
+from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order
 from pipeline.transport.base import EventKind, Frames, Kind, Link, Message
 
 
 class InstantActor:
-    """Answers every order with a tiny trajectory."""
+    """Answers every order with a tiny trajectory; ``reward`` says which succeed (None: odd slots)."""
 
-    def __init__(self, name: str = "actor-0", slots: int = 4) -> None:
-        self.name, self.slots = name, slots
+    def __init__(self, name: str = "actor-0", slots: int = 4, reward: Callable[[Order], float] | None = None) -> None:
+        self.name, self.slots, self.reward = name, slots, reward
         self.held: dict[str, Frames] = {}
         self.acknowledged: list[str] = []
 
@@ -30,15 +32,17 @@ class InstantActor:
                         await link.send(Message(Kind.TRAJECTORY, {"trajectory_id": order_id}, frames))
                 elif event.message is not None and event.message.kind is Kind.ORDER:
                     order = decode_order(event.message.header)
-                    self.held[order.order_id] = encode_trajectory(rollout(order, order.policy_version))
+                    reward = None if self.reward is None else self.reward(order)
+                    frames = encode_trajectory(rollout(order, order.policy_version, reward=reward))
+                    self.held[order.order_id] = frames
                     self._describe(link)
-                    await link.send(
-                        Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, self.held[order.order_id])
-                    )
+                    await link.send(Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
                 elif event.message is not None and event.message.kind is Kind.ACK:
                     for order_id in event.message.header["trajectory_ids"]:
                         self.held.pop(order_id, None)
                         self.acknowledged.append(order_id)
+                    for order_id in event.message.header["refused"]:
+                        self.held.pop(order_id, None)
                     self._describe(link)
 
     def _describe(self, link: Link) -> None:
@@ -53,16 +57,23 @@ class InstantActor:
 
 
 class InstantLearner:
-    """Trains ``steps`` updates of ``groups`` groups of ``n_rollout`` trajectories as soon as it can."""
+    """Trains ``steps`` updates of ``groups`` groups of ``n_rollout`` trajectories as soon as it can; of the candidates
+    of a replay group it chooses the last ones."""
 
-    def __init__(self, steps: int, n_rollout: int, groups: int, credit_groups: int = 4) -> None:
+    def __init__(
+        self, steps: int, n_rollout: int, groups: int, credit_groups: int = 4, checkpoint_every: int = 0
+    ) -> None:
+        self.checkpoint_every, self.durable = checkpoint_every, 0
         self.steps, self.n_rollout, self.groups, self.credit_groups = steps, n_rollout, groups, credit_groups
         self.session = uuid.uuid4().hex
         self.updates = 0
-        self.plans: dict[str, int] = {}
+        self.plans: dict[str, tuple[int, GroupPlan]] = {}
         self.members: dict[str, dict[int, str]] = {}
         self.unacknowledged: dict[int, list[str]] = {}
+        self.reports: dict[int, dict[str, Any]] = {}
         self.trained: list[str] = []
+        """Fresh ones, in order."""
+        self.replayed: list[str] = []
         self.rewards: list[float] = []
         self.done = anyio.Event()
         self._moved = anyio.Event()
@@ -77,16 +88,19 @@ class InstantLearner:
             while True:
                 event = await link.receive()
                 if event.kind is EventKind.CONNECTED:
+                    for group in [g for g in self.plans if not self._complete(g)]:
+                        del self.plans[group], self.members[group]
                     await link.send(Message(Kind.VERSION, {"policy_version": self.updates, "updates": self.updates}))
                 if event.message is None:
                     continue
                 header = event.message.header
                 match event.message.kind:
                     case Kind.PLAN:
-                        self.plans[header["group_id"]] = header["update"]
+                        self.plans[header["group_id"]] = (header["update"], decode_plan(header))
                         self.members[header["group_id"]] = {}
                     case Kind.DELIVERY:
                         trajectory = decode_trajectory(event.message.frames)
+                        assert trajectory.trajectory_id == header["trajectory_id"]
                         self.members[header["group_id"]][header["index"]] = trajectory.trajectory_id
                         self.rewards.append(header["reward"])
                         await self._train(link)
@@ -96,20 +110,32 @@ class InstantLearner:
                             self.done.set()
                 self._describe(link)
 
+    def _complete(self, group: str) -> bool:
+        return len(self.members[group]) == self.plans[group][1].delivered
+
     async def _train(self, link: Link) -> None:
-        ready = [g for g, u in self.plans.items() if u == self.updates and len(self.members[g]) == self.n_rollout]
+        ready = [g for g, (u, _) in self.plans.items() if u == self.updates and self._complete(g)]
         if len(ready) < self.groups or self.updates == self.steps:
             return
-        self.trained += [t for g in ready for t in self.members[g].values()]
-        self.unacknowledged[self.updates] = ready
+        replayed: dict[str, list[str]] = {}
         for group in ready:
-            del self.plans[group]
+            plan, members = self.plans.pop(group)[1], [t for _, t in sorted(self.members.pop(group).items())]
+            self.trained += members[: plan.n_fresh]
+            if plan.replay_ids:
+                replayed[group] = members[-len(plan.replay_ids) :]
+                self.replayed += replayed[group]
+        report = {"replayed": replayed, "ess": {"all": 0.9, "fresh": 0.9, "replay": 0.8}, "entropy": {}}
+        self.unacknowledged[self.updates], self.reports[self.updates] = ready, report
         self._describe(link)
-        await link.send(Message(Kind.CONSUMED, {"update": self.updates, "group_ids": ready}))
+        await link.send(Message(Kind.CONSUMED, {"update": self.updates, "group_ids": ready, **report}))
         self.updates += 1
         self._moved.set()
         self._moved = anyio.Event()
+        self._describe(link)
         await link.send(Message(Kind.VERSION, {"policy_version": self.updates, "updates": self.updates}))
+        if self.checkpoint_every and self.updates % self.checkpoint_every == 0:
+            self.durable = self.updates
+            await link.send(Message(Kind.CHECKPOINTED, {"updates": self.updates}))
 
     def _describe(self, link: Link) -> None:
         link.describe(
@@ -120,9 +146,10 @@ class InstantLearner:
                 "session": self.session,
                 "updates": self.updates,
                 "policy_version": self.updates,
-                "durable_updates": 0,
+                "durable_updates": self.durable,
                 "credit_groups": self.credit_groups,
-                "holding": [g for g in self.plans if len(self.members[g]) == self.n_rollout],
+                "holding": [g for g in self.plans if self._complete(g)],
                 "consumed": [[u, ids] for u, ids in self.unacknowledged.items()],
+                "trained": [[u, self.reports[u]] for u in self.unacknowledged],
             }
         )

@@ -211,8 +211,8 @@ class SimulatedActor(Peer):
         elif rng.random() < faults.abort:
             status = TrajectoryStatus.ABORTED
         seed, version = order.task.seed, max(order.policy_version, self.sim.engine_version)
-        # of four tasks one always fails, one always succeeds
-        reward = (0.0, 1.0, float(rng.random() < 0.3), float(rng.random() < 0.7))[seed % 4]
+        # of five tasks one always fails, one always succeeds
+        reward = float(rng.random() < (0.0, 0.2, 0.4, 0.6, 1.0)[seed % 5])
         frames = encode_trajectory(rollout(order, version, status=status, reward=reward, turns=1 + seed % 3))
         if rng.random() < faults.corrupt:
             frames = (frames[0], bytes(frames[1])[:-4], *frames[2:])
@@ -268,6 +268,8 @@ class SimulatedLearner(Peer):
         self.disconnect()
 
     def connected(self, header: dict[str, Any]) -> None:
+        for group in [g for g in self.plans if not self._complete(g)]:
+            del self.plans[group], self.deliveries[group]
         if self.policy_version < 0:
             self.policy_version = header["policy_version"] + 1
             self._publish(self.policy_version, self.weights.updates)

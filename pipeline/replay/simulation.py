@@ -110,7 +110,7 @@ class Simulation:
         self.after(self.rng.uniform(0.1, 3), self._start_stage)
 
     def _start_stage(self) -> None:
-        self.store = open_store(self.config.replay, self.path)
+        self.store = open_store(self.config.replay.model_copy(update={"synchronous": "NORMAL"}), self.path)
         snapshot = self.store.load()
         self.versions_lost |= snapshot.lost
         score_now = None if self.slow_scores else self._score_now

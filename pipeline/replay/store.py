@@ -129,13 +129,15 @@ class ReplayStore:
 
     def _go_back(self) -> bool:
         """Whether this is an older state than the one that peers have seen (``replay.memory_only``, killed). Ids given
-        since then must not be given again, and a version not name other weights."""
+        since then must not be given again, a version must not name other weights, and nothing is admitted before the
+        learner has said how far it is."""
         meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
         lost = meta.get("clean") is False
         if lost:
             index, count = meta.get("shard", (0, 1))
             self._put("next_group", meta.get("next_group", index) + JUMP_GROUPS * count)
             version = (read_json(version_file(self.path)) or {}).get("policy_version", -1)
+            self._put("live", None)
             self._put("policy_version", max(version, meta.get("policy_version", -1)))
         if lost or not self._current:
             self._put("clean", self._current)
