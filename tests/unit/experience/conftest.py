@@ -73,7 +73,7 @@ class History:
     version: int = 0
     saved: int = 0
     left: int = 0
-    rescued: int = 0
+    rescued: list = field(default_factory=list)
     batch: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class History:
         if outcome.rescue:
             assert planned.k == 0 and not any(rewards) and self.config.replay.inject == "rescue"
             self.check_candidates(outcome.rescue)
-            self.rescued += 1
+            self.rescued.append((self.seq, [(c.entry.seq, c.turn) for c in outcome.rescue]))
 
     def update(self, x: int) -> None:
         self.version += 1

@@ -49,7 +49,7 @@ def shape(plans):
     return [(p.task, p.k, [(c.entry.seq, c.weight, c.turn) for c in p.candidates]) for p in plans]
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(seed=SEEDS)
 def test_invariants_hold_and_a_restart_at_any_moment_draws_what_would_have_come(make, seed):
     rng = random.Random(seed)
@@ -65,7 +65,10 @@ def test_invariants_hold_and_a_restart_at_any_moment_draws_what_would_have_come(
             history.admit(i)
             if i % 3:
                 history.finish(history.playing.pop(0), seed + 17 * i)
-    assert shape(one.plans) == shape(other.plans)
+            if i % 20 == 10:
+                history.update(i // 5)
+    assert shape(one.plans) == shape(other.plans) and one.rescued == other.rescued
+    assert one.experience.entries == other.experience.entries
     for history in (one, other):
         history.write()
         history.check()
@@ -94,7 +97,7 @@ def test_the_generated_histories_reach_what_they_are_about(make):
         for operation, x in operations_of(rng):
             history.apply(operation, x)
         reached["replay"] += any(plan.k for plan in history.plans)
-        reached["rescue"] += history.rescued > 0
+        reached["rescue"] += bool(history.rescued)
         reached["left"] += history.left > 0
         reached["retired"] += history.experience.retired > 0
         reached["factor"] += history.experience.factor < 1

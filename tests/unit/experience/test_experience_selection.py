@@ -214,6 +214,16 @@ def test_the_pool_is_drawn_by_variance_of_success_times_freshness(make):
     assert_frequencies(lambda _: next(plans).task.seed, weights)
 
 
+def test_a_stored_task_moves_to_the_bucket_of_its_latest_group(make):
+    config = make.config(difficulty=2, batch=1, task_ratio=1.0, tasks=100)
+    experience = Experience(config)
+    make.play(experience, 0, 2, 4, 0)
+    make.play(experience, 1, 2, 4, 10)
+    assert {p.task.seed for p in draws(experience, config, 40)} == {0, 1}
+    make.play(experience, 1, 0, 4, 20)
+    assert {p.task.seed for p in draws(experience, config, 40)} == {0} and len(experience) == 4
+
+
 def test_beta_grows_to_one_with_progress(make):
     priority = {"beta": 0.4, "tau": 10.0}
     config = make.config(batch=1, task_ratio=1.0, task_sampling="priority", priority=priority, tasks=9)
