@@ -24,6 +24,7 @@ CREATE TABLE lessons (
 CREATE VIRTUAL TABLE lessons_text USING fts5(
     task, lesson, content='lessons', content_rowid='id', tokenize='unicode61 remove_diacritics 2'
 );
+CREATE VIRTUAL TABLE lessons_words USING fts5vocab(lessons_text, row);
 CREATE TRIGGER lessons_added AFTER INSERT ON lessons BEGIN
     INSERT INTO lessons_text (rowid, task, lesson) VALUES (new.id, new.task, new.lesson);
 END;

@@ -62,9 +62,10 @@ class Stage:
         return self.registry.get_sample_value(f"afterplay_replay_{name}", labels) or 0.0
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        with anyio.fail_after(5):
+        """Looks again and again, and leaves the processor to the threads in between."""
+        with anyio.fail_after(20):
             while not condition():
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
 
 
 @asynccontextmanager
