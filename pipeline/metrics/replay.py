@@ -25,7 +25,10 @@ TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refu
 GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
-POPULATIONS = ("sampled", "trained")
+POPULATIONS = ("sampled", "stored", "trained", "replayed")
+SAVED_FROM = ("rollout", "import")
+LEFT = ("full", "capacity", "retired")
+GUARD = ("shrink", "recover")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
 _P = "afterplay_replay_"
@@ -49,6 +52,7 @@ class ReplayMetrics:
         self._build_accounts(registry, terminal_states, group_outcomes, order_outcomes)
         self._build_scoring(registry, score_functions)
         self._build_curriculum(registry)
+        self._build_mixing(registry)
         self._build_audit(registry)
         self._build_lessons(registry)
 
@@ -131,19 +135,66 @@ class ReplayMetrics:
 
     def _build_curriculum(self, r: CollectorRegistry) -> None:
         self.difficulty_tasks = gauge(
-            r, _P + "difficulty_tasks", "Tasks in each difficulty bucket.", {"bucket": DIFFICULTIES}
+            r,
+            _P + "difficulty_tasks",
+            "Tasks known to the pool by the success rate of their latest group; bucket = unseen, hard (below a third), "
+            "medium, easy (above two thirds) or solved (retired).",
+            {"bucket": DIFFICULTIES},
         )
-        self.retired_tasks = gauge(r, _P + "retired_tasks", "Tasks that are no longer played.")
-        self.experience_pool_entries = gauge(r, _P + "experience_pool_entries", "Entries of the experience pool.")
+        self.retired_tasks = gauge(
+            r, _P + "retired_tasks", "Tasks that are only played to see that they still succeed."
+        )
+        self.experience_pool_entries = gauge(r, _P + "experience_pool_entries", "Trajectories in the experience pool.")
+        self.experience_pool_bytes = gauge(r, _P + "experience_pool_bytes", "Payload bytes of the experience pool.")
+        self.experience_pool_capacity = gauge(r, _P + "experience_pool_capacity", "Most trajectories it may hold.")
+        self.experience_oldest_version = gauge(
+            r, _P + "experience_oldest_version", "Smallest behaviour version in the experience pool."
+        )
+        self.experience_saved_total = counter(
+            r,
+            _P + "experience_saved_total",
+            "Trajectories that entered the experience pool; origin = rollout or import.",
+            {"origin": SAVED_FROM},
+        )
+        self.experience_left_total = counter(
+            r,
+            _P + "experience_left_total",
+            "Trajectories that left the experience pool; reason = full (of one task), capacity or retired.",
+            {"reason": LEFT},
+        )
+
+    def _build_mixing(self, r: CollectorRegistry) -> None:
+        self.planned_share_ratio = gauge(
+            r, _P + "planned_share_ratio", "Groups planned with replays, of all: task_ratio times the guard's factor."
+        )
+        self.guard_factor_ratio = gauge(
+            r, _P + "guard_factor_ratio", "What the guard of the effective sample size leaves of task_ratio; 0 to 1."
+        )
+        self.guard_actions_total = counter(
+            r,
+            _P + "guard_actions_total",
+            "Changes of that factor; direction = shrink, recover.",
+            {"direction": GUARD},
+        )
+        self.replays_trained_total = counter(r, _P + "replays_trained_total", "Stored trajectories trained again.")
+        self.rescued_groups_total = counter(
+            r, _P + "rescued_groups_total", "Groups that failed altogether and were given a stored success."
+        )
+        self.choice_failures_total = counter(
+            r, _P + "choice_failures_total", "Groups whose replays the learner could not choose with today's policy."
+        )
 
     def _build_audit(self, r: CollectorRegistry) -> None:
         population = {"population": POPULATIONS}
-        note = "; population = sampled (all that were played) or trained."
+        note = "; population = sampled (all that were played), stored, trained (fresh) or replayed."
         self.audit_tokens = histogram(r, _P + "audit_tokens", "Sampled tokens of a trajectory" + note, TOK, population)
         self.audit_duration_seconds = histogram(
             r, _P + "audit_duration_seconds", "Wall time of an episode" + note, LONG, population
         )
         self.audit_reward = histogram(r, _P + "audit_reward", "Reward of a trajectory" + note, REW, population)
+        self.audit_age_versions = histogram(
+            r, _P + "audit_age_versions", "Versions since its oldest token was sampled" + note, LAG, population
+        )
 
     def _build_lessons(self, r: CollectorRegistry) -> None:
         self.lessons = gauge(r, _P + "lessons", "Lessons in the memory.")

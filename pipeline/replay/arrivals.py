@@ -73,6 +73,7 @@ class Arrivals:
         journal.count(f"inserted.{trajectory.task.environment}")
         journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
         journal.observe("sampled_tokens", record.facts.n_sampled)
+        journal.observe("sampled_age", record.age_insert)
         journal.observe("sampled_duration", record.facts.duration_seconds)
         if self._score_now is not None:
             self.scored(record, self._score_now(trajectory))

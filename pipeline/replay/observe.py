@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from pipeline.metrics.base import HistogramChild
-from pipeline.metrics.replay import ReplayMetrics
+from pipeline.metrics.replay import DIFFICULTIES, GUARD, LEFT, POPULATIONS, ReplayMetrics
 from pipeline.replay.core import StageCore
 from pipeline.replay.records import CancelReason, Drop
 
@@ -15,6 +15,7 @@ _TERMINAL = {
     f"trajectories.dropped.{Drop.ABORTED}": "aborted",
     f"trajectories.dropped.{Drop.UNSCORED}": "unscored",
     f"trajectories.dropped.{Drop.CANCELLED}": "cancelled",
+    f"trajectories.dropped.{Drop.REPLACED}": "dropped",
     **{
         f"trajectories.dropped.{drop}": "refused"
         for drop in (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA)
@@ -42,6 +43,19 @@ class Observer:
         self._m = metrics
         self._seen: dict[str, int] = {}
         self._oldest_at = 0.0
+        m = metrics
+        self._plain = {
+            "orders.issued": m.orders_issued_total,
+            "trajectories.sent": m.sampled_trajectories_total,
+            "pool.saved": m.experience_saved_total.labels(origin="rollout"),
+            "pool.imported": m.experience_saved_total.labels(origin="import"),
+            **{f"pool.left.{reason}": m.experience_left_total.labels(reason=reason) for reason in LEFT},
+            **{f"guard.{way}": m.guard_actions_total.labels(direction=way) for way in GUARD},
+            "replays.trained": m.replays_trained_total,
+            "replays.choice_failed": m.choice_failures_total,
+            "groups.rescued": m.rescued_groups_total,
+        }
+        """Counters whose metric counts the same."""
 
     def update(self, core: StageCore) -> None:
         """Publish what changed since the last call."""
@@ -57,6 +71,8 @@ class Observer:
 
     def _count(self, name: str, change: int) -> None:
         m = self._m
+        if (plain := self._plain.get(name)) is not None:
+            plain.inc(change)
         if name in _TERMINAL:
             m.terminal_trajectories_total.labels(state=_TERMINAL[name]).inc(change)
         if name in _DROPPED:
@@ -65,10 +81,6 @@ class Observer:
             m.groups_total.labels(outcome=_GROUPS[name]).inc(change)
         elif name in _ORDERS:
             m.orders_total.labels(outcome=_ORDERS[name]).inc(change)
-        elif name == "orders.issued":
-            m.orders_issued_total.inc(change)
-        elif name == "trajectories.sent":
-            m.sampled_trajectories_total.inc(change)
         elif name == "trajectories.stale":
             m.dropped_trajectories_total.labels(reason="stale").inc(change)
         elif name.startswith("peers.silent."):
@@ -84,13 +96,12 @@ class Observer:
             "sample_wait": m.sample_wait_seconds.labels(),
             "sample_age": m.item_age_seconds.labels(),
             "item_samples": m.item_samples.labels(),
-            "sampled_tokens": m.audit_tokens.labels(population="sampled"),
-            "sampled_duration": m.audit_duration_seconds.labels(population="sampled"),
-            "sampled_reward": m.audit_reward.labels(population="sampled"),
-            "trained_tokens": m.audit_tokens.labels(population="trained"),
-            "trained_duration": m.audit_duration_seconds.labels(population="trained"),
-            "trained_reward": m.audit_reward.labels(population="trained"),
         }
+        for population in POPULATIONS:
+            targets[f"{population}_tokens"] = m.audit_tokens.labels(population=population)
+            targets[f"{population}_duration"] = m.audit_duration_seconds.labels(population=population)
+            targets[f"{population}_reward"] = m.audit_reward.labels(population=population)
+            targets[f"{population}_age"] = m.audit_age_versions.labels(population=population)
         for name, values in core.journal.take_observations().items():
             if name in targets:
                 targets[name].observe_many(values)
@@ -107,7 +118,31 @@ class Observer:
         m.capacity_trajectories.set((batches.rule.bound + 1) * batches.rule.groups_per_step * n_rollout)
         m.connected_peers.labels(peer="actor").set(core.leases.connected)
         m.connected_peers.labels(peer="learner").set(int(core.learner.peer is not None))
+        self._pool_gauges(core)
         if time.monotonic() - self._oldest_at >= 1.0:
             self._oldest_at = time.monotonic()
             oldest = core.oldest_version
             m.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))
+            self._difficulty(core)
+
+    def _pool_gauges(self, core: StageCore) -> None:
+        m, experience, replay = self._m, core.experience, core.config.replay
+        m.experience_pool_entries.set(len(experience))
+        m.experience_pool_bytes.set(experience.bytes)
+        m.experience_pool_capacity.set(replay.capacity if replay.enabled else 0)
+        m.retired_tasks.set(experience.retired)
+        m.planned_share_ratio.set(experience.share)
+        m.guard_factor_ratio.set(experience.factor)
+        m.share_ratio.set(core.replays.last_share)
+
+    def _difficulty(self, core: StageCore) -> None:
+        experience, n = core.experience, core.config.groups.n_rollout
+        counts = dict.fromkeys(DIFFICULTIES, 0)
+        for successes, tasks in experience.buckets().items():
+            counts["hard" if 3 * successes < n else "easy" if 3 * successes > 2 * n else "medium"] += tasks
+        counts["solved"] = experience.retired
+        counts["unseen"] = max(0, len(experience.tasks) - sum(counts.values()))
+        for bucket, tasks in counts.items():
+            self._m.difficulty_tasks.labels(bucket=bucket).set(tasks)
+        oldest = experience.oldest_version
+        self._m.experience_oldest_version.set(oldest if oldest is not None else max(0, core.policy_version))

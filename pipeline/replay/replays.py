@@ -24,6 +24,8 @@ class Replays:
         self._s = state
         self._sampler = sampler
         self.experience = experience
+        self.last_share = 0.0
+        """Replayed tokens among the sampled tokens that the last update trained."""
         self._pooled = {entry.seq: entry.n_bytes for entry in experience.entries}
 
     def next(self) -> Planned:
@@ -77,12 +79,16 @@ class Replays:
             seqs.update({replay.trajectory_id: replay.seq for replay in group.replays})
         used = [replay.seq for group in groups for replay in group.replays if replay.chosen]
         s.journal.count("replays.choice_failed", report.choice_failed)
+        factor = self.experience.factor
         self.experience.consumed(
             used=used,
             ess=report.ess,
             entropies={seqs[t]: value for t, value in report.entropies.items() if t in seqs},
             solve_rate=self._solve_rate(groups),
         )
+        if self.experience.factor != factor:
+            s.journal.count("guard.shrink" if self.experience.factor < factor else "guard.recover")
+        self.last_share = _share(groups)
 
     def untrained(self, group: GroupRecord) -> None:
         """The learner went back to weights without ``group``."""
@@ -199,3 +205,11 @@ def _fresh(record: TrajectoryRecord) -> Fresh:
         record.seq, record.key.text, record.reward, facts.n_turns, facts.n_tokens, facts.n_sampled, facts.n_bytes,
         facts.version_min, facts.version_max, facts.duration_seconds, facts.entropy, facts.replayable,
     )  # fmt: skip
+
+
+def _share(groups: Sequence[GroupRecord]) -> float:
+    fresh = sum(slot.trajectory.facts.n_sampled for g in groups for slot in g.slots if slot.trajectory is not None)
+    chosen = [replay.candidate for group in groups for replay in group.replays if replay.chosen]
+    # of a single turn the stage does not know the length: the mean one of its trajectory
+    replayed = sum(c.entry.n_sampled / (c.entry.n_turns if c.turn is not None else 1) for c in chosen)
+    return replayed / (fresh + replayed) if replayed else 0.0

@@ -89,6 +89,18 @@ REQUIRED = {
     "afterplay_replay_audit_tokens": ("histogram", {"population"}),
     "afterplay_replay_audit_duration_seconds": ("histogram", {"population"}),
     "afterplay_replay_audit_reward": ("histogram", {"population"}),
+    "afterplay_replay_audit_age_versions": ("histogram", {"population"}),
+    "afterplay_replay_experience_pool_bytes": ("gauge", set()),
+    "afterplay_replay_experience_pool_capacity": ("gauge", set()),
+    "afterplay_replay_experience_oldest_version": ("gauge", set()),
+    "afterplay_replay_experience_saved_total": ("counter", {"origin"}),
+    "afterplay_replay_experience_left_total": ("counter", {"reason"}),
+    "afterplay_replay_planned_share_ratio": ("gauge", set()),
+    "afterplay_replay_guard_factor_ratio": ("gauge", set()),
+    "afterplay_replay_guard_actions_total": ("counter", {"direction"}),
+    "afterplay_replay_replays_trained_total": ("counter", set()),
+    "afterplay_replay_rescued_groups_total": ("counter", set()),
+    "afterplay_replay_choice_failures_total": ("counter", set()),
     "afterplay_learner_evaluation_score": ("gauge", {"env"}),
 }
 FORBIDDEN_LABELS = {"policy_version", "task_id", "trajectory_id", "group_id", "role"}
