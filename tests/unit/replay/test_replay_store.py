@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.config.replay import ReplayConfig
 from pipeline.errors import StoreError
 from pipeline.replay.core import StageCore
 from pipeline.replay.ledger import read_ledger
+from pipeline.replay.memory_store import open_store
 from pipeline.replay.store import ReplayStore
 from pipeline.replay.store_file import STORE_VERSION
 
@@ -95,6 +97,25 @@ def other_version(path: Path) -> None:
     connection.close()
 
 
+def older_version(path: Path) -> None:
+    ReplayStore(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+
+
+def changed(*statements: str):
+    def change(path: Path) -> None:
+        ReplayStore(path).close()
+        connection = sqlite3.connect(path)
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+        connection.close()
+
+    return change
+
+
 def cut_off(path: Path) -> None:
     ReplayStore(path).close()
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -107,6 +128,7 @@ def scribbled(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.parametrize("memory_only", [False, True])
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -114,16 +136,21 @@ def scribbled(path: Path) -> None:
         (lambda path: path.write_bytes(b"short"), "something else"),
         (foreign_sqlite, "something else"),
         (other_version, "a newer Afterplay"),
+        (older_version, "an older Afterplay"),
+        (changed("DROP TABLE pool"), "expected pool with .* is not there"),
+        (changed("ALTER TABLE trajectories DROP COLUMN saved"), "expected trajectories with .*saved"),
+        (changed("ALTER TABLE tasks ADD COLUMN mood TEXT"), "expected tasks with .* has the columns .*mood"),
+        (changed("DROP TABLE group_replays", "CREATE TABLE group_replays (x)"), "expected group_replays with"),
         (cut_off, "cut off"),
         (scribbled, "could not be"),
     ],
 )
-def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, says: str) -> None:
+def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, says: str, memory_only: bool) -> None:
     path = tmp_path / "replay.sqlite"
     damage(path)
     before = path.read_bytes()
     with pytest.raises(StoreError, match=says) as caught:
-        ReplayStore(path).load()
+        open_store(ReplayConfig(memory_only=memory_only), path).load()
     assert "ove it away" in str(caught.value)
     assert path.read_bytes() == before
 

@@ -1,0 +1,274 @@
+"""Groups with replays at the stage: planned, sent, trained, rolled back, rescued, cancelled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.codec import decode_plan, encode_trajectory
+from pipeline.config import RunConfig
+from pipeline.replay.core import StageCore
+from pipeline.replay.ingest import facts_of
+from pipeline.replay.journal import Send
+from pipeline.replay.ledger import read_ledger
+from pipeline.replay.memory_store import open_store
+from pipeline.replay.simulation import rollout
+from pipeline.replay.store import ReplayStore
+from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
+from pipeline.schema.trajectory import Trajectory
+from pipeline.scorer.verdict import combine
+from pipeline.transport.base import Kind, Message
+
+BASE: dict[str, Any] = {
+    "run": {"total_steps": 40},
+    "groups": {"n_rollout": 4, "groups_per_step": 2},
+    "staleness": {"max": 0},
+    "environments": {"a": {"tasks": 3}},
+}
+
+
+class Stage:
+    """A core with a real store; one actor and one learner that answer at once."""
+
+    def __init__(self, path: Any, rewards: Any, **replay: Any) -> None:
+        self.path, self.rewards = path, rewards
+        replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.5, "retest_ratio": 0.0, **replay}
+        self.config = RunConfig.model_validate({**BASE, "replay": {**replay, "synchronous": "NORMAL"}})
+        self.updates, self.sent = 0, []
+        self.store: ReplayStore
+        self.start()
+
+    def start(self) -> None:
+        self.store = open_store(self.config.replay, self.path)
+        self.core = StageCore(
+            self.config, self.store.load(), score_now=lambda t: combine(t.rewards, {"environment": 1.0})
+        )
+        hello = {"schema_version": SCHEMA_VERSION}
+        self.core.peer_up("actor-0", {**hello, "role": "actor", "slots": 99, "holding": []})
+        learner = {"session": "s", "updates": self.updates, "policy_version": -1, "credit_groups": 8}
+        self.core.peer_up("learner", {**hello, "role": "learner", **learner})
+        self.tell(Kind.VERSION, policy_version=self.updates, updates=self.updates)
+
+    def tell(self, kind: Kind, **header: Any) -> None:
+        self.core.message("learner", Message(kind, header))
+
+    def round(self) -> list[Send]:
+        self.core.plan()
+        changes, effects = self.core.collect()
+        self.store.commit(changes)
+        new = [effect for effect in effects if isinstance(effect, Send)]
+        for effect in new:
+            if effect.payload is not None:
+                assert effect.payload in self.store.payloads([effect.payload]), "a dispatched payload is there"
+        self.sent += new
+        return new
+
+    def play(self) -> list[dict[str, Any]]:
+        """Answer every order until nothing more is asked; the plans that were sent."""
+        plans = []
+        while new := self.round():
+            plans += [s.header for s in new if s.kind is Kind.PLAN]
+            for send in new:
+                if send.kind is Kind.ORDER:
+                    order = _order(send.header)
+                    frames = encode_trajectory(rollout(order, order.policy_version, reward=self.rewards(order)))
+                    self.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        return plans
+
+    def train(self, plans: list[dict[str, Any]], **report: Any) -> None:
+        ids = [p["group_id"] for p in plans if p["update"] == self.updates]
+        self.tell(Kind.CONSUMED, update=self.updates, group_ids=ids, **report)
+        self.updates += 1
+        self.tell(Kind.VERSION, policy_version=self.updates, updates=self.updates)
+
+    def until_replayed(self) -> dict[str, Any]:
+        """Train until a plan has candidates; that plan (with its batch in ``self.plans``)."""
+        for _ in range(20):
+            self.plans = self.play()
+            for plan in self.plans:
+                if plan["replay_ids"]:
+                    return plan
+            self.train(self.plans)
+        raise AssertionError("nothing was replayed in 20 updates")
+
+    def counters(self) -> dict[str, int]:
+        assert read_ledger(self.path, rows=True).audit() == []
+        return dict(self.core.journal.counters)
+
+
+def _order(header: dict[str, Any]) -> Order:
+    task = Task(**header["task"])
+    return Order(**{**header, "task": task})
+
+
+def half(order: Order) -> float:
+    return float(order.slot % 2)
+
+
+def test_a_replay_group_has_fewer_fresh_slots_and_sends_its_candidates_behind_them(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half)
+    header = stage.until_replayed()
+    plan = decode_plan(header)
+    assert (plan.n_fresh, len(plan.replay_ids)) == (3, 1) and plan.candidates[:1] == plan.replay_ids
+    sent = [s.header for s in stage.sent if s.kind is Kind.DELIVERY and s.header["group_id"] == plan.group_id]
+    assert [d["index"] for d in sent] == list(range(plan.delivered))
+    assert [d["trajectory_id"] for d in sent[3:]] == list(plan.candidates)
+    assert all("replay" not in d for d in sent[:3])
+    assert [set(d["replay"]) for d in sent[3:]] == [{"weight", "entropy", "turn", "age", "success_rate"}] * len(
+        plan.candidates
+    )
+    assert sent[3]["replay"]["entropy"] == pytest.approx(0.375) and sent[3]["replay"]["success_rate"] == 0.5
+    assert sent[3]["reward"] == 1.0 and sent[3]["replay"]["age"] > 0
+    stage.store.close()
+
+
+@pytest.mark.parametrize("says", ["nothing", "another", "a stranger"])
+def test_what_the_learner_says_it_trained_is_what_counts_as_used(tmp_path: Any, says: str) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half)
+    plan = stage.until_replayed()
+    assert len(plan["candidates"]) > 1
+    chosen = {"nothing": plan["candidates"][0], "another": plan["candidates"][1], "a stranger": plan["candidates"][0]}
+    told = {"nothing": {}, "another": {plan["group_id"]: [chosen["another"]]}, "a stranger": {plan["group_id"]: ["x"]}}
+    stage.train(stage.plans, replayed=told[says], entropy={chosen[says]: 0.125}, ess={"all": 0.5}, choice_failed=2)
+    stage.round()
+    used = {e.trajectory_id: (e.uses, e.entropy) for e in stage.core.experience.entries if e.uses}
+    assert used == {chosen[says]: (1, 0.125)}
+    counters = stage.counters()
+    assert counters["replays.trained"] == 1 and counters["replays.choice_failed"] == 2
+    assert counters.get("learner.replayed_unknown", 0) == (says == "a stranger")
+    stage.store.close()
+
+
+def test_a_repeated_consumed_message_uses_nothing_twice(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half)
+    stage.until_replayed()
+    ids = [p["group_id"] for p in stage.plans]
+    for _ in range(3):
+        stage.tell(Kind.CONSUMED, update=stage.updates, group_ids=ids)
+    stage.round()
+    assert stage.counters()["replays.trained"] == 1
+    assert sum(e.uses for e in stage.core.experience.entries) == 1
+    stage.store.close()
+
+
+def test_a_rolled_back_group_is_sent_again_with_the_same_candidates(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half)
+    plan = stage.until_replayed()
+    before = stage.updates
+    stage.train(stage.plans)
+    stage.round()
+    hello = {"schema_version": SCHEMA_VERSION, "role": "learner", "session": "t", "updates": before}
+    stage.core.peer_down("learner", left=False)
+    stage.core.peer_up("learner", {**hello, "policy_version": -1, "credit_groups": 8})
+    again = [s.header for s in stage.round() if s.kind is Kind.PLAN]
+    assert plan["candidates"] in [p["candidates"] for p in again if p["group_id"] == plan["group_id"]]
+    counters = stage.counters()
+    assert counters["replays.trained"] == 0 and counters["replays.rolled_back"] == 1
+    stage.store.close()
+
+
+def test_groups_with_replays_survive_a_restart_of_the_stage(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half)
+    plan = stage.until_replayed()
+    stage.store.abandon()
+    entries = stage.core.experience.entries
+    stage.start()
+    again = [s.header for s in stage.round() if s.kind is Kind.PLAN]
+    assert [p for p in again if p["group_id"] == plan["group_id"]] == [plan]
+    assert stage.core.experience.entries == entries
+    stage.store.close()
+
+
+def test_payloads_of_the_pool_outlive_their_group_and_pinned_ones_the_pool(tmp_path: Any) -> None:
+    outcome = {"reward": half}
+    stage = Stage(tmp_path / "s.sqlite", lambda order: outcome["reward"](order))
+    plan = stage.until_replayed()
+    pinned = {s.payload for s in stage.sent if s.kind is Kind.DELIVERY and "replay" in s.header}
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.round()
+    owners = {int(t[1:7]) for t in plan["candidates"]}
+    assert not owners & stage.core.records.keys(), "their own groups are forgotten"
+    assert set(stage.store.payloads(pinned)) == pinned
+    outcome["reward"] = lambda order: 1.0  # every task is solved from here on: the pool is emptied
+    stage.train(stage.plans)
+    stage.train(stage.play())
+    stage.train(stage.play())
+    gone = {seq for seq in pinned if not stage.core.experience.holds(seq)}
+    assert gone, "the task was solved and its stored trajectories left the pool"
+    assert set(stage.store.payloads(gone)) == gone, "kept while their group may have to be trained again"
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.round()
+    for seq in pinned:
+        assert (seq in stage.store.payloads([seq])) == stage.core.experience.holds(seq)
+    stage.counters()
+    stage.store.close()
+
+
+def test_a_group_that_failed_altogether_is_rescued_by_a_stored_success(tmp_path: Any) -> None:
+    outcome = {"reward": half}
+    stage = Stage(tmp_path / "s.sqlite", lambda order: outcome["reward"](order), inject="rescue", task_ratio=1.0)
+    for _ in range(4):
+        stage.train(stage.play())
+    outcome["reward"] = lambda order: 0.0
+    plans = stage.play()
+    rescued = [p for p in plans if p["replay_ids"]]
+    assert rescued and all(p["n_fresh"] == 3 and p["n_rollout"] == 4 for p in rescued)
+    counters = stage.counters()
+    assert counters["groups.rescued"] == counters["trajectories.dropped.replaced"] == len(rescued)
+    dropped = [s.header["trajectory_id"] for s in stage.sent if s.kind is Kind.DELIVERY and s.header["index"] == 3]
+    assert f"{rescued[0]['group_id']}.3.0" not in dropped
+    stage.train(plans)
+    stage.round()
+    stage.store.abandon()
+    stage.start()
+    assert stage.counters()["replays.trained"] == len(rescued)
+    stage.store.close()
+
+
+def test_with_replay_off_nothing_is_stored(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half, enabled=False)
+    for _ in range(4):
+        stage.train(stage.play())
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.round()
+    assert not len(stage.core.experience) and "pool.saved" not in stage.counters()
+    assert not any(s.header.get("candidates") for s in stage.sent)
+    stage.store.close()
+
+
+def test_a_report_that_cannot_be_understood_changes_nothing(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half)
+    plans = stage.play()
+    for report in ({"replayed": [1]}, {"ess": {"all": "much"}}, {"entropy": 3}):
+        stage.tell(Kind.CONSUMED, update=0, group_ids=[p["group_id"] for p in plans], **report)
+    refused = [s for s in stage.round() if s.kind is Kind.REFUSED]
+    assert len(refused) == 3 and stage.core.batches.consumed == 0
+    stage.store.close()
+
+
+def _trajectory(**more: Any) -> Trajectory:
+    order = Order("g000000.0.0", "g000000", Task("a/0", "a", 0), 0, 0, 0, 1.0)
+    played = rollout(order, 0, reward=1.0)
+    fields = {name: getattr(played, name) for name in played.__dataclass_fields__}
+    return Trajectory(**{**fields, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "entropy", "replayable"),
+    [
+        ({}, 0.375, True),
+        ({"recorded": False}, None, False),
+        ({"guidance": Guidance(("x",))}, 0.375, True),
+        ({"guidance": Guidance(("x",), keep=False, plain_contexts={0: (1,)})}, 0.375, False),
+    ],
+)
+def test_entropy_is_known_where_it_was_recorded_and_stripped_prompts_are_not_replayed(
+    more: dict[str, Any], entropy: float | None, replayable: bool
+) -> None:
+    trajectory = _trajectory(**more)
+    facts = facts_of(trajectory, encode_trajectory(trajectory))
+    assert facts.entropy == (None if entropy is None else pytest.approx(entropy))
+    assert facts.replayable is replayable
+    assert np.isfinite(facts.n_sampled)
