@@ -1,6 +1,6 @@
 """The replay stage's own store with trajectories of 2,000 tokens in 8 turns: ingest, memory, reopening.
 
-Part of ``benchmarks/replay_store.py``; alone: ``python benchmarks/replay_stage.py --reopen 50000``.
+Part of ``benchmarks.replay_store``; alone: ``python -m benchmarks.replay_stage --reopen 50000``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pipeline.replay.store import ReplayStore
 from pipeline.schema import Order, Task
 
 PER_TASK = 5
+ROOT = Path(__file__).resolve().parents[1]
 
 Rows = list[tuple[str, str, str, str]]
 
@@ -84,8 +85,16 @@ def stage_rows(folder: Path, n: int) -> Rows:
     on_disk = fill(path, n)
     found = []
     for _ in range(3):
-        command = [sys.executable, __file__, "--measure", str(path), "--reopen", str(n)]
-        found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout))
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.replay_stage",
+            "--measure",
+            str(path.absolute()),
+            "--reopen",
+            str(n),
+        ]
+        found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT).stdout))
     assert all(f["held"] == n for f in found), found
     best = min(found, key=lambda f: f["seconds"])
     rows += [

@@ -1,6 +1,6 @@
 """The stores, TorchRL's replay buffer as a peer, and a file for each trajectory as RLinf's buffer documents it.
 
-    python benchmarks/replay_store.py [--folder .] [--grow 20000] [--reopen 50000] [--only buffer|stage]
+    python -m benchmarks.replay_store [--folder .] [--grow 20000] [--reopen 50000] [--only buffer|stage]
 
 Two shapes. *Steps*: trajectories [T=64, B=8] of 146 float32 a step (299 KB), 512 units each, in `pipeline.buffer`
 and in TorchRL (LazyTensorStorage, LazyMemmapStorage), same numbers of units, same 256 drawn. *LLM*: 2,000 tokens in
