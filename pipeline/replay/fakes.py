@@ -104,6 +104,10 @@ class InstantLearner:
                         self.members[header["group_id"]][header["index"]] = trajectory.trajectory_id
                         self.rewards.append(header["reward"])
                         await self._train(link)
+                    case Kind.CANCEL:
+                        for group in header["group_ids"]:
+                            self.plans.pop(group, None)
+                            self.members.pop(group, None)
                     case Kind.ACK:
                         self.unacknowledged.pop(header["update"], None)
                         if self.updates == self.steps and not self.unacknowledged:
