@@ -382,6 +382,6 @@ class SimulatedLearner(Peer):
             self.send(Kind.VERSION, {"policy_version": version, "updates": updates})
 
     def _saved(self, saved: Weights, life: int) -> None:
-        if life == self.life:
+        if life == self.life and saved.updates > self.durable.updates:
             self.durable = saved
             self.send(Kind.CHECKPOINTED, {"updates": saved.updates})
