@@ -17,9 +17,9 @@ from pipeline.errors import StoreError
 from pipeline.lessons.memory import Memory, tidy
 
 TEXT = st.text(max_size=80)
-WORDS = st.lists(st.sampled_from(["guess", "higher", "lower", "sum", "of", "seven", "Größe", "日本"]), min_size=1, max_size=25).map(
-    " ".join
-)
+WORDS = st.lists(
+    st.sampled_from(["guess", "higher", "lower", "sum", "of", "seven", "Größe", "日本"]), min_size=1, max_size=25
+).map(" ".join)
 FIXTURES = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
