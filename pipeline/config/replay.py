@@ -22,8 +22,8 @@ class PriorityConfig(Section):
     tau: float = Field(32.0, gt=0)
     """Versions after which a task's priority has fallen to 1/e."""
     beta: float = Field(0.4, ge=0, le=1)
-    """Exponent of the importance correction ``(N P)^-beta`` (scaled so that the largest is 1); grows to 1 at the end of
-    the run."""
+    """Exponent of the importance correction ``min(1, (M P)^-beta)``, where ``1 / M`` is the mean probability of a drawn
+    task; grows to 1 at the end of the run."""
 
 
 class EssGuardConfig(Section):

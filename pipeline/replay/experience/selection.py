@@ -124,14 +124,24 @@ def draw_priority(
     exclude: Collection[str],
     rng: random.Random,
 ) -> tuple[str, float] | None:
-    """A task by its priority, and its importance correction ``(N P)^-beta / max_j (N P_j)^-beta = (P_min / P)^beta``
-    (arXiv:1511.05952, 3.4). At beta 1, weighted draws estimate a mean over the N tasks, up to one common factor."""
+    """A task by its priority, and its importance correction ``min(1, (M P)^-beta)``, ``M = 1 / sum_j P_j^2``.
+
+    That is ``(N P)^-beta`` of prioritised replay (arXiv:1511.05952, 3.4) with Kish's effective number M of tasks in the
+    place of N: ``1 / M`` is the mean probability of a drawn task, so what is drawn more often than that is weighed
+    down, and a task that is never drawn counts for nothing. It is cut at 1 (truncated importance sampling, Ionides
+    2008) and not scaled by a maximum: the maximum over all tasks belongs to one that is nearly never drawn and makes
+    every update small; that over a batch depends on who was drawn beside (alone in its batch a task would not be
+    corrected). At most half of the draws have more than twice the mean probability (Markov), so the mean weight is at
+    least ``2^-(1 + beta)``, whatever the priorities. At beta 1 tasks count by ``min(P, 1/M)``: the common ones alike,
+    the rare ones by their priority.
+    """
     left = [task_id for task_id in ids if task_id not in exclude]
     if not left:
         return None
-    logs = [log_priorities(task_id) for task_id in left]
-    chosen = _draw_weighted(_from_logs(logs), rng)
-    return left[chosen], math.exp(beta * (min(logs) - logs[chosen]))
+    shares = _from_logs([log_priorities(task_id) for task_id in left])
+    chosen = _draw_weighted(shares, rng)
+    mean = sum(share * share for share in shares) / sum(shares)
+    return left[chosen], min(1.0, mean / shares[chosen]) ** beta
 
 
 def choose(entries: Sequence[PoolEntry], k: int, select: Select, rng: random.Random) -> list[PoolEntry]:

@@ -112,24 +112,64 @@ def corrections(beta):
     return found
 
 
-def test_at_beta_one_weighted_draws_estimate_the_plain_mean_without_bias():
+def probabilities():
     total = sum(priority(name) for name in "abcd")
-    probability = {name: priority(name) / total for name in "abcd"}
-    weight = corrections(1.0)
-    value = {"a": 3.0, "b": -1.0, "c": 7.0, "d": 0.5}
-    expected = sum(probability[n] * weight[n] * value[n] for n in "abcd")
-    scale = sum(probability[n] * weight[n] for n in "abcd")
-    assert expected / scale == pytest.approx(sum(value.values()) / 4)
-    assert all(probability[n] * weight[n] == pytest.approx(min(probability.values())) for n in "abcd")
+    return {name: priority(name) / total for name in "abcd"}
+
+
+def test_at_beta_one_common_tasks_count_alike_and_rare_ones_by_their_priority():
+    p, weight = probabilities(), corrections(1.0)
+    mean = sum(value**2 for value in p.values())
+    assert min(p.values()) < mean < max(p.values())
+    assert {n: p[n] * weight[n] for n in "abcd"} == pytest.approx({n: min(p[n], mean) for n in "abcd"})
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_the_largest_correction_is_one_and_follows_the_formula(beta):
-    total = sum(priority(name) for name in "abcd")
-    weight = corrections(beta)
-    raw = {n: (4 * priority(n) / total) ** -beta for n in "abcd"}
-    assert max(weight.values()) == pytest.approx(1.0)
-    assert weight == pytest.approx({n: raw[n] / max(raw.values()) for n in "abcd"})
+def test_the_correction_follows_the_formula(beta):
+    p = probabilities()
+    effective = 1 / sum(value**2 for value in p.values())
+    assert corrections(beta) == pytest.approx({n: min(1.0, (effective * p[n]) ** -beta) for n in "abcd"})
+
+
+PRIORITY_LOGS = st.lists(st.floats(-60, 0), min_size=1, max_size=30)
+
+
+def weights_of(logs, beta):
+    """Of every task that can be drawn: its correction."""
+    ids = [f"{i:02}" for i in range(len(logs))]
+    at = dict(zip(ids, logs, strict=True))
+
+    class Exactly(random.Random):
+        def random(self):
+            return self.wanted
+
+    rng, found, below = Exactly(), {}, 0.0
+    shares = [math.exp(value - max(logs)) for value in logs]
+    for task_id, share in zip(ids, shares, strict=True):
+        rng.wanted = min((below + share / 2) / sum(shares), 1 - 2**-53)
+        drawn, weight = draw_priority(ids, at.__getitem__, beta, (), rng)
+        if drawn == task_id:
+            found[task_id] = weight
+        below += share
+    return found
+
+
+@given(logs=PRIORITY_LOGS, beta=st.floats(0, 1), age=st.integers(100, 10_000))
+def test_an_ancient_task_changes_nothing_for_the_others(logs, beta, age):
+    """Of the largest priority but for its age (in tau): the weights of the others are what they are without it."""
+    others = weights_of(logs, beta)
+    together = weights_of([*logs, max(logs) - age], beta)
+    for task_id, weight in others.items():
+        assert together[task_id] == pytest.approx(weight, rel=1e-9)
+
+
+@given(logs=PRIORITY_LOGS, beta=st.floats(0, 1))
+def test_no_weight_is_above_one_and_their_mean_has_a_floor(logs, beta):
+    weights = weights_of(logs, beta)
+    assert all(0 < weight <= 1 for weight in weights.values())
+    total = sum(math.exp(value - max(logs)) for value in logs)
+    mean = sum(math.exp(logs[int(i)] - max(logs)) / total * weight for i, weight in weights.items())
+    assert mean >= 2 ** -(1 + beta) * (1 - 1e-9)
 
 
 def test_priorities_of_very_old_tasks_do_not_underflow():
@@ -232,7 +272,23 @@ def test_beta_grows_to_one_with_progress(make):
         experience = Experience(config, entries=entries)
         plans = draws(experience, config, 100, progress=progress, version=10)
         weights = {p.task.seed: p.candidates[0].weight for p in plans}
-        assert weights == pytest.approx({0: math.exp(-beta), 1: 1.0})
+        p = 1 / (1 + math.exp(-1))
+        assert weights == pytest.approx({0: ((p**2 + (1 - p) ** 2) / p) ** beta, 1: 1.0})
+
+
+def test_an_ancient_task_in_the_pool_does_not_change_the_weights_of_the_others(make):
+    config = make.config(batch=4, task_ratio=1.0, task_sampling="priority", priority={"tau": 4.0}, tasks=99)
+    young = [make.entry(i, i, version_min=990 + i) for i in range(9)]
+    ancient = make.entry(50, 50, version_min=0)
+
+    def weights(entries):
+        plans = draws(Experience(config, entries=entries), config, 200, version=1000)
+        assert all(p.k for p in plans)
+        return [(p.task.seed, p.candidates[0].weight) for p in plans]
+
+    without = weights(young)
+    assert weights([ancient, *young]) == without
+    assert sum(weight for _, weight in without) / 200 > 0.25
 
 
 def test_bias_correction_is_the_success_rate_of_the_source_group_and_one_where_unknown(make):
