@@ -138,7 +138,7 @@ def import_command(
         "imported": "imported",
         "duplicate": "stored already",
         "failure": "below replay.success_threshold",
-        "retired": "of retired tasks or without a sampled token",
+        "retired": "of retired tasks, too old (replay.max_age) or without a sampled token",
     }
     typer.echo(", ".join(f"{counts[key]} {text}" for key, text in words.items() if counts[key] or key == "imported"))
     left = {key.removeprefix("left."): n for key, n in counts.items() if key.startswith("left.")}

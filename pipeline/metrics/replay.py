@@ -27,7 +27,7 @@ ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
 POPULATIONS = ("sampled", "stored", "trained", "replayed")
 SAVED_FROM = ("rollout", "import")
-LEFT = ("full", "capacity", "retired")
+LEFT = ("full", "capacity", "retired", "age")
 GUARD = ("shrink", "recover")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
@@ -159,7 +159,7 @@ class ReplayMetrics:
         self.experience_left_total = counter(
             r,
             _P + "experience_left_total",
-            "Trajectories that left the experience pool; reason = full (of one task), capacity or retired.",
+            "Trajectories that left the experience pool; reason = full (of one task), capacity, retired or age.",
             {"reason": LEFT},
         )
 

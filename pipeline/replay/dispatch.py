@@ -77,6 +77,7 @@ class Dispatch:
         s.policy_version, s.batches.live = policy_version, updates
         s.journal.meta("policy_version", policy_version)
         s.journal.meta("live", updates)
+        self._replays.published()
 
     def consumed(self, update: int, ids: Sequence[str], report: UpdateReport) -> None:
         """The learner made ``update`` from these groups. Repeating it changes nothing."""

@@ -59,7 +59,7 @@ class Importer:
 
     def run(self, file: Path) -> Counter[str]:
         """What became of the trajectories of ``file``: ``imported``, ``duplicate``, ``failure`` (a reward below
-        ``replay.success_threshold``), ``retired``, and ``left.<reason>`` of what had to make room."""
+        ``replay.success_threshold``), ``retired`` (or too old), and ``left.<reason>`` of what had to make room."""
         for trajectory, portable in self._trajectories(file):
             self._check(file, trajectory, portable)
         counts: Counter[str] = Counter()
@@ -185,7 +185,7 @@ class PoolWriter:
                 record = self._record(trajectory, frames)
                 new[record.seq] = (record, trajectory, frames)
                 entries.append(_entry(record, trajectory, portable))
-        outcome = self._experience.import_entries(entries)
+        outcome = self._experience.import_entries(entries, version=self._version)
         for entry in outcome.saved:
             record, trajectory, frames = new[entry.seq]
             record.saved = entry.saved

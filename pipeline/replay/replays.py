@@ -36,6 +36,10 @@ class Replays:
         s.journal.meta("sampler", self._sampler.state())
         return planned
 
+    def published(self) -> None:
+        """A new policy version is live."""
+        self.experience.age_to(self._s.policy_version)
+
     def pin(self, group: GroupRecord, candidates: Iterable[Candidate], k: int) -> None:
         """``group`` is completed with ``k`` of the candidates: they stay until it was trained for good."""
         s = self._s
@@ -122,8 +126,8 @@ class Replays:
         """Hand what changed in the pool since the last call to the journal."""
         changes = self.experience.take_changes()
         if changes:
-            for seq in changes.removed:
-                self._left(seq, Leave.CAPACITY)
+            for seq, reason in changes.removed.items():
+                self._left(seq, reason)
             self._s.journal.experience(changes)
 
     def _save(self, outcome: Outcome, records: Mapping[int, TrajectoryRecord]) -> None:

@@ -17,6 +17,7 @@ from pipeline.replay.experience.aside import Aside
 from pipeline.replay.experience.difficulty import Difficulty
 from pipeline.replay.experience.draws import Draws
 from pipeline.replay.experience.guard import next_factor
+from pipeline.replay.experience.keeping import Keeper
 from pipeline.replay.experience.mixing import Mixing
 from pipeline.replay.experience.planning import Planner
 from pipeline.replay.experience.pool import Pool
@@ -24,7 +25,6 @@ from pipeline.replay.experience.records import (
     Candidate,
     ExperienceChanges,
     Fresh,
-    Leave,
     Outcome,
     Planned,
     PoolEntry,
@@ -63,12 +63,8 @@ class Experience:
         self._mixing = Mixing(replay, config.groups.groups_per_step // replay.shards, state.get("mixing"))
         self._aside = Aside(config.environments, state.get("aside"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
-        last = max((entry.saved for entry in self._pool), default=-1)
-        self._next_saved = max(int(state.get("next_saved", 0)), last + 1)
-        self._changed: dict[int, PoolEntry] = {}
-        self._removed: set[int] = set()
+        self._keeper = Keeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))
         self._state_changed = False
-        self._trimmed = not self._enabled
         for entry in self._pool:
             self._difficulty.meet(entry.task)
         self._planner.reindex()
@@ -119,6 +115,11 @@ class Experience:
         """Of the payloads of all entries."""
         return self._pool.bytes
 
+    def age_to(self, version: int) -> None:
+        """Weights are live as this version: entries that can never be used again leave the pool."""
+        if self._enabled:
+            self._keeper.gone(self._keeper.age_to(version))
+
     def next_group(self, sampler: TaskSampler, *, progress: float, version: int) -> Planned:
         """What to admit now. ``progress``: share of the run that is done, 0 to 1; ``version``: newest policy version.
 
@@ -127,7 +128,7 @@ class Experience:
         if not self._enabled:
             return Planned(sampler.draw())
         self._state_changed = True
-        self._pool.age_to(version)
+        self._keeper.gone(self._keeper.age_to(version))
         self._planner.reindex()
         self._mixing.begin(progress, self._factor)
         batch = self._mixing.tasks
@@ -151,19 +152,18 @@ class Experience:
             return Outcome(len(successes))
         self._state_changed = True
         self._aside.played(task.task_id)
-        left = self._trim_all()
+        left = self._keeper.age_to(version) + self._keeper.trim_all()
         retired, returned = self._difficulty.finished(task, len(successes), len(fresh))
-        saved = []
+        saved: list[PoolEntry] = []
         if self._difficulty.is_retired(task.task_id):
-            left += [(entry, Leave.RETIRED) for entry in self._pool.purge(task.task_id)]
+            left += self._keeper.retire(task.task_id)
         elif self._replay.success_lower < len(successes) < self._upper:
             rate = len(successes) / len(fresh)
-            saved = self._save(_entry(task, f, rate) for f in successes if f.replayable)
-            left += self._pool.trim({entry.task.task_id for entry in saved})
-        self._gone(left)
+            saved = self._keeper.save(PoolEntry.of(task, f, rate) for f in successes if f.replayable)
+            left += self._keeper.trim(saved)
+        self._keeper.gone(left)
         self._pool.touched.add(task.task_id)
         self._difficulty.settle(task.task_id, pooled=self._pool.shelf(task.task_id) is not None)
-        self._pool.age_to(version)
         self._planner.reindex()
         rescue = () if planned or successes or len(fresh) < 2 else self._rescue(task)
         return Outcome(len(successes), tuple(saved), tuple(left), retired, returned, rescue)
@@ -190,35 +190,35 @@ class Experience:
         for seq in used:
             if (entry := self._pool.get(seq)) is not None:
                 entry.uses += 1
-                self._changed[seq] = entry
+                self._keeper.change(entry)
         for seq, entropy in entropies.items():
             if math.isfinite(entropy) and (entry := self._pool.get(seq)) is not None:
                 entry.entropy = entropy
-                self._changed[seq] = entry
+                self._keeper.change(entry)
         self._factor = next_factor(self._replay.ess_guard, self._factor, ess.get("replay"))
         if solve_rate is not None:
             self._mixing.solved(solve_rate)
 
-    def import_entries(self, entries: Sequence[PoolEntry]) -> Outcome:
+    def import_entries(self, entries: Sequence[PoolEntry], *, version: int = 0) -> Outcome:
         """Add demonstrations (``saved`` is set here). Returns what was ``saved`` and what ``left`` to make room.
 
-        Passed over: what is held already (by id), failures, what has no sampled token, and retired tasks. Raises
-        :class:`ConfigurationError` where replay is off.
+        Passed over: what is held already (by id), failures, what has no sampled token, what is too old at ``version``
+        (the newest policy version), and retired tasks. Raises :class:`ConfigurationError` where replay is off.
         """
         if not self._enabled:
             raise ConfigurationError("expected replay.enabled to import experience, got false: set it to true")
         self._state_changed = True
-        left = self._trim_all()
+        left = self._keeper.age_to(version) + self._keeper.trim_all()
         wanted = [
             e
             for e in entries
             if e.reward >= self._replay.success_threshold and not self._difficulty.is_retired(e.task.task_id)
         ]
-        saved = self._save(wanted)
+        saved = self._keeper.save(wanted)
         for entry in saved:
             self._difficulty.meet(entry.task)
-        left += self._pool.trim(dict.fromkeys(entry.task.task_id for entry in saved))
-        self._gone(left)
+        left += self._keeper.trim(saved)
+        self._keeper.gone(left)
         self._planner.reindex()
         return Outcome(0, tuple(saved), tuple(left))
 
@@ -226,14 +226,15 @@ class Experience:
         """Rows that changed since the last call."""
         if not self._enabled:
             return ExperienceChanges()
+        entries, removed = self._keeper.take()
         changes = ExperienceChanges(
-            entries=list(self._changed.values()),
-            removed=sorted(self._removed),
+            entries=entries,
+            removed=removed,
             tasks=list(self._difficulty.changed.values()),
             forgotten_tasks=sorted(self._difficulty.forgotten),
             state=self._state() if self._state_changed else None,
         )
-        self._changed, self._removed, self._state_changed = {}, set(), False
+        self._state_changed = False
         self._difficulty.changed, self._difficulty.forgotten = {}, set()
         return changes
 
@@ -243,7 +244,7 @@ class Experience:
             "mixing": self._mixing.state(),
             "aside": self._aside.state(),
             "factor": self._factor,
-            "next_saved": self._next_saved,
+            "next_saved": self._keeper.next_saved,
         }
 
     def _fresh(self, sampler: TaskSampler) -> Task:
@@ -259,49 +260,3 @@ class Experience:
         if shelf is None or not shelf.usable or not self._mixing.take_rescue(self._factor):
             return ()
         return self._planner.candidates(shelf, 1)
-
-    def _save(self, entries: Iterable[PoolEntry]) -> list[PoolEntry]:
-        saved = []
-        for entry in entries:
-            if entry.n_sampled < 1 or entry.n_turns < 1 or self._pool.has_trajectory(entry.trajectory_id):
-                continue
-            entry.saved = self._next_saved
-            self._next_saved += 1
-            self._pool.add(entry)
-            self._changed[entry.seq] = entry
-            self._removed.discard(entry.seq)
-            saved.append(entry)
-        return saved
-
-    def _trim_all(self) -> list[tuple[PoolEntry, Leave]]:
-        """Once: the run file of a resumed run may have smaller bounds than its rows were kept under."""
-        left = [] if self._trimmed else self._pool.trim()
-        self._trimmed = True
-        return left
-
-    def _gone(self, left: Iterable[tuple[PoolEntry, Leave]]) -> None:
-        for entry, _ in left:
-            self._changed.pop(entry.seq, None)
-            self._removed.add(entry.seq)
-            if self._pool.shelf(entry.task.task_id) is None:
-                self._difficulty.settle(entry.task.task_id, pooled=False)
-
-
-def _entry(task: Task, fresh: Fresh, success_rate: float) -> PoolEntry:
-    entropy = fresh.entropy if fresh.entropy is not None and math.isfinite(fresh.entropy) else None
-    return PoolEntry(
-        seq=fresh.seq,
-        trajectory_id=fresh.trajectory_id,
-        task=task,
-        saved=-1,
-        reward=fresh.reward,
-        n_turns=fresh.n_turns,
-        n_tokens=fresh.n_tokens,
-        n_sampled=fresh.n_sampled,
-        n_bytes=fresh.n_bytes,
-        version_min=fresh.version_min,
-        version_max=fresh.version_max,
-        duration_seconds=fresh.duration_seconds,
-        entropy=entropy,
-        success_rate=success_rate,
-    )

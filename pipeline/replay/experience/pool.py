@@ -1,8 +1,8 @@
 """What is stored for each task, how much of it, and what of it may be replayed now.
 
-An entry is *usable* when it is among the latest ``window`` entries held, young enough (``max_age``), and of an
-environment that the run has. Everything here follows from the entries in ``saved`` order and the version; nothing
-depends on the order of past events.
+An entry is *usable* when it is among the latest ``window`` entries held and of an environment that the run has; what
+is too old (``max_age``) is removed. Everything here follows from the entries in ``saved`` order and the version;
+nothing depends on the order of past events.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class Shelf:
 
 
 class Pool:
-    """Entries by task, under three bounds: per task (evicts by ``select``), in all (the oldest go), by retirement.
+    """Entries by task, under four bounds: per task (evicts by ``select``), in all (the oldest go), by retirement, by
+    age.
 
-    ``staleness_max`` is added to an entry's age: so old it may be when it is trained. After each change
+    ``staleness_max`` is added to an entry's age: so much older it may be when it is trained. After each change
     :attr:`touched` names the tasks whose shelf is no longer what it was; the owner empties it.
     """
 
@@ -139,13 +140,23 @@ class Pool:
             del self._shelves[task_id]
         self._refresh({task_id, *self._moved(was)})
 
-    def age_to(self, version: int) -> None:
-        """The policy is at this version: entries that have become too old are not usable any more."""
-        if self._age_max is None or version == self._version:
-            return
-        low, high = sorted((self._version - self._age_max, version - self._age_max))
+    def age_to(self, version: int) -> list[PoolEntry]:
+        """The policy is at this version: remove the entries that have become too old; returns them, the oldest policy
+        first. Versions never go back: an older one than before changes nothing."""
+        if version <= self._version:
+            return []
         self._version = version
-        self._refresh({t for v, tasks in self._versions.items() if low <= v < high for t in tasks.values()})
+        if self._age_max is None:
+            return []
+        old = sorted(v for v in self._versions if v < version - self._age_max)
+        gone = [self._by_seq[seq] for v in old for seq in sorted(self._versions[v])]
+        for entry in gone:
+            self.remove(entry)
+        return gone
+
+    def too_old(self, entry: PoolEntry) -> bool:
+        """Whether it can never be used, at this version or a later one."""
+        return self._age_max is not None and entry.age(self._version) > self._age_max
 
     def _insert(self, entry: PoolEntry) -> None:
         self._by_seq[entry.seq] = entry
@@ -161,11 +172,7 @@ class Pool:
         self.bytes += entry.n_bytes
 
     def _usable(self, entry: PoolEntry) -> bool:
-        return (
-            entry.saved >= self._window_first()
-            and (self._age_max is None or entry.age(self._version) <= self._age_max)
-            and entry.task.environment in self._environments
-        )
+        return entry.saved >= self._window_first() and entry.task.environment in self._environments
 
     def _window_first(self) -> int:
         window = self._replay.window

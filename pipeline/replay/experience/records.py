@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +20,8 @@ class Leave(StrEnum):
     """The pool has ``capacity`` others."""
     RETIRED = "retired"
     """Its task was solved by every fresh rollout."""
+    AGE = "age"
+    """It will never again be young enough (``max_age``): versions only grow."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,28 @@ class PoolEntry:
     """Whether its log-probabilities were recorded."""
     uses: int = 0
     """Times it was trained as a replay."""
+
+    @classmethod
+    def of(cls, task: Task, fresh: Fresh, success_rate: float) -> PoolEntry:
+        """A fresh rollout of a group with this success rate; not saved yet. An entropy that is not finite is
+        unknown."""
+        entropy = fresh.entropy if fresh.entropy is not None and math.isfinite(fresh.entropy) else None
+        return cls(
+            seq=fresh.seq,
+            trajectory_id=fresh.trajectory_id,
+            task=task,
+            saved=-1,
+            reward=fresh.reward,
+            n_turns=fresh.n_turns,
+            n_tokens=fresh.n_tokens,
+            n_sampled=fresh.n_sampled,
+            n_bytes=fresh.n_bytes,
+            version_min=fresh.version_min,
+            version_max=fresh.version_max,
+            duration_seconds=fresh.duration_seconds,
+            entropy=entropy,
+            success_rate=success_rate,
+        )
 
     def age(self, version: int) -> int:
         """Versions since its oldest token was sampled; 0 for one that no policy of this run sampled."""
@@ -113,8 +138,8 @@ class ExperienceChanges:
 
     entries: list[PoolEntry] = field(default_factory=list)
     """Saved or changed."""
-    removed: list[int] = field(default_factory=list)
-    """``seq`` of entries that left."""
+    removed: Mapping[int, Leave] = field(default_factory=dict)
+    """Why each entry left that did, by ``seq``, ascending."""
     tasks: list[TaskRecord] = field(default_factory=list)
     forgotten_tasks: list[str] = field(default_factory=list)
     state: Mapping[str, Any] | None = None

@@ -73,6 +73,7 @@ class History:
     version: int = 0
     saved: int = 0
     left: int = 0
+    reasons: Counter = field(default_factory=Counter)
     rescued: list = field(default_factory=list)
     batch: list = field(default_factory=list)
 
@@ -112,7 +113,6 @@ class History:
             self.seq += 1
         outcome = self.experience.finished(planned.task, fresh, planned=planned.k > 0, version=self.version)
         self.saved += len(outcome.saved)
-        self.left += len(outcome.left)
         assert outcome.successes == sum(rewards)
         if outcome.rescue:
             assert planned.k == 0 and not any(rewards) and self.config.replay.inject == "rescue"
@@ -126,12 +126,15 @@ class History:
         ess = {"all": 0.5, "fresh": 1.0, "replay": (None, 0.1, 0.9, math.nan)[x % 4]}
         entropies = {seq: ((seq * 7 + x) % 13) / 3 for seq in held[::2]}
         self.experience.consumed(used=used, ess=ess, entropies=entropies, solve_rate=(x % 10) / 10)
+        self.experience.age_to(self.version)
 
     def write(self) -> None:
         changes = copy.deepcopy(self.experience.take_changes())
         self.rows.update({entry.seq: entry for entry in changes.entries})
         for seq in changes.removed:
             self.rows.pop(seq, None)
+        self.left += len(changes.removed)
+        self.reasons.update(changes.removed.values())
         self.tasks.update({record.task.task_id: record for record in changes.tasks})
         for task_id in changes.forgotten_tasks:
             self.tasks.pop(task_id, None)
@@ -188,6 +191,9 @@ class History:
             finite = self.config.environments[record.task.environment].tasks is not None
             assert finite or task_id in stored or task_id in retired
         assert set(stored) <= set(x.tasks)
+        if replay.max_age is not None:
+            ages = [entry.age(self.version) for entry in entries]
+            assert max(ages, default=0) + self.config.staleness.max <= replay.max_age
         assert x.bytes == sum(entry.n_bytes for entry in entries)
         assert x.oldest_version == min((e.version_min for e in entries if e.recorded), default=None)
         assert 0 <= x.share <= replay.task_ratio

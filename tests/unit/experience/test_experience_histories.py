@@ -7,6 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.replay.experience.records import Leave
+
 SEEDS = st.integers(0, 2**32)
 """Of a configuration and a history: drawn number by number, hypothesis would make most of them empty."""
 
@@ -90,7 +92,7 @@ def test_reading_never_changes_the_store(make, seed):
 
 def test_the_generated_histories_reach_what_they_are_about(make):
     """Replays, rescues, evictions, retirement: each in a fair part of histories, or the properties above say little."""
-    reached = dict.fromkeys(("replay", "rescue", "left", "retired", "factor"), 0)
+    reached = dict.fromkeys(("replay", "rescue", "left", "aged", "retired", "factor"), 0)
     for seed in range(60):
         rng = random.Random(seed)
         history = make.history(config_of(make, rng))
@@ -99,6 +101,7 @@ def test_the_generated_histories_reach_what_they_are_about(make):
         reached["replay"] += any(plan.k for plan in history.plans)
         reached["rescue"] += bool(history.rescued)
         reached["left"] += history.left > 0
+        reached["aged"] += history.reasons[Leave.AGE] > 0
         reached["retired"] += history.experience.retired > 0
         reached["factor"] += history.experience.factor < 1
     assert min(reached.values()) >= 3, reached

@@ -149,17 +149,43 @@ def test_the_window_holds_the_latest_entries_that_are_held(make):
     assert replayed(experience, config, n=40) == {10, 20}
 
 
-def test_what_would_be_too_old_when_trained_is_not_replayed(make):
+def test_what_would_be_too_old_when_trained_is_not_replayed_and_leaves(make):
     config = make.config(batch=1, task_ratio=1.0, max_age=5, staleness=2, tasks=9)
     experience = Experience(config)
     make.play(experience, 0, 1, 4, 0, version=0)
     make.play(experience, 1, 1, 4, 10, version=2)
-    experience.import_entries([make.entry(20, 2, recorded=False)])
+    experience.import_entries([make.entry(20, 2, recorded=False)], version=2)
     assert replayed(experience, config, version=3, n=40) == {0, 10, 20}
+    experience.take_changes()
     assert replayed(experience, config, version=4, n=40) == {10, 20}
+    assert experience.take_changes().removed == {0: Leave.AGE}
+    assert experience.oldest_version == 2 and len(experience) == 2
     assert replayed(experience, config, version=6, n=40) == {20}
-    assert replayed(experience, config, version=3, n=40) == {0, 10, 20}
-    assert experience.oldest_version == 0 and len(experience) == 3
+    assert replayed(experience, config, version=3, n=40) == {20}, "versions only grow"
+    assert experience.oldest_version is None and len(experience) == 1
+
+
+def test_what_is_too_old_makes_room_at_once_and_is_never_saved(make):
+    config = make.config(n=8, max_age=4, staleness=1, max_trajectories_per_task=2, capacity=3, tasks=9)
+    experience = Experience(config)
+    make.play(experience, 0, 2, 8, 0, version=0, entropy=0.1)
+    make.play(experience, 1, 1, 8, 10, version=2)
+    assert seqs(experience) == [0, 1, 10]
+    outcome = make.play(experience, 0, 2, 8, 20, version=4, entropy=0.9)
+    assert [(e.seq, why) for e, why in outcome.left] == [(0, Leave.AGE), (1, Leave.AGE)]
+    assert seqs(experience) == [10, 20, 21], "the worse but younger ones found room in the task and in the pool"
+    late = [make.fresh(40, 1.0, version=0), *(make.fresh(41 + i, 0.0, version=4) for i in range(7))]
+    outcome = experience.finished(make.task(3), late, planned=False, version=4)
+    assert not outcome.saved and outcome.successes == 1, "it counts for difficulty and is not stored"
+
+
+def test_after_a_restart_with_a_smaller_age_the_old_leave_with_the_first_version(make):
+    entries = [make.entry(i, i, version_min=i) for i in range(6)]
+    experience = Experience(make.config(max_age=3, staleness=1), entries=entries)
+    assert len(experience) == 6
+    experience.age_to(5)
+    assert seqs(experience) == [3, 4, 5]
+    assert experience.take_changes().removed == dict.fromkeys(range(3), Leave.AGE)
 
 
 def test_what_the_learner_tells_of_an_entry_is_kept(make):

@@ -124,6 +124,31 @@ def test_a_replay_group_has_fewer_fresh_slots_and_sends_its_candidates_behind_th
     stage.store.close()
 
 
+def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half, max_age=3)
+    plan = stage.until_replayed()
+    (replay,) = (r for g in stage.core.records.values() for r in g.replays if r.trajectory_id == plan["replay_ids"][0])
+    born = replay.candidate.entry.version_min
+    stage.tell(Kind.VERSION, policy_version=born + 3, updates=stage.updates)
+    assert stage.core.experience.holds(replay.seq)
+    stage.tell(Kind.VERSION, policy_version=born + 4, updates=stage.updates)
+    stage.round()
+    assert not stage.core.experience.holds(replay.seq) and replay.seq in stage.core.payloads
+    counters = stage.counters()
+    assert counters["pool.left.age"] >= 1 and not counters.get("pool.left.capacity")
+    stage.store.abandon()
+    stage.start()
+    stage.round()
+    assert stage.store.payloads([replay.seq]), "a restart does not lose it either"
+    stage.train(stage.plans)
+    stage.round()
+    assert stage.counters()["replays.trained"] >= 1
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.round()
+    assert not stage.store.payloads([replay.seq]) and stage.counters()
+    stage.store.close()
+
+
 @pytest.mark.parametrize("says", ["nothing", "another", "a stranger"])
 def test_what_the_learner_says_it_trained_is_what_counts_as_used(tmp_path: Any, says: str) -> None:
     stage = Stage(tmp_path / "s.sqlite", half)
