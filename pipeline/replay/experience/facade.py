@@ -60,7 +60,8 @@ class Experience:
         self._difficulty = Difficulty(finite, tasks)
         self._draws = Draws(config.run.seed, shard, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
-        self._mixing = Mixing(replay, config.groups.groups_per_step // replay.shards, state.get("mixing"))
+        batch = config.groups.groups_per_step // replay.shards
+        self._mixing = Mixing(replay, batch, state.get("mixing"), stage=shard)
         self._aside = Aside(config.environments, state.get("aside"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
         self._keeper = Keeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))

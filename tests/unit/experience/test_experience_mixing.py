@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 
@@ -38,6 +39,32 @@ def test_a_full_pool_gives_exactly_the_target_spread_evenly(batch, ratio, factor
             mixing.admitted(str(i), replay=due[-1])
             assert abs(sum(due) - (i + 1) * target / batch) < 1
         assert sum(due) == target
+
+
+@given(
+    batch=st.integers(1, 12),
+    stages=st.integers(1, 8),
+    ratio=st.floats(0, 1),
+    factor=st.floats(0, 1),
+    restart=st.booleans(),
+)
+def test_the_shares_of_all_stages_add_up_to_the_target_of_the_batch(batch, stages, ratio, factor, restart):
+    replay = ReplayConfig(enabled=True, start_ratio=0, task_ratio=ratio, retest_ratio=0, shards=stages)
+    mixing = [Mixing(replay, batch, stage=stage) for stage in range(stages)]
+    target = math.floor(batch * stages * ratio * factor + 1e-9)
+    given_by = [0] * stages
+    for number in range(1, 2 * stages + 1):
+        before = sum(given_by)
+        for stage in range(stages):
+            for i in range(batch):
+                if restart:
+                    mixing[stage] = Mixing(replay, batch, json.loads(json.dumps(mixing[stage].state())), stage=stage)
+                mixing[stage].begin(1.0, factor)
+                due = mixing[stage].replay_due
+                mixing[stage].admitted(str(i), replay=due)
+                given_by[stage] += due
+        assert sum(given_by) - before == target
+        assert all(abs(given - number * target / stages) < 1 for given in given_by)
 
 
 def test_products_that_rounding_puts_below_a_whole_number_are_meant_as_it():
