@@ -6,21 +6,22 @@ import argparse
 import sys
 from pathlib import Path
 
-from grafana import overview
 from grafana.alerts import alerts_yaml
-from grafana.panels import DATASOURCE, RowSpec, build_panel, build_row
+from grafana.boards import BOARDS
+from grafana.panels import DATASOURCE, build_panel, build_row
 from grafana.promql import metric
 from grafana.sdk import Builder, JSONEncoder, builders, models
+from grafana.specs import BoardSpec
 
 HERE = Path(__file__).parent
 TAG = "afterplay"
 
 
-def dashboard_json(title: str, uid: str, rows: tuple[RowSpec, ...]) -> str:
+def dashboard_json(spec: BoardSpec) -> str:
     """One dashboard as Grafana's JSON, keys sorted, newline at the end."""
     board = (
-        builders.Dashboard(title)
-        .uid(uid)
+        builders.Dashboard(spec.title)
+        .uid(spec.uid)
         .tags([TAG])
         .readonly()
         .time("now-30m", "now")
@@ -31,10 +32,10 @@ def dashboard_json(title: str, uid: str, rows: tuple[RowSpec, ...]) -> str:
         .annotations(_annotations())
         .links([_link()])
     )
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(spec.rows, 1):
         board.with_row(build_row(row, 100 * number))
-        for index, spec in enumerate(row.panels, 1):
-            board.with_panel(build_panel(spec, 100 * number + index))
+        for index, panel in enumerate(row.panels, 1):
+            board.with_panel(build_panel(panel, 100 * number + index))
     return JSONEncoder(sort_keys=True, indent=2).encode(board.build()) + "\n"
 
 
@@ -88,10 +89,8 @@ def _link() -> builders.DashboardLink:
 
 def outputs() -> dict[Path, str]:
     """Every generated file and its text."""
-    return {
-        HERE / "dashboards" / "afterplay-overview.json": dashboard_json(overview.TITLE, overview.UID, overview.ROWS),
-        HERE / "prometheus" / "alerts.yml": alerts_yaml(),
-    }
+    boards = {HERE / "dashboards" / f"{board.uid}.json": dashboard_json(board) for board in BOARDS}
+    return {**boards, HERE / "prometheus" / "alerts.yml": alerts_yaml()}
 
 
 def main() -> int:

@@ -23,3 +23,13 @@ ENGINE = VLLM_ONLY | {
 
 RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
 """What Prometheus and its client library make."""
+
+NOT_SHOWN = {
+    "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
+    "afterplay_run_info": "identifies a run: to be joined in ad-hoc queries",
+    "afterplay_actor_weight_update_duration_seconds": "always empty: the learner updates the engines, see publication",
+    "afterplay_actor_weight_update_bytes_total": "always 0, for the same reason",
+    "afterplay_actor_weight_update_failures_total": "always 0, for the same reason",
+    "afterplay_learner_evaluation_score": "always 0: nothing evaluates yet",
+}
+"""Metrics of ours that are in no panel and in no rule, and why. ``process_*`` is shown as far as it helps."""

@@ -1,13 +1,6 @@
-"""A panel is declared once, with everything a reader needs; this module turns declarations into Grafana's model.
-
-Ids are ours and stable: row ``r`` (1, 2, …) has id ``100·r`` and its panels ``100·r + 1`` …, so links to panels survive
-additions to other rows.
-"""
+"""From declarations (``grafana/specs.py``) to Grafana's model."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Literal
 
 from grafana.sdk import (
     builders,
@@ -21,48 +14,12 @@ from grafana.sdk import (
     stat,
     timeseries,
 )
+from grafana.specs import PanelSpec, Query, RowSpec
 from grafana.thresholds import Band, Limit
 
 DATASOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 GREEN, ORANGE, RED, BLUE = "green", "orange", "red", "blue"
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    expr: str
-    legend: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PanelSpec:
-    """One panel. ``normal`` says what a healthy run shows, ``action`` what to do otherwise: the description."""
-
-    title: str
-    unit: str
-    queries: tuple[Query, ...]
-    normal: str
-    action: str
-    kind: Literal["stat", "timeseries", "heatmap"] = "timeseries"
-    limit: Limit | Band | None = None
-    width: int = 8
-    height: int = 8
-    decimals: int | None = None
-    runbook: str | None = None
-    """Heading of docs/RUNBOOK.md, where an alert judges the same expression."""
-    log_scale: bool = False
-    stacked: bool = False
-
-    @property
-    def description(self) -> str:
-        link = f" Runbook: docs/RUNBOOK.md#{self.runbook.lower()}." if self.runbook else ""
-        return f"Normal: {self.normal} If not: {self.action}{link}"
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpec:
-    title: str
-    panels: tuple[PanelSpec, ...]
 
 
 AnyPanel = stat.Panel | timeseries.Panel | heatmap.Panel

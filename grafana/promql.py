@@ -7,6 +7,7 @@ from grafana.thresholds import WINDOW
 SELECTOR = 'job=~"$job",instance=~"$instance"'
 ENVIRONMENT = 'env=~"$environment"'
 RATE = "$__rate_interval"
+CORRUPT = 'reason=~"corrupt|schema"'
 
 
 def metric(name: str, *matchers: str, panel: bool = True) -> str:
@@ -39,12 +40,13 @@ def buckets(name: str, *matchers: str, window: str = WINDOW) -> str:
     return f"sum by (le) (increase({metric(name + '_bucket', *matchers)}[{window}]))"
 
 
-def ess(level: str, panel: bool = True) -> str:
-    """Effective sample size over the window and over every learner: rate(Σw)² / (rate(N)·rate(Σw²))."""
+def ess(level: str, *matchers: str, panel: bool = True) -> str:
+    """Effective sample size over the window and over every learner: rate(Σw)² / (rate(N)·rate(Σw²)). NaN without
+    observations, which no threshold takes for low."""
     match = f'level="{level}"'
 
     def total(name: str) -> str:
-        return f"sum({rate(name, match, window=WINDOW, panel=panel)})"
+        return f"sum({rate(name, match, *matchers, window=WINDOW, panel=panel)})"
 
     return (
         f"{total('learner_importance_ratio_sum')}^2 / ({total('learner_importance_ratio_count')} * "
@@ -97,8 +99,13 @@ def actor_blocked_share(panel: bool = True) -> str:
     return rate("actor_send_blocked_seconds_total", window=WINDOW, panel=panel)
 
 
-def heartbeat_age(panel: bool = True) -> str:
-    return f"time() - {metric('heartbeat_timestamp_seconds', panel=panel)}"
+def heartbeat_age(role: str = "", panel: bool = True) -> str:
+    return f"time() - {metric('heartbeat_timestamp_seconds', *job(role), panel=panel)}"
+
+
+def job(role: str) -> tuple[str, ...]:
+    """Matcher of the scrape job of a role; none for all of them."""
+    return (f'job="afterplay-{role}"',) if role else ()
 
 
 def policy_lag(panel: bool = True) -> str:
@@ -116,3 +123,22 @@ def stale_drop_share(panel: bool = True) -> str:
 
 def replay_fill(panel: bool = True) -> str:
     return f"{metric('replay_trajectories', panel=panel)} / ({metric('replay_capacity_trajectories', panel=panel)} > 0)"
+
+
+def corrupt_drops(panel: bool = True) -> str:
+    """Within the window, by reason and stage."""
+    return f"increase({metric('replay_dropped_trajectories_total', CORRUPT, panel=panel)}[{WINDOW}])"
+
+
+def nonfinite_steps(panel: bool = True) -> str:
+    """Within the window, by what was not finite."""
+    return f"increase({metric('learner_nonfinite_steps_total', panel=panel)}[{WINDOW}])"
+
+
+def weight_update_failures(panel: bool = True) -> str:
+    """Within ten minutes."""
+    return f"sum(increase({metric('learner_weight_publish_failures_total', panel=panel)}[10m]))"
+
+
+def checkpoint_age(panel: bool = True) -> str:
+    return f"time() - ({metric('learner_checkpoint_timestamp_seconds', panel=panel)} > 0)"

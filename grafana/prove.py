@@ -2,6 +2,8 @@
 
 ``python -m grafana.prove --target afterplay-learner=127.0.0.1:9401 …`` starts a Prometheus of its own;
 ``--url http://127.0.0.1:9090`` asks one that runs already. Exit code 1 and a list of problems otherwise.
+Every run fills the overview; ``--dashboard afterplay-experience`` needs one with ``replay.enabled`` and
+``lessons.enabled``.
 """
 
 from __future__ import annotations
@@ -21,10 +23,19 @@ from grafana.dashboard_lint import metric_names, queries, substitute, variable_q
 from grafana.names import TRANSFER_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 
-OVERVIEW = Path(__file__).parent / "dashboards" / "afterplay-overview.json"
+FOLDER = Path(__file__).parent / "dashboards"
+EVERY_RUN = ("afterplay-overview",)
+"""Dashboards that every run fills."""
+EVERY_DASHBOARD = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 MAY_LACK = {"embedded": VLLM_ONLY, "vllm": TRANSFER_ONLY, "vllm-transfer": frozenset[str]()}
 """Metrics that need not have data, by what the engines are and how weights reach them."""
 _LEGEND = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+
+
+def load(uid: str) -> dict[str, Any]:
+    """A committed dashboard."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{uid}.json").read_text())
+    return found
 
 
 def prove(
@@ -94,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="a Prometheus that runs already")
     where.add_argument("--target", type=parse_target, action="append", help="JOB=HOST:PORT to scrape; may be repeated")
-    parser.add_argument("--dashboard", type=Path, default=OVERVIEW)
+    parser.add_argument("--dashboard", action="append", choices=EVERY_DASHBOARD, help="may be repeated")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to wait for the last query to have data")
     parser.add_argument("--without-data", action="append", default=[], metavar="METRIC", help="need not have data")
     parser.add_argument(
@@ -102,17 +113,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     exempt = MAY_LACK[options.engine] | set(options.without_data)
-    dashboard = json.loads(options.dashboard.read_text())
     if options.url:
-        found = prove_within(dashboard, Api(options.url), options.seconds, exempt)
-    else:
-        with PrometheusProcess(options.target) as prometheus:
-            found = prove_within(dashboard, Api(prometheus.url), options.seconds, exempt)
-    n_queries = len(queries(dashboard))
-    print(f"{options.dashboard.name}: {n_queries} queries, {len(found)} problems")
-    for problem in found:
-        print(f" - {problem}")
-    return 1 if found else 0
+        return _report(options, Api(options.url), exempt)
+    with PrometheusProcess(options.target) as prometheus:
+        return _report(options, Api(prometheus.url), exempt)
+
+
+def _report(options: argparse.Namespace, api: Api, exempt: Iterable[str]) -> int:
+    """Print what is wrong with each dashboard. 1 when something is."""
+    failed = False
+    for uid in options.dashboard or EVERY_RUN:
+        dashboard = load(uid)
+        found = prove_within(dashboard, api, options.seconds, exempt)
+        failed |= bool(found)
+        print(f"{uid}: {len(queries(dashboard))} queries, {len(found)} problems")
+        for problem in found:
+            print(f" - {problem}")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,38 @@ HEARTBEAT_AGE_SECONDS = Limit("above", critical=60)
 
 TARGETS_DOWN = Limit("above", critical=0)
 
+NONFINITE_STEPS = Limit("above", critical=0)
+
+CORRUPT_DROPS = Limit("above", critical=0)
+
 WEIGHT_UPDATE_FAILURES = Limit("above", warning=3)
 """Within ten minutes."""
 
 CHECKPOINT_AGE_SECONDS = Limit("above", warning=1800)
+
+AUDIT_WINDOW = "30m"
+"""Window of the selection-bias audit: what was sampled is trained some minutes later."""
+
+REPLAY_ESS = Limit("below", warning=0.3)
+"""ESS of the replayed tokens alone: ``replay.ess_guard.floor`` as it is by default, below which the guard shrinks the
+share."""
+
+REPLAY_SHARE_KEPT = Limit("below", warning=0.25)
+"""The guard's factor: two halvings that were not made up for."""
+
+CHOICE_FAILURES = Limit("above", warning=0.05)
+"""Groups whose replays were not chosen with today's policy, to one replayed trajectory."""
+
+POOL_ENTRIES = Limit("below", warning=1)
+"""Of all stages together, where replay is on."""
+
+REPLAYED_TOKENS = Limit("above", warning=0.5)
+"""Replayed tokens among the trained ones."""
+
+SELECTION_BIAS = Band(center=1.0, tolerance=0.25)
+"""Mean length of trained trajectories over that of all that were sampled."""
+
+LESSON_SEARCH_FAILURES = Limit("above", warning=0.05)
+
+LESSON_GROUP_FAILURES = Limit("above", warning=0.2)
+"""Finished groups that should have given lessons and whose writer failed, took too long or had no room."""

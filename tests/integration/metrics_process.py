@@ -22,6 +22,7 @@ from pipeline.metrics import (
     ReplayMetrics,
 )
 from pipeline.metrics.base import counter, gauge, histogram
+from pipeline.metrics.replay import POPULATIONS
 
 ENV = "arithmetic"
 
@@ -37,6 +38,11 @@ class Actor:
         self.m.episode_reward.labels(env=ENV).observe(0.5)
         self.m.generate_duration_seconds.labels(backend="vllm").observe(0.2)
         self.m.env_step_duration_seconds.labels(env=ENV).observe(0.001)
+        self.m.lesson_searches_total.labels(outcome="found").inc()
+        self.m.lesson_search_duration_seconds.observe(0.004)
+        self.m.guided_episodes_total.labels(train="keep").inc()
+        for guided, reward in (("yes", 0.6), ("no", 0.5)):
+            self.m.guidance_reward.labels(guided=guided).observe(reward)
 
 
 class Replay:
@@ -48,6 +54,18 @@ class Replay:
         self.m.capacity_trajectories.set(100)
         self.m.inserted_trajectories_total.labels(env=ENV).inc()
         self.m.terminal_trajectories_total.labels(state="trained").inc()
+        self.m.experience_pool_entries.set(min(i, 50))
+        self.m.experience_pool_capacity.set(50)
+        self.m.experience_saved_total.labels(origin="rollout").inc()
+        self.m.replays_trained_total.inc()
+        for population in POPULATIONS:
+            self.m.audit_tokens.labels(population=population).observe(40)
+            self.m.audit_duration_seconds.labels(population=population).observe(1.5)
+            self.m.audit_reward.labels(population=population).observe(0.5)
+            self.m.audit_age_versions.labels(population=population).observe(1)
+        self.m.lesson_groups_total.labels(outcome="written").inc()
+        self.m.lesson_searches_total.labels(outcome="found").inc()
+        self.m.lesson_search_duration_seconds.observe(0.002)
 
 
 class Learner:
@@ -56,13 +74,16 @@ class Learner:
         self.random = np.random.default_rng(0)
 
     def move(self, i: int) -> None:
-        m, ratios = self.m, np.exp(self.random.normal(0, 0.05, 1000))
+        m = self.m
+        for source, width in (("fresh", 0.05), ("replay", 0.4)):
+            ratios = np.exp(self.random.normal(0, width, 1000))
+            m.importance_ratio.labels(level="token", source=source).observe_many(ratios)
+            m.importance_ratio_squared_total.labels(level="token", source=source).inc(float((ratios**2).sum()))
+        m.replay_age_versions.observe(12)
         m.policy_version.set(i)
         m.steps_total.inc()
         m.wait_seconds_total.inc(0.01)
         m.tokens_total.labels(kind="trained").inc(ratios.size)
-        m.importance_ratio.labels(level="token", source="fresh").observe_many(ratios)
-        m.importance_ratio_squared_total.labels(level="token", source="fresh").inc(float((ratios**2).sum()))
         for statistic in ("mean", "min", "max"):
             m.batch_importance_ratio.labels(level="token", stat=statistic).set(getattr(ratios, statistic)())
         m.batch_ess_ratio.labels(level="token").set(0.9)

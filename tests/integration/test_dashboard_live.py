@@ -1,8 +1,7 @@
-"""Every query of the dashboard returns data from a real Prometheus over live processes; alerts fire and resolve."""
+"""Every query of the dashboards returns data from a real Prometheus over live processes; alerts fire and resolve."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,15 +15,25 @@ import pytest
 
 from grafana.names import VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
-from grafana.prove import OVERVIEW, prove, prove_within
+from grafana.prove import EVERY_DASHBOARD, FOLDER, load, prove, prove_within
 from grafana.targets import targets_of_run
 from pipeline.supervisor.handle import start_run
 
 SCRIPT = Path(__file__).with_name("metrics_process.py")
-ROOT = OVERVIEW.parents[2]
+ROOT = FOLDER.parents[1]
 RULES = ROOT / "grafana" / "prometheus" / "alerts.yml"
 TINY = ROOT / "configs" / "tiny.yaml"
 ROLES = ("replay", "learner", "actor", "engine")
+REPLAYING = [
+    "replay.enabled=true",
+    "replay.start_ratio=0",
+    "replay.shards=2",
+    "replay.ess_guard.enabled=true",
+    "lessons.enabled=true",
+    "lessons.template='{lessons} {prompt}'",
+    "lessons.top_k=1",
+]
+"""Two replay stages, so that what is summed over them is."""
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus binary on PATH")
 
@@ -62,9 +71,9 @@ class Process:
 def processes() -> Iterator[dict[str, Process]]:
     with ExitStack() as stack:
         found = {}
-        for role in ROLES:
-            found[role] = Process(role)
-            stack.callback(found[role].kill)
+        for name in (*ROLES, "replay-1"):
+            found[name] = Process(name.removesuffix("-1"))
+            stack.callback(found[name].kill)
         yield found
 
 
@@ -76,16 +85,16 @@ def eventually(look: Callable[[], bool], what: str, seconds_max: float = 30) -> 
 
 
 def test_every_query_returns_data_from_processes_with_the_real_metric_classes(processes: dict[str, Process]) -> None:
-    dashboard = json.loads(OVERVIEW.read_text())
     with PrometheusProcess([p.target for p in processes.values()], rules=RULES) as prometheus:
         api = Api(prometheus.url)
-        assert prove_within(dashboard, api, seconds=30, pause_seconds=0.3) == []
+        for uid in EVERY_DASHBOARD:
+            assert prove_within(load(uid), api, seconds=30, pause_seconds=0.3) == [], uid
         rules = api.get("/api/v1/rules")["groups"][0]["rules"]
         assert {r["name"] for r in rules if r.get("health") == "err"} == set()
 
 
 def test_a_panel_that_names_a_metric_nobody_exports_is_reported(processes: dict[str, Process]) -> None:
-    dashboard = json.loads(OVERVIEW.read_text())
+    dashboard = load("afterplay-overview")
     panel = next(p for p in dashboard["panels"] if p["id"] == 402)
     panel["targets"][0]["expr"] = "afterplay_learner_entropy_bits"
     with PrometheusProcess([processes["learner"].target]) as prometheus:
@@ -116,12 +125,14 @@ def test_target_down_fires_when_a_process_is_killed_and_resolves_when_it_is_back
 
 
 @pytest.mark.slow
-def test_every_query_returns_data_from_a_real_run(tmp_path: Path) -> None:
-    dashboard = json.loads(OVERVIEW.read_text())
-    with start_run(TINY, tmp_path, "dashboard", ["run.total_steps=100000"]) as run:
-        run.until_step(3, seconds_max=180)
+def test_every_query_returns_data_from_a_real_run_that_replays_and_learns_from_lessons(tmp_path: Path) -> None:
+    overrides = ["run.total_steps=100000", "checkpoint.every=5", *REPLAYING]
+    with start_run(TINY, tmp_path, "dashboard", overrides) as run:
+        run.until_step(6, seconds_max=180)
         targets = targets_of_run(run.directory.path)
         assert {t.job for t in targets} == {f"afterplay-{role}" for role in ROLES}
+        assert sum(t.job == "afterplay-replay" for t in targets) == 2
         with PrometheusProcess(targets, rules=RULES) as prometheus:
-            assert prove_within(dashboard, Api(prometheus.url), 60, without_data=VLLM_ONLY) == []
+            for uid in EVERY_DASHBOARD:
+                assert prove_within(load(uid), Api(prometheus.url), 90, without_data=VLLM_ONLY) == [], uid
         assert run.interrupt() < 15

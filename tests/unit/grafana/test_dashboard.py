@@ -3,41 +3,61 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from grafana import names, overview
+from grafana import names
 from grafana.alerts import ALERTS
-from grafana.dashboard_lint import metric_names, panels, queries, static_problems, substitute
+from grafana.boards import BOARDS
+from grafana.dashboard_lint import (
+    annotation_expressions,
+    base_name,
+    metric_names,
+    panels,
+    queries,
+    static_problems,
+    substitute,
+)
 from grafana.generate import outputs
 from grafana.panels import threshold_steps
-from grafana.prove import OVERVIEW
+from grafana.prove import FOLDER
+from grafana.specs import BoardSpec
 from grafana.thresholds import Band, Limit
 from pipeline.metrics import ActorMetrics, CollectorRegistry, LearnerMetrics, ProcessMetrics, ReplayMetrics
 
+EVERY_BOARD = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+
 
 @pytest.fixture(scope="module")
-def exported() -> frozenset[str]:
-    """Names of all series that our processes export."""
+def registry() -> CollectorRegistry:
+    """All metrics of our processes."""
     registry = CollectorRegistry()
     ProcessMetrics(registry, "run", "grpo", "tiny")
     for metrics in (ActorMetrics, ReplayMetrics, LearnerMetrics):
         metrics(registry, environments=("arithmetic",))
-    return frozenset(sample.name for family in registry.collect() for sample in family.samples)
+    return registry
 
 
 @pytest.fixture(scope="module")
-def dashboard() -> dict:
-    return json.loads(OVERVIEW.read_text())
+def exported(registry: CollectorRegistry) -> frozenset[str]:
+    """Names of all series that our processes export."""
+    return frozenset(sample.name for family in registry.collect() for sample in family.samples)
+
+
+def dashboard(board: BoardSpec) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{board.uid}.json").read_text())
 
 
 def test_committed_files_are_regenerated_identically() -> None:
     for path, text in outputs().items():
         assert path.read_text() == text, f"{path.name} is not current: run `python -m grafana.generate`"
+    assert set(FOLDER.glob("*.json")) <= outputs().keys()
 
 
-def test_panels_have_ids_units_descriptions_and_metrics_that_exist(dashboard: dict, exported: frozenset[str]) -> None:
-    assert static_problems(dashboard, exported | names.ENGINE | names.RUNTIME) == []
+@EVERY_BOARD
+def test_panels_have_ids_units_descriptions_and_metrics_that_exist(board: BoardSpec, exported: frozenset[str]) -> None:
+    assert static_problems(dashboard(board), exported | names.ENGINE | names.RUNTIME) == []
 
 
 def test_alerts_name_only_metrics_that_exist(exported: frozenset[str]) -> None:
@@ -46,28 +66,72 @@ def test_alerts_name_only_metrics_that_exist(exported: frozenset[str]) -> None:
         assert not unknown, f"{alert.name} names {sorted(unknown)}"
 
 
-def test_first_row_has_six_to_eight_stats_whose_colours_change_where_their_alert_fires(dashboard: dict) -> None:
-    first = [p for p in dashboard["panels"] if 100 < p["id"] < 200]
+def test_every_metric_is_in_a_panel_in_a_rule_or_on_the_list_of_those_that_need_neither(
+    registry: CollectorRegistry,
+) -> None:
+    kinds = {f.name + ("_total" if f.type == "counter" else ""): f.type for f in registry.collect()}
+    histograms = frozenset(name for name, kind in kinds.items() if kind == "histogram")
+    shown = {alert.expr for alert in ALERTS}
+    for board in map(dashboard, BOARDS):
+        shown |= {substitute(query.expr) for query in queries(board)}
+        shown |= {substitute(expr) for expr in annotation_expressions(board)}
+    used = {base_name(name, histograms) for expr in shown for name in metric_names(expr)}
+    ours = {name for name in kinds if not name.startswith("process_")}
+    assert ours - used - names.NOT_SHOWN.keys() == set(), "show these metrics, or say in NOT_SHOWN why not"
+    assert names.NOT_SHOWN.keys() - (ours - used) == set(), "these are shown, or no longer exist"
+
+
+@EVERY_BOARD
+def test_first_row_has_six_to_eight_stats_whose_colours_change_where_their_alert_fires(board: BoardSpec) -> None:
+    first = [p for p in dashboard(board)["panels"] if 100 < p["id"] < 200]
     assert 6 <= len(first) <= 8 and {p["type"] for p in first} == {"stat"}
-    for panel, spec in zip(first, overview.GLANCE.panels, strict=True):
+    for panel, spec in zip(first, board.rows[0].panels, strict=True):
         alert = next(a for a in ALERTS if a.name == spec.runbook)
         judged = metric_names(alert.expr)
         assert metric_names(substitute(panel["targets"][0]["expr"])) == judged
         assert isinstance(spec.limit, Limit | Band)
         values = [s["value"] for s in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]]
         assert values == [step.value for step in threshold_steps(spec.limit)]
+        assert any(alert.expr.endswith(f" {number:g}") for number in alert_numbers(spec.limit)), alert.expr
 
 
-def test_every_query_is_scoped_by_the_job_and_instance_variables(dashboard: dict) -> None:
-    for query in queries(dashboard):
+def alert_numbers(limit: Limit | Band) -> list[float]:
+    if isinstance(limit, Band):
+        return [limit.tolerance]
+    return [value for value in (limit.warning, limit.critical) if value is not None]
+
+
+@EVERY_BOARD
+def test_every_query_is_scoped_by_the_job_and_instance_variables(board: BoardSpec) -> None:
+    for query in queries(dashboard(board)):
         assert query.expr.count("{") == query.expr.count('job=~"$job",instance=~"$instance"'), query.panel
-    assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "job", "instance", "environment"]
 
 
-def test_descriptions_say_what_is_normal_and_what_to_do(dashboard: dict) -> None:
-    for panel in panels(dashboard):
+def test_links_between_dashboards_keep_time_range_and_variables_which_all_of_them_have() -> None:
+    for board in map(dashboard, BOARDS):
+        (link,) = board["links"]
+        assert (link["type"], link["keepTime"], link["includeVars"]) == ("dashboards", True, True)
+        assert set(link["tags"]) <= set(board["tags"])
+        assert [v["name"] for v in board["templating"]["list"]] == ["datasource", "job", "instance", "environment"]
+
+
+@EVERY_BOARD
+def test_descriptions_say_what_is_normal_and_what_to_do(board: BoardSpec) -> None:
+    for panel in panels(dashboard(board)):
         assert panel["description"].startswith("Normal: ") and " If not: " in panel["description"], panel["title"]
 
 
-def test_a_metric_that_no_process_exports_is_a_problem(dashboard: dict) -> None:
-    assert any("unknown metric" in p for p in static_problems(dashboard, frozenset({"up"})))
+@EVERY_BOARD
+def test_no_two_panels_lie_on_each_other_and_none_leaves_the_grid(board: BoardSpec) -> None:
+    taken: dict[tuple[int, int], str] = {}
+    for panel in dashboard(board)["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies on {taken[x, y]}"
+                taken[x, y] = panel["title"]
+
+
+def test_a_metric_that_no_process_exports_is_a_problem() -> None:
+    assert any("unknown metric" in p for p in static_problems(dashboard(BOARDS[0]), frozenset({"up"})))

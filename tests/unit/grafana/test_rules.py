@@ -7,16 +7,18 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import promql_parser
 import pytest
 import yaml
 
 from grafana.alerts import ALERTS
-from grafana.overview import ROWS
-from grafana.panels import PanelSpec
+from grafana.alerts_experience import EXPERIENCE_ALERTS
+from grafana.boards import BOARDS
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "grafana" / "prometheus"
 RUNBOOK = (ROOT / "docs" / "RUNBOOK.md").read_text()
+EXAMPLES = sorted(FOLDER.glob("*_test.yml"))
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on PATH")
 
 
@@ -34,13 +36,14 @@ def test_promtool_accepts_rules_and_both_configurations() -> None:
 
 @needs_promtool
 def test_alerts_fire_and_stay_silent_as_the_examples_say() -> None:
-    promtool("test", "rules", "alerts_test.yml")
+    promtool("test", "rules", *(path.name for path in EXAMPLES))
 
 
 def test_every_alert_has_an_example_that_fires_and_one_that_does_not() -> None:
     cases = [
         case
-        for group in yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
+        for path in EXAMPLES
+        for group in yaml.safe_load(path.read_text())["tests"]
         for case in group["alert_rule_test"]
     ]
     for alert in ALERTS:
@@ -51,5 +54,24 @@ def test_every_alert_has_an_example_that_fires_and_one_that_does_not() -> None:
 def test_every_alert_and_every_panel_link_has_a_runbook_heading() -> None:
     headings = set(re.findall(r"^## (\w+)$", RUNBOOK, flags=re.MULTILINE))
     assert headings == {alert.name for alert in ALERTS}
-    linked = {p.runbook for row in ROWS for p in row.panels if isinstance(p, PanelSpec) and p.runbook}
+    linked = {p.runbook for board in BOARDS for row in board.rows for p in row.panels if p.runbook}
     assert linked <= headings
+
+
+def test_an_alert_of_the_replay_stages_fires_once_and_not_once_a_stage() -> None:
+    for alert in EXPERIENCE_ALERTS:
+        node = promql_parser.parse(alert.expr)
+        assert labels_are_gone(node), alert.name
+
+
+def labels_are_gone(node: object) -> bool:
+    """No series of a single process is left in the result: everything went through an aggregation without ``by``."""
+    if isinstance(node, promql_parser.AggregateExpr):
+        return node.modifier is None
+    if isinstance(node, promql_parser.BinaryExpr):
+        return all(labels_are_gone(side) for side in (node.lhs, node.rhs))
+    if isinstance(node, promql_parser.ParenExpr):
+        return labels_are_gone(node.expr)
+    if isinstance(node, promql_parser.Call):
+        return all(labels_are_gone(argument) for argument in node.args)
+    return isinstance(node, promql_parser.NumberLiteral)
