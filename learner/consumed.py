@@ -27,14 +27,17 @@ class Trained:
     ess: Mapping[str, float | None] = field(default_factory=dict)
     """Kish's effective sample size of token ratios over N: ``all``, ``fresh``, ``replay``."""
     groups: Mapping[str, TrainedGroup] = field(default_factory=dict)
+    policy_version: int | None = None
+    """Version of the weights that the update was made from."""
 
     def of(self, group_ids: Iterable[str]) -> Trained:
         """Restricted to some groups; ``ess`` stays that of the whole update."""
-        return Trained(self.ess, {g: self.groups[g] for g in group_ids if g in self.groups})
+        return Trained(self.ess, {g: self.groups[g] for g in group_ids if g in self.groups}, self.policy_version)
 
     def __or__(self, other: Trained) -> Trained:
         """Facts of the groups of both."""
-        return Trained({**self.ess, **other.ess}, {**self.groups, **other.groups})
+        version = self.policy_version if other.policy_version is None else other.policy_version
+        return Trained({**self.ess, **other.ess}, {**self.groups, **other.groups}, version)
 
     def header(self) -> dict[str, Any]:
         """The part of CONSUMED (docs/PROTOCOL.md)."""
@@ -44,6 +47,7 @@ class Trained:
             "ess": {source: _finite(value) for source, value in self.ess.items()},
             "entropy": {t: value for _, g in groups for t, value in g.entropy.items() if math.isfinite(value)},
             "choice_failed": sum(g.choice_failed for _, g in groups),
+            **({} if self.policy_version is None else {"policy_version": self.policy_version}),
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -57,6 +61,7 @@ class Trained:
                 }
                 for name, g in self.groups.items()
             },
+            "policy_version": self.policy_version,
         }
 
     @classmethod
@@ -68,7 +73,8 @@ class Trained:
             )
             for name, g in raw.get("groups", {}).items()
         }
-        return cls(dict(raw.get("ess", {})), groups)
+        version = raw.get("policy_version")
+        return cls(dict(raw.get("ess", {})), groups, None if version is None else int(version))
 
 
 def _finite(value: float | None) -> float | None:

@@ -197,7 +197,7 @@ def trained_facts(batch: Batch, report: StepReport, choice: Choice) -> Trained:
         replayed = tuple(t.trajectory_id for t in group.candidates)
         groups[group.group_id] = TrainedGroup(replayed, entropy, group.group_id in choice.failed)
     ess = {"all": s.all.ratio.ess_ratio, **{name: part.ratio.ess_ratio for name, part in s.by_source.items()}}
-    return Trained(ess, groups)
+    return Trained(ess, groups, report.policy_version)
 
 
 def rewards_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -78,7 +78,7 @@ class StageCore:
         self.groups = Groups(self._s, self.replays)
         self.leases = Leases(self._s, self.groups)
         self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
-        self.learner = Dispatch(self._s, self.groups, self.replays, meta.get("session"), meta.get("durable_updates", 0))
+        self.learner = Dispatch(self._s, self.groups, self.replays, meta)
         self._restore(meta, lost=snapshot.lost)
 
     @property
@@ -100,14 +100,7 @@ class StageCore:
     @property
     def oldest_version(self) -> int | None:
         """Oldest policy version that sampled a trajectory still held for training."""
-        versions = [
-            slot.trajectory.facts.version_min
-            for group in self._s.groups.values()
-            if group.open
-            for slot in group.slots
-            if slot.trajectory is not None
-        ]
-        return min(versions, default=None)
+        return self._s.oldest_version
 
     @property
     def payloads(self) -> PayloadHolds:
@@ -144,11 +137,8 @@ class StageCore:
             else:
                 raise WireError(f"expected role actor or learner, got {role!r}")
         except (WireError, KeyError, TypeError, ValueError) as error:
-            reason = (
-                str(error)
-                if isinstance(error, WireError)
-                else f"HELLO is not understood: {type(error).__name__}: {error}"
-            )
+            known = isinstance(error, WireError)
+            reason = str(error) if known else f"HELLO is not understood: {type(error).__name__}: {error}"
             log.warning("refused %s: %s", peer, reason)
             self.journal.count("peers.refused")
             self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))

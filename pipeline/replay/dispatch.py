@@ -15,6 +15,7 @@ from pipeline.replay.records import CancelReason, GroupRecord, GroupState, Traje
 from pipeline.replay.replays import Replays
 from pipeline.replay.report import UpdateReport
 from pipeline.replay.state import StageState, log
+from pipeline.replay.versions import TrainedVersions
 from pipeline.schema import GroupPlan
 from pipeline.transport.base import Kind
 
@@ -27,16 +28,16 @@ class Dispatch:
         state: StageState,
         groups: Groups,
         replays: Replays,
-        session: str | None = None,
-        durable_updates: int = 0,
+        meta: Mapping[str, Any],
     ) -> None:
         self._s = state
         self._groups = groups
         self._replays = replays
         self.peer: str | None = None
         """Name of the learner that is connected."""
-        self.session = session
-        self.durable_updates = durable_updates
+        self.session: str | None = meta.get("session")
+        self.durable_updates: int = meta.get("durable_updates", 0)
+        self._versions = TrainedVersions(meta.get("trained_versions"))
         self.credit = 0
         self.sent: set[int] = set()
         """Groups that the connected learner has."""
@@ -201,6 +202,10 @@ class Dispatch:
         s = self._s
         if not groups:
             return
+        update = groups[0].update
+        version = s.policy_version if report.policy_version is None else report.policy_version
+        if update is not None and self._versions.note(update, version):
+            s.journal.meta("trained_versions", self._versions.state())
         for group in groups:
             group.state, group.ended_at = GroupState.TRAINED, s.wall
             s.journal.group(group)
@@ -211,10 +216,10 @@ class Dispatch:
                 s.journal.observe("trained_reward", record.reward)
                 s.journal.observe("trained_tokens", record.facts.n_sampled)
                 s.journal.observe("trained_duration", record.facts.duration_seconds)
-                s.journal.observe("trained_age", max(0, s.policy_version - record.facts.version_min))
+                s.journal.observe("trained_age", max(0, version - record.facts.version_min))
             s.journal.count("trajectories.held", -group.n_fresh)
             s.journal.count("trajectories.trained", group.n_fresh)
-        self._replays.trained(groups, report)
+        self._replays.trained(groups, report, version)
 
     def _untrain(self, group: GroupRecord) -> None:
         s = self._s

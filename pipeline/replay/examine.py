@@ -13,6 +13,7 @@ import orjson
 
 from pipeline.config import RunConfig
 from pipeline.replay.reading import meta, reading
+from pipeline.replay.versions import TrainedVersions
 
 AGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Lower bounds of the age classes, in versions."""
@@ -21,12 +22,15 @@ _FACTS = "n_sampled, duration_seconds, reward"
 _POPULATION = {
     "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE group_number >= 0 AND reward IS NOT NULL",
     "stored": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE saved IS NOT NULL",
-    "trained": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'trained'",
+    "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE state = 'trained'",
     "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
     "trajectories t USING (seq) WHERE r.chosen = 1",
 }
-"""The four populations of the selection-bias audit. Ages: versions behind the newest when it came; of replays, when
-they were sent to be trained."""
+"""The four populations of the selection-bias audit. Age: versions that its oldest token was behind the newest one when
+it came (sampled, stored), or behind the weights that were updated when it was trained (trained, replayed)."""
+_TRAINED_AGES = """
+SELECT g.update_number, t.version_min, count(*), total(t.age_insert) FROM trajectories t
+JOIN groups g ON g.number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,11 @@ def _add(found: Experience, connection: sqlite3.Connection, state: Mapping[str, 
             f"FROM ({query})"
         )
         found.audit[name] += Population(*sums.fetchone())
+    versions = TrainedVersions(state.get("trained_versions"))
+    for update, version_min, count, age_insert in read(_TRAINED_AGES):
+        at = versions.at(update) if update is not None else None
+        # of updates that an older Afterplay recorded only the age at arrival is known
+        found.audit["trained"] += Population(age=age_insert if at is None else count * max(0, at - version_min))
 
 
 def dumps(found: Experience, config: RunConfig) -> str:

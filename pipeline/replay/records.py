@@ -206,7 +206,7 @@ class Replay:
     chosen: bool = False
     """Whether the learner trained it with the group."""
     age: int = 0
-    """Versions it was old when it was sent last."""
+    """Versions it was old when it was trained; before that, when it was sent last."""
 
     @property
     def seq(self) -> int:

@@ -73,12 +73,12 @@ class Replays:
         if not finished and group.task.environment in self._s.config.environments:
             self.experience.cancelled(group.task)
 
-    def trained(self, groups: Sequence[GroupRecord], report: UpdateReport) -> None:
-        """One update was made from ``groups``, which are marked as trained already."""
+    def trained(self, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
+        """One update was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
         s = self._s
         seqs = {}
         for group in groups:
-            self._choose(group, report.replayed.get(group.group_id, ()))
+            self._choose(group, report.replayed.get(group.group_id, ()), version)
             seqs.update({record.key.text: record.seq for slot in group.slots if (record := slot.trajectory)})
             seqs.update({replay.trajectory_id: replay.seq for replay in group.replays})
         used = [replay.seq for group in groups for replay in group.replays if replay.chosen]
@@ -164,7 +164,7 @@ class Replays:
         s.journal.group(group)
         s.journal.count("groups.rescued")
 
-    def _choose(self, group: GroupRecord, chosen: Sequence[str]) -> None:
+    def _choose(self, group: GroupRecord, chosen: Sequence[str], version: int) -> None:
         """Mark what was trained: what the learner says, or the stage's own choice."""
         if not group.replays:
             return
@@ -178,6 +178,7 @@ class Replays:
         for replay in group.replays:
             replay.chosen = replay.trajectory_id in ids
             if replay.chosen:
+                replay.age = replay.candidate.entry.age(version)
                 s.journal.count("replays.trained")
                 self._observe("replayed", replay.candidate.entry, replay.age)
         s.journal.replays(group)

@@ -24,6 +24,8 @@ class UpdateReport:
     """By trajectory id: mean exact entropy over its sampled tokens, nats."""
     choice_failed: int = 0
     """Groups for which the learner could not choose and took the stage's choice."""
+    policy_version: int | None = None
+    """Version of the weights that the update was made from; None: not told."""
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> UpdateReport:
@@ -34,7 +36,9 @@ class UpdateReport:
             entropies = {
                 str(t): value for t, v in (header.get("entropy") or {}).items() if (value := _finite(v)) is not None
             }
-            return cls(replayed, ess, entropies, int(header.get("choice_failed") or 0))
+            told = header.get("policy_version")
+            version = None if told is None else int(told)
+            return cls(replayed, ess, entropies, int(header.get("choice_failed") or 0), version)
         except (TypeError, ValueError, AttributeError) as error:
             raise WireError(f"what the learner reports of an update is not understood: {error}") from error
 

@@ -336,6 +336,7 @@ class SimulatedLearner(Peer):
         every = [t for ids in (*trained.values(), *replayed.values()) for t in ids]
         ess = {"all": rng.random(), "fresh": rng.random(), "replay": rng.choice((None, rng.random()))}
         report = {"ess": ess, "entropy": {t: rng.random() for t in every if rng.random() < 0.9}, "choice_failed": 0}
+        report["policy_version"] = self.policy_version
         return trained, {"replayed": replayed, **report}
 
     def _train(self) -> None:

@@ -36,6 +36,12 @@ class StageState:
     """Unix seconds, at the same moment."""
     shard: Shard = WHOLE
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest policy version that sampled a trajectory of an open group."""
+        slots = (slot for group in self.groups.values() if group.open for slot in group.slots)
+        return min((slot.trajectory.facts.version_min for slot in slots if slot.trajectory is not None), default=None)
+
     def end_order(self, order: OrderRecord, state: OrderState, reason: str = "", *, failure: bool = False) -> None:
         """Move a leased order into a terminal state and free its slot."""
         assert order.state is OrderState.LEASED, order

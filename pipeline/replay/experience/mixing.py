@@ -1,7 +1,7 @@
 """Which admissions of a batch are replay, which retest a retired task, and which failed group is rescued.
 
-Of a batch of ``B`` groups ``floor(B * task_ratio * factor)`` are to be replay groups, ``factor`` being the guard's. A
-batch of one of ``S`` stages is ``b = B / S`` consecutive admissions there, of which :func:`share_of` gives it ``T``; T is
+Of a batch of ``B`` groups ``floor(B * task_ratio * factor)`` are to be replay groups, ``factor`` being the guard's. At
+one of ``S`` stages a batch is ``b = B / S`` consecutive admissions, ``T`` of them replay by :func:`share_of`; T is
 fixed when the batch begins. Admission ``i`` (from 0) is one when fewer than ``floor((i + 1) * T / b)`` were before it,
 which spreads them evenly and makes up for those that found nothing valid.
 """

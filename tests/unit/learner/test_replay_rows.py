@@ -214,12 +214,13 @@ def test_facts_are_told_shard_by_shard_and_survive_a_checkpoint_and_json():
         "g": TrainedGroup(("a",), {"a": 0.5, "x": float("nan")}, True),
         "h": TrainedGroup((), {"f": 1.5}),
     }
-    facts = Trained({"all": 0.5, "fresh": 1.0, "replay": None}, groups)
+    facts = Trained({"all": 0.5, "fresh": 1.0, "replay": None}, groups, 12)
     assert facts.header() == {
         "replayed": {"g": ["a"]},
         "ess": {"all": 0.5, "fresh": 1.0, "replay": None},
         "entropy": {"a": 0.5, "f": 1.5},
         "choice_failed": 1,
+        "policy_version": 12,
     }
     assert facts.of(["h"]).header()["replayed"] == {}
     assert (facts.of(["h"]) | facts.of(["g"])).header() == facts.header()

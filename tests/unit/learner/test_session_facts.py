@@ -18,12 +18,14 @@ from pipeline.transport.base import Event, EventKind, Kind, Limits, Message
 FACTS = Trained(
     {"all": 0.5, "fresh": 0.9, "replay": 0.2},
     {"g": TrainedGroup(("p2",), {"f0": 0.4, "p2": 0.3}, True), "elsewhere": TrainedGroup(("z",))},
+    policy_version=7,
 )
 TOLD = {
     "replayed": {"g": ["p2"]},
     "ess": {"all": 0.5, "fresh": 0.9, "replay": 0.2},
     "entropy": {"f0": 0.4, "p2": 0.3},
     "choice_failed": 1,
+    "policy_version": 7,
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from pipeline.codec import decode_plan, encode_trajectory
 from pipeline.config import RunConfig
 from pipeline.replay.core import StageCore
+from pipeline.replay.examine import examine_run
 from pipeline.replay.ingest import facts_of
 from pipeline.replay.journal import Send
 from pipeline.replay.ledger import read_ledger
@@ -146,6 +147,29 @@ def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_
     stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
     stage.round()
     assert not stage.store.payloads([replay.seq]) and stage.counters()
+    stage.store.close()
+
+
+def test_ages_in_the_audit_are_those_of_the_weights_that_were_updated(tmp_path: Any) -> None:
+    """CONSUMED and VERSION may cross: what was trained is as old as the learner says, not as the newest version."""
+    stage = Stage(tmp_path / "s.sqlite", half)
+    plan = stage.until_replayed()
+    stage.core.journal.take_observations()
+    (group,) = (g for g in stage.core.records.values() if g.group_id == plan["group_id"])
+    born = group.replays[0].candidate.entry.version_min
+    stage.tell(Kind.VERSION, policy_version=90, updates=stage.updates)
+    members = [g for g in stage.core.records.values() if g.update == stage.updates and g.open]
+    stage.train(stage.plans, policy_version=50)
+    seen = stage.core.journal.take_observations()
+    fresh = [slot.trajectory for g in members for slot in g.slots]
+    assert seen["trained_age"] == [50 - record.facts.version_min for record in fresh]
+    assert seen["replayed_age"][0] == group.replays[0].age == 50 - born
+    stage.round()
+    audit = examine_run([stage.path]).audit
+    known = seen["trained_age"]
+    assert audit["trained"].count > len(known) and audit["trained"].age >= sum(known)
+    assert audit["trained"].age - sum(known) == 0, "the updates before were trained from the weights that played them"
+    assert audit["replayed"].age == sum(seen["replayed_age"])
     stage.store.close()
 
 
