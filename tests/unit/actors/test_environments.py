@@ -105,15 +105,15 @@ def test_number_guess_pays_closeness_only_when_it_is_over() -> None:
 def test_passcode_pays_only_for_the_whole_code_and_ends_at_the_first_wrong_number(
     lock: int, wrong_at: int | None
 ) -> None:
-    environment = build("passcode", lengths=(1, 2, 3), numbers=5, compact=True)
+    environment = build("passcode", lengths=(1, 2, 3), answers=(1, 2), numbers=5, compact=True)
     assert isinstance(environment, Passcode)
     code = environment.code(lock)
-    assert len(code) == lock % 3 + 1 and all(0 <= number < 5 for number in code)
+    assert len(code) == lock % 3 + 1 and all(len(place) == lock % 2 + 1 and place <= set(range(5)) for place in code)
     episode = start(environment, lock)
     assert [m.content for m in episode.messages] == [f"open {lock}"]
-    for turn, number in enumerate(code):
+    for turn, place in enumerate(code):
         right = turn != wrong_at
-        step = episode.step(Reply(str(number if right else (number + 1) % 5)))
+        step = episode.step(Reply(str(min(place if right else set(range(5)) - place))))
         opened = right and turn == len(code) - 1
         assert (step.reward, step.done) == (float(opened), opened or not right)
         assert [m.content for m in step.messages] == ([] if step.done else ["yes"])
@@ -125,6 +125,8 @@ def test_passcode_pays_only_for_the_whole_code_and_ends_at_the_first_wrong_numbe
 def test_passcode_refuses_a_code_without_numbers() -> None:
     with pytest.raises(ConfigurationError, match="lengths"):
         build("passcode", lengths=(0, 2))
+    with pytest.raises(ConfigurationError, match="answers"):
+        build("passcode", numbers=4, answers=(5,))
 
 
 def test_environment_in_a_file_needs_no_edit_elsewhere(tmp_path: Path) -> None:
