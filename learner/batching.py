@@ -32,6 +32,8 @@ class MicroBatch:
     advantages_S: npt.NDArray[np.float32]
     weights_S: npt.NDArray[np.float32]
     """Share of the token in the loss; sums to 1 over all micro-batches of an optimizer step."""
+    rows_S: npt.NDArray[np.int64]
+    """Number of the row in this micro-batch: what sequence-level ratios are taken over."""
     sequences_S: npt.NDArray[np.int32]
     replayed_S: npt.NDArray[np.bool_]
     guided_S: npt.NDArray[np.bool_]
@@ -116,8 +118,9 @@ def collate(rows: Sequence[Row], weights: Sequence[float], first_tokens: Sequenc
             [row.behaviour_logprobs[p] for row, p in zip(rows, positions, strict=True)]
         ),
         policy_versions_S=np.concatenate([row.policy_versions[p] for row, p in zip(rows, positions, strict=True)]),
-        advantages_S=per_token([row.advantage for row in rows], np.float32),  # type: ignore[arg-type]
+        advantages_S=np.concatenate([row.advantages for row in rows]),
         weights_S=per_token(list(weights), np.float32),  # type: ignore[arg-type]
+        rows_S=np.repeat(np.arange(len(rows)), counts),
         sequences_S=per_token([row.sequence for row in rows], np.int32),  # type: ignore[arg-type]
         replayed_S=per_token([row.replayed for row in rows], np.bool_),  # type: ignore[arg-type]
         guided_S=per_token([row.guided for row in rows], np.bool_),  # type: ignore[arg-type]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from learner.batching import MicroBatch
-from learner.loss import LossRules, LossTerms, LossTokens
+from learner.losses.policy import LossRules, LossTerms, LossTokens
 from learner.offpolicy import second_moment_mask
 from learner.rows import Row
 from learner.statistics import TokenValues
-from pipeline.config.training import LossConfig
+from pipeline.config.loss import LossConfig
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -31,6 +31,8 @@ class Known:
     """log π before the first optimizer step; NaN where no token is anchored there. None: these are the weights."""
     kept: BoolArray | None = None
     """False where the second-moment mask rejects. None: nothing is."""
+    reference: FloatArray | None = None
+    """log π of the reference policy."""
 
 
 def logprobs_today(rows: Sequence[Row], rules: LossRules, score: Score) -> FloatArray | None:

@@ -107,9 +107,9 @@ class LearnerLoop:
         start = time.perf_counter()
         choice = choose_replays(groups, self._config.replay, self._trainer.mean_entropies)
         chosen = time.perf_counter()
-        batch = build_batch(update, choice.groups, self._config.advantage)
+        batch = build_batch(update, choice.groups)
         built = time.perf_counter()
-        report = self._trainer.step(batch, self.version)
+        report = self._trainer.train(batch, self.version)
         report.seconds["choose"] += chosen - start
         report.seconds["prepare"] += built - chosen
         return batch, report, choice

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.batching import MicroBatch
 from learner.logprobs import Head, sampled_logprobs
-from pipeline.config.training import LearnerConfig
+from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

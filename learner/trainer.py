@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers, token_weights
+from learner.estimation import with_advantages
+from learner.evidence import Evidence
 from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
-from learner.loss import LossRules, LossTokens, policy_loss
+from learner.losses.policy import LossRules, LossTokens, policy_loss
 from learner.offpolicy import step_factor, token_weights_of
 from learner.policy import Interrupted, Policy
 from learner.report import NonFinite, StepReport, Stopwatch
@@ -44,6 +46,7 @@ class _Tally:
     """What the optimizer steps of one update add up to."""
 
     watch: Stopwatch
+    evidence: Evidence
     values: list[TokenValues] = field(default_factory=list)
     loss: float = 0.0
     policy_loss: float = 0.0
@@ -81,8 +84,22 @@ class Trainer:
             fused=True,
         )
 
-    def step(self, batch: Batch, policy_version: int) -> StepReport:
-        """Train ``batch``; ``policy_version`` is the version of the weights before it.
+    def train(self, batch: Batch, policy_version: int) -> StepReport:
+        """Gather what the estimator needs, estimate advantages, and make the update. Raises as :meth:`step`."""
+        watch = Stopwatch(self.policy.device)
+        evidence = self.gather(batch.rows, watch)
+        with watch.stage("prepare"):
+            batch, evidence = with_advantages(batch, evidence, self._config.advantage)
+        return self.step(batch, policy_version, evidence, watch)
+
+    def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
+        """The passes over ``rows`` that the configured estimator and loss need before the first optimizer step."""
+        return Evidence()
+
+    def step(
+        self, batch: Batch, policy_version: int, evidence: Evidence | None = None, watch: Stopwatch | None = None
+    ) -> StepReport:
+        """Train ``batch`` with the advantages on its rows; ``policy_version`` is the version of the weights before it.
 
         Raises :class:`TrainingError` when the batch is not that of the next update or has no rows,
         :class:`Interrupted` when asked to stop.
@@ -92,7 +109,7 @@ class Trainer:
                 f"expected rows for update {self.updates}, got {len(batch.rows)} for update {batch.update}"
             )
         started = time.time()
-        tally = _Tally(Stopwatch(self.policy.device))
+        tally = _Tally(watch or Stopwatch(self.policy.device), evidence or Evidence())
         rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
         try:
             self._train(batch, tally, rate)
@@ -107,13 +124,15 @@ class Trainer:
         learner = self._config.learner
         numbers = token_numbers(batch.rows)
         several = learner.epochs * learner.minibatches > 1
-        today = logprobs_today(batch.rows, self._rules, partial(self.score, watch=tally.watch)) if several else None
+        today = tally.evidence.logprobs
+        if today is None and several:
+            today = logprobs_today(batch.rows, self._rules, partial(self.score, watch=tally.watch))
         for epoch in range(learner.epochs):
             for chosen in self._minibatches(batch.rows, epoch):
                 rows, first = [batch.rows[i] for i in chosen], [int(numbers[i]) for i in chosen]
                 try:
                     kept = self._kept(rows, first, batch.n_sampled, tally.watch)
-                    known = Known(today, kept)
+                    known = Known(today, kept, tally.evidence.reference)
                     self._optimizer_step(rows, first, known, tally, rate, record=epoch == 0)
                 except NonFiniteStep as error:
                     tally.nonfinite[error.where] += 1
@@ -180,7 +199,7 @@ class Trainer:
         """Gradients of the whole mini-batch, then one optimizer step. Rows without advantage have gradient exactly 0:
         they are scored without a backward pass, and only for the statistics."""
         weights = token_weights(rows, self._config.loss.aggregation)
-        with_signal = [row.advantage * row.replay_weight != 0 or self._rules.entropy_bonus > 0 for row in rows]
+        with_signal = [row.has_signal or self._rules.entropy_bonus > 0 for row in rows]
         guard = self._config.replay.ess_guard
         tally.ratios = Weights()
         tally.loss = tally.policy_loss = tally.entropy = tally.grad_norm = 0.0
@@ -243,6 +262,8 @@ class Trainer:
             loss_mask=tensor(usable if known.kept is None else usable & known.kept[part.tokens_S]),
             replay_mask=tensor(part.replayed_S),
             off_policy=tensor(off),
+            rows=tensor(part.rows_S),
+            reference=None if known.reference is None else tensor(known.reference[part.tokens_S]),
             recorded=tensor(part.recorded_S),
             factors=tensor(part.factors_S),
         )
@@ -281,7 +302,7 @@ class Trainer:
             tokens_trained=trained,
             tokens_masked=sum(len(row) for row in batch.rows) - trained,
             tokens_padding=tally.padding,
-            tokens_without_signal=sum(row.n_sampled for row in batch.rows if row.advantage * row.replay_weight == 0),
+            tokens_without_signal=sum(row.n_sampled for row in batch.rows if not row.has_signal),
             seconds=tally.watch.seconds,
             started_at=started,
             finished_at=time.time(),

@@ -7,20 +7,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from pipeline.config.advantage import AdvantageConfig
 from pipeline.config.base import Section
+from pipeline.config.learner import LearnerConfig
+from pipeline.config.loss import ImportanceConfig, LossConfig
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
 from pipeline.config.replay import LessonsConfig, ReplayConfig
-from pipeline.config.training import (
-    AdvantageConfig,
-    CheckpointConfig,
-    GroupsConfig,
-    ImportanceConfig,
-    LearnerConfig,
-    LossConfig,
-    PublishConfig,
-    ScorerConfig,
-    StalenessConfig,
-)
+from pipeline.config.training import CheckpointConfig, GroupsConfig, PublishConfig, ScorerConfig, StalenessConfig
 
 
 class RunSection(Section):

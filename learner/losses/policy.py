@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from learner.importance import log_ratio, truncated_weight
-from pipeline.config.training import ImportanceConfig, LossConfig
+from pipeline.config.loss import ImportanceConfig, LossConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,10 @@ class LossTokens:
     """bool: replayed."""
     off_policy: Tensor
     """bool: uses the off-policy loss."""
+    rows: Tensor | None = None
+    """int64: number of the row (a branch) in the micro-batch; for ratios over sequences. A row is never split."""
+    reference: Tensor | None = None
+    """log π of the reference policy."""
     recorded: Tensor | None = None
     """bool: log μ is known. None: everywhere."""
     factors: Tensor | None = None
