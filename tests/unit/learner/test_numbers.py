@@ -129,7 +129,7 @@ def test_advantages_are_centred_ordered_and_of_unit_spread(rewards):
 
 @pytest.mark.parametrize("rewards", [[], [float("nan")], [1.0, float("inf")]])
 def test_rewards_that_are_not_finite_are_refused(rewards):
-    with pytest.raises(TrainingError, match="finite|at least one trajectory"):
+    with pytest.raises(TrainingError, match=r"finite|at least one trajectory"):
         group_advantages(rewards, AdvantageConfig())
 
 
