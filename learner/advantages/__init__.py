@@ -7,13 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from learner.advantages.base import Estimates, Estimator, Played, by_group
-from learner.advantages.group import grpo
+from learner.advantages.registry import ESTIMATORS, EVIDENCE, Entry, entry_of, needed_evidence
 from pipeline.config.advantage import AdvantageConfig
 from pipeline.errors import TrainingError
 
-__all__ = ["ESTIMATORS", "Estimates", "Played", "estimate"]
-
-ESTIMATORS: dict[str, Estimator] = {"grpo": by_group(grpo)}
+__all__ = [
+    "ESTIMATORS",
+    "EVIDENCE",
+    "Entry",
+    "Estimates",
+    "Estimator",
+    "Played",
+    "by_group",
+    "estimate",
+    "needed_evidence",
+]
 
 
 def estimate(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
@@ -24,10 +32,19 @@ def estimate(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
     """
     if not played:
         raise TrainingError("expected at least one trajectory to estimate advantages of, got none")
-    estimates = ESTIMATORS[config.estimator](played, config)
-    for p, advantages in zip(played, estimates.advantages, strict=True):
-        if advantages.shape != (p.n_tokens,) or not np.isfinite(advantages).all():
+    estimates = entry_of(config).estimate(played, config)
+    for name in ("advantages", "returns"):
+        arrays = getattr(estimates, name)
+        if arrays is None and name == "returns":
+            continue
+        if len(arrays) != len(played):
             raise TrainingError(
-                f"expected {p.n_tokens} finite advantages from the estimator {config.estimator}, got {advantages!r}"
+                f"expected {name} of {len(played)} trajectories from the estimator {config.estimator}, got "
+                f"{len(arrays)}"
             )
+        for p, values in zip(played, arrays, strict=True):
+            if values.shape != (p.n_tokens,) or not np.isfinite(values).all():
+                raise TrainingError(
+                    f"expected {p.n_tokens} finite {name} from the estimator {config.estimator}, got {values!r}"
+                )
     return estimates
