@@ -16,19 +16,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from learner.advantages import needed_evidence as needed_by_estimator
 from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers, token_weights
+from learner.critic import Critic
+from learner.ema import WeightAverage
 from learner.estimation import with_advantages
 from learner.evidence import Evidence
 from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
 from learner.losses.policy import LossRules, LossTokens, policy_loss
+from learner.losses.registry import needed_evidence as needed_by_loss
 from learner.offpolicy import step_factor, token_weights_of
+from learner.optimizer import clip_gradients, make_optimizer, set_rate
+from learner.passes import token_pass
 from learner.policy import Interrupted, Policy
-from learner.report import NonFinite, StepReport, Stopwatch
+from learner.reference import Reference
+from learner.report import CriticReport, NonFinite, StepReport, Stopwatch
 from learner.rows import Batch, Row
 from learner.schedule import learning_rate
 from learner.statistics import TokenValues, Weights, batch_statistics
 from pipeline.config import RunConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import ConfigurationError, TrainingError
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -59,7 +66,8 @@ class _Tally:
     """Of the present optimizer step, for the ESS guard."""
     factors: list[float] = field(default_factory=list)
     """What the guard did to each optimizer step."""
-    nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0})
+    nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0, "value": 0})
+    critic: CriticReport | None = None
 
 
 class Trainer:
@@ -69,20 +77,19 @@ class Trainer:
     update of several optimizer steps): such weights must not be saved.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig) -> None:
+    def __init__(
+        self, policy: Policy, config: RunConfig, reference: Reference | None = None, critic: Critic | None = None
+    ) -> None:
         self.policy = policy
+        self.reference = reference
+        self.critic = critic
         self.updates = 0
         self.torn = False
         self._config = config
         self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
         learner = config.learner
-        self.optimizer = torch.optim.AdamW(
-            policy.parameters,
-            lr=learner.learning_rate,
-            betas=learner.betas,
-            weight_decay=learner.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
+        self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
 
     def train(self, batch: Batch, policy_version: int) -> StepReport:
         """Gather what the estimator needs, estimate advantages, and make the update. Raises as :meth:`step`."""
@@ -93,8 +100,25 @@ class Trainer:
         return self.step(batch, policy_version, evidence, watch)
 
     def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
-        """The passes over ``rows`` that the configured estimator and loss need before the first optimizer step."""
-        return Evidence()
+        """The passes over ``rows`` that the configured estimator and loss need before the first optimizer step; those
+        that nothing asks for are not made. log π and entropy come out of the same pass.
+
+        Raises :class:`ConfigurationError` where a reference policy, a critic or hints are asked for and there are none.
+        """
+        watch = watch or Stopwatch(self.policy.device)
+        needed = needed_by(self._config)
+        logprobs = entropies = reference = values = None
+        if needed & {"logprobs", "entropies"}:
+            logprobs, entropies = self._scores(rows, watch)
+        if "reference" in needed:
+            if self.reference is None:
+                raise ConfigurationError("estimator or loss need a reference policy, and the trainer was given none")
+            reference = self.reference.logprobs(rows, watch)
+        if "values" in needed:
+            if self.critic is None:
+                raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
+            values = self.critic.values(rows, watch)
+        return Evidence(logprobs, entropies, reference, values)
 
     def step(
         self, batch: Batch, policy_version: int, evidence: Evidence | None = None, watch: Stopwatch | None = None
@@ -115,9 +139,11 @@ class Trainer:
             self._train(batch, tally, rate)
         except Interrupted:
             self.optimizer.zero_grad(set_to_none=True)
-            self.torn = tally.optimizer_steps > 0
+            self.torn = tally.optimizer_steps > 0 or tally.critic is not None
             raise
         self.updates += 1
+        if self.reference is not None:
+            self.reference.updated(self.updates)
         return self._report(batch, policy_version, rate, tally, started)
 
     def _train(self, batch: Batch, tally: _Tally, rate: float) -> None:
@@ -138,6 +164,7 @@ class Trainer:
                     tally.nonfinite[error.where] += 1
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
+                self._critic_step(rows, first, tally, rate)
 
     def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> FloatArray:
         """log π of all sampled tokens of ``rows`` with today's weights, float32 ``[S]``, rows in order."""
@@ -153,15 +180,7 @@ class Trainer:
     def _scores(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> tuple[FloatArray, FloatArray]:
         """log π and entropy of all sampled tokens of ``rows``, float32 ``[S]`` each, without gradient."""
         watch = watch or Stopwatch(self.policy.device)
-        numbers = token_numbers(rows)
-        logprobs = np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32)
-        entropies = np.zeros_like(logprobs)
-        with torch.no_grad():
-            for part in self._microbatches(rows, [int(n) for n in numbers], [0.0] * len(rows), watch):
-                with watch.stage("forward"):
-                    scored, entropy = self.policy.score(part)
-                    logprobs[part.tokens_S] = scored.float().cpu().numpy()
-                    entropies[part.tokens_S] = entropy.float().cpu().numpy()
+        logprobs, entropies = token_pass(rows, self.policy.score, 2, self._config.learner.tokens_per_microbatch, watch)
         return logprobs, entropies
 
     def _kept(
@@ -199,7 +218,8 @@ class Trainer:
         """Gradients of the whole mini-batch, then one optimizer step. Rows without advantage have gradient exactly 0:
         they are scored without a backward pass, and only for the statistics."""
         weights = token_weights(rows, self._config.loss.aggregation)
-        with_signal = [row.has_signal or self._rules.entropy_bonus > 0 for row in rows]
+        waits = self.critic is not None and self.critic.only_critic(self.updates)
+        with_signal = [not waits and (row.has_signal or self._rules.entropy_bonus > 0) for row in rows]
         guard = self._config.replay.ess_guard
         tally.ratios = Weights()
         tally.loss = tally.policy_loss = tally.entropy = tally.grad_norm = 0.0
@@ -214,8 +234,7 @@ class Trainer:
                 self._microbatch(part, known, tally, learn=learn, record=record)
         if any(with_signal):
             factor = step_factor(tally.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * factor
+            set_rate(self.optimizer, rate * factor)
             with tally.watch.stage("optimize"):
                 self._apply(tally)
             tally.factors.append(factor)
@@ -269,17 +288,26 @@ class Trainer:
         )
 
     def _apply(self, tally: _Tally) -> None:
-        parameters = [p for p in self.policy.parameters if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = clip_gradients(self.policy.parameters, self._config.learner.grad_clip)
         if not np.isfinite(norm):
             raise NonFiniteStep("gradient")
-        limit = self._config.learner.grad_clip
-        if norm > limit:
-            torch._foreach_mul_(gradients, limit / norm)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         tally.grad_norm = norm
         tally.optimizer_steps += 1
+
+    def _critic_step(self, rows: Sequence[Row], first: Sequence[int], tally: _Tally, rate: float) -> None:
+        """The critic learns from the same mini-batch as the policy, where the estimator gave returns."""
+        values, returns = tally.evidence.values, tally.evidence.returns
+        if self.critic is None or values is None or returns is None:
+            return
+        learner = self._config.learner
+        parts = self._microbatches(rows, first, [0.0] * len(rows), tally.watch)
+        tally.critic = self.critic.learn(
+            parts, values, returns, learner.critic.learning_rate * rate / learner.learning_rate, tally.watch
+        )
+        tally.nonfinite["value"] += tally.critic.skipped
 
     def _report(self, batch: Batch, policy_version: int, rate: float, tally: _Tally, started: float) -> StepReport:
         values = TokenValues.join(tally.values)
@@ -303,7 +331,13 @@ class Trainer:
             tokens_masked=sum(len(row) for row in batch.rows) - trained,
             tokens_padding=tally.padding,
             tokens_without_signal=sum(row.n_sampled for row in batch.rows if not row.has_signal),
+            critic=tally.critic,
             seconds=tally.watch.seconds,
             started_at=started,
             finished_at=time.time(),
         )
+
+
+def needed_by(config: RunConfig) -> frozenset[str]:
+    """Passes before an update that estimator and loss ask for: names of fields of :class:`Evidence`."""
+    return needed_by_estimator(config.advantage) | needed_by_loss(config.loss, config.importance)

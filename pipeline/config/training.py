@@ -39,6 +39,9 @@ class PublishConfig(Section):
     """Weight folders kept."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Type of the published weights; engines cast to their own on load."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """With adapters (``learner.lora.rank``): ``merged`` publishes whole weights, for every engine; ``adapter`` only the
+    adapters, for vLLM servers, which then serve them under a name of their own."""
     timeout_seconds: float = Field(120.0, gt=0)
     """An engine that takes longer to load a version is left behind (and tried again) while the run goes on."""
 
