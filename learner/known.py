@@ -90,7 +90,7 @@ def values_of(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: Kno
         behaviour=part.behaviour_logprobs_S,
         entropy=array(tokens.entropy),
         losses=array(terms.token_losses),
-        trained=(tokens.loss_mask & torch.isfinite(tokens.logprobs.detach())).cpu().numpy(),
+        trained=(terms.trained & torch.isfinite(tokens.logprobs.detach())).cpu().numpy(),
         clipped_low=terms.clipped_low.cpu().numpy(),
         clipped_high=terms.clipped_high.cpu().numpy(),
         versions=part.policy_versions_S,
@@ -100,4 +100,7 @@ def values_of(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: Kno
         discarded=part.discarded_S,
         off_policy=tokens.off_policy.cpu().numpy(),
         masked=np.zeros(part.n_sampled, np.bool_) if known.kept is None else ~known.kept[part.tokens_S],
+        reasons=terms.reasons.cpu().numpy(),
+        truncated=terms.truncated.cpu().numpy(),
+        reference_kl=array(terms.reference_kl),
     )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from learner.choice import Choice
 from learner.consumed import Trained, TrainedGroup
+from learner.losses.corrections import REASONS
 from learner.report import StepReport
 from learner.rows import Batch
 from learner.statistics import SourceStatistics, Weights
@@ -48,6 +49,8 @@ def record_step(
         _record_weights(metrics, level, weights)
     metrics.rejected_tokens_total.labels(reason="nonfinite").inc(s.all.rejected)
     metrics.rejected_tokens_total.labels(reason="second_moment").inc(s.all.masked)
+    for reason, count in masked_by(s.all).items():
+        metrics.rejected_tokens_total.labels(reason=reason).inc(count)
     metrics.staleness_versions.observe_many(s.staleness)
     metrics.replay_age_versions.observe_many(s.replay_ages)
     metrics.replay_token_ratio.set(s.replay_share)
@@ -66,6 +69,7 @@ def record_step(
     metrics.entropy_nats.set(_or_zero(s.all.entropy.value))
     metrics.loss.labels(term="policy").set(report.policy_loss)
     metrics.loss.labels(term="entropy").set(report.entropy_loss)
+    metrics.loss.labels(term="kl").set(report.kl_loss)
     metrics.grad_norm.set(report.grad_norm)
     metrics.learning_rate.set(report.learning_rate)
     for where, count in report.nonfinite.items():
@@ -161,7 +165,15 @@ def step_line(
         "n_replayed": len(batch.replayed),
         "choice_failed": len(choice.failed) if choice is not None else 0,
         "sampled_tokens_fresh": sum(t.n_sampled for t in trajectories),
-        "rejected": {"nonfinite": s.all.rejected, "second_moment": s.all.masked},
+        "rejected": {"nonfinite": s.all.rejected, "second_moment": s.all.masked, **masked_by(s.all)},
+        "masked_fraction": {
+            reason: count / max(1, s.all.seen)
+            for reason, count in (("second_moment", s.all.masked), *masked_by(s.all).items())
+        },
+        "truncated_fraction": s.all.truncated.value,
+        "kl_reference": s.all.reference_kl.value,
+        "kl_coefficient": report.kl_coefficient,
+        "kl_loss": report.kl_loss,
         "learning_rate": report.learning_rate,
         "optimizer_steps": report.optimizer_steps,
         "nonfinite": dict(report.nonfinite),
@@ -198,6 +210,11 @@ def trained_facts(batch: Batch, report: StepReport, choice: Choice) -> Trained:
         groups[group.group_id] = TrainedGroup(replayed, entropy, group.group_id in choice.failed)
     ess = {"all": s.all.ratio.ess_ratio, **{name: part.ratio.ess_ratio for name, part in s.by_source.items()}}
     return Trained(ess, groups, report.policy_version)
+
+
+def masked_by(source: SourceStatistics) -> dict[str, int]:
+    """Tokens that ``importance.masks`` rejected, by reason."""
+    return {reason: source.reasons[code] for code, reason in enumerate(REASONS) if code}
 
 
 def rewards_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -85,6 +85,10 @@ class StepReport:
     tokens_padding: int
     tokens_without_signal: int
     """Sampled tokens whose advantage is exactly 0: scored for the statistics, without a backward pass."""
+    kl_loss: float = 0.0
+    """The KL term of the loss, as ``entropy_loss``; 0 where the KL is not in the loss."""
+    kl_coefficient: float = 0.0
+    """That the update was made with; an adaptive controller may have changed it since."""
     guard_lr_factor: float = 1.0
     """What the ESS guard multiplied the learning rate with: mean over optimizer steps; 1 where it is off."""
     critic: CriticReport | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from learner.ema import WeightAverage
 from learner.estimation import with_advantages
 from learner.evidence import Evidence
 from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
+from learner.losses.kl import KLController
 from learner.losses.policy import LossRules, LossTokens, policy_loss
 from learner.losses.registry import needed_evidence as needed_by_loss
 from learner.offpolicy import step_factor, token_weights_of
@@ -58,6 +59,7 @@ class _Tally:
     loss: float = 0.0
     policy_loss: float = 0.0
     entropy: float = 0.0
+    kl: float = 0.0
     grad_norm: float = 0.0
     optimizer_steps: int = 0
     microbatches: int = 0
@@ -87,6 +89,7 @@ class Trainer:
         self.torn = False
         self._config = config
         self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
+        self.kl = KLController.of(config.loss)
         learner = config.learner
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
         self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
@@ -134,6 +137,7 @@ class Trainer:
             )
         started = time.time()
         tally = _Tally(watch or Stopwatch(self.policy.device), evidence or Evidence())
+        self._rules = replace(self._rules, kl_coef=self.kl.coefficient)
         rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
         try:
             self._train(batch, tally, rate)
@@ -217,12 +221,12 @@ class Trainer:
     ) -> None:
         """Gradients of the whole mini-batch, then one optimizer step. Rows without advantage have gradient exactly 0:
         they are scored without a backward pass, and only for the statistics."""
-        weights = token_weights(rows, self._config.loss.aggregation)
+        weights = token_weights(rows, self._config.loss.aggregation, self._config.loss.aggregation_length)
         waits = self.critic is not None and self.critic.only_critic(self.updates)
-        with_signal = [not waits and (row.has_signal or self._rules.entropy_bonus > 0) for row in rows]
+        with_signal = [not waits and (row.has_signal or not self._rules.needs_signal) for row in rows]
         guard = self._config.replay.ess_guard
         tally.ratios = Weights()
-        tally.loss = tally.policy_loss = tally.entropy = tally.grad_norm = 0.0
+        tally.loss = tally.policy_loss = tally.entropy = tally.kl = tally.grad_norm = 0.0
         for learn in (True, False):
             chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
             if not chosen or not (learn or record or guard.enabled):
@@ -264,6 +268,7 @@ class Trainer:
         tally.loss += value
         tally.policy_loss += float(terms.policy)
         tally.entropy += float(terms.entropy)
+        tally.kl += float(terms.kl)
 
     def _loss_tokens(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: Known) -> LossTokens:
         def tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -313,6 +318,7 @@ class Trainer:
         values = TokenValues.join(tally.values)
         statistics = batch_statistics(values, policy_version, self._rules.log_ratio_max)
         trained = statistics.all.tokens
+        self.kl.update(statistics.all.reference_kl.value, len({row.sequence for row in batch.rows}))
         return StepReport(
             update=batch.update,
             policy_version=policy_version,
@@ -320,6 +326,8 @@ class Trainer:
             loss=tally.loss,
             policy_loss=tally.policy_loss,
             entropy_loss=-self._rules.entropy_bonus * tally.entropy,
+            kl_loss=self._rules.kl_coef * tally.kl if self._rules.kl_in_loss else 0.0,
+            kl_coefficient=self._rules.kl_coef,
             grad_norm=tally.grad_norm,
             learning_rate=rate * (tally.factors[-1] if tally.factors else 1.0),
             guard_lr_factor=float(np.mean(tally.factors)) if tally.factors else 1.0,

@@ -1,13 +1,14 @@
-"""The clipped, importance-weighted policy loss over sampled tokens.
+"""The loss of an update's tokens: policy loss, corrections, KL and entropy, put together.
 
-Formula (REPLAY.md section 4), per token with ρ = π/π_old, A the advantage, w the correction of the decoupled form
-(else 1), v the weight of a replayed trajectory (else 1):
+Formula, per token with ρ = π/π_old, A the advantage, w the correction of the decoupled form (else 1), v the weight of a
+replayed trajectory (else 1), m the token's mask:
 
-    L(lo, hi) = max(-A ρ, -A clip(ρ, 1 - lo, 1 + hi));  if A < 0: L = min(L, -A c)      clip: arXiv:1707.06347; c:
-    arXiv:1912.09729 ℓ = v · w · (off · O + (1 - off) · L(lo, hi))
-    loss = Σ weight · ℓ - entropy_bonus · Σ weight · H
+    ℓ = v · w · (off · O + (1 - off) · L(lo, hi))
+    loss = Σ weight · m · (ℓ + kl_coef · K - entropy_bonus · H)
 
-O, the loss of off-policy tokens, is one of
+L is the policy loss (``registry``; by default PPO's clip, arXiv:1707.06347, with dual clip), w and a part of m come
+from ``corrections``, K from ``kl`` (in the loss only where ``loss.kl`` is ``loss``). O, the loss of off-policy tokens,
+is one of
 
     clip            L(off_lo, off_hi)                           (two clips in one loss: AgentEvolver's form)
     shaped          -A f(ρ), f(x) = x / (x + β)                 LUFFY (arXiv:2504.14945), ExGRPO (arXiv:2510.02245)
@@ -30,63 +31,19 @@ Dimension: S tokens.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from learner.importance import log_ratio, truncated_weight
-from pipeline.config.loss import ImportanceConfig, LossConfig
+from learner.importance import log_ratio
+from learner.losses.base import ClipRange, Scored, TokenLosses
+from learner.losses.corrections import Correction, corrections
+from learner.losses.kl import kl_terms
+from learner.losses.off import bounded, shaped
+from learner.losses.rules import LossRules
 
-
-@dataclass(frozen=True, slots=True)
-class ClipRange:
-    """The ratio is clipped to ``[1 - low, 1 + high]``."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class LossRules:
-    """What the loss needs from the run file."""
-
-    fresh: ClipRange
-    off: ClipRange
-    """For off-policy tokens (replayed, or guided)."""
-    dual_clip: float | None
-    decoupled: bool
-    """Anchor at the recomputed π_old and correct with truncated π_old/μ."""
-    weight_max: float
-    log_ratio_max: float
-    entropy_bonus: float
-    off_policy: Literal["clip", "shaped", "second_moment"] = "clip"
-    shape_beta: float = 0.1
-    use_recorded: bool = True
-    """Replayed tokens are anchored at recorded μ where there is one."""
-
-    @classmethod
-    def of(cls, loss: LossConfig, importance: ImportanceConfig, use_recorded: bool = True) -> LossRules:
-        return cls(
-            fresh=ClipRange(loss.clip_low, loss.clip_high),
-            off=ClipRange(loss.clip_low if loss.off_clip_low is None else loss.off_clip_low, loss.off_clip_high),
-            dual_clip=loss.dual_clip,
-            decoupled=importance.anchor == "proximal",
-            weight_max=importance.weight_max,
-            log_ratio_max=importance.log_ratio_max,
-            entropy_bonus=loss.entropy_bonus,
-            off_policy=loss.off_policy,
-            shape_beta=loss.off_shape_beta,
-            use_recorded=use_recorded,
-        )
-
-    def anchored_today(self, *, replayed: bool, recorded: bool) -> bool:
-        """Whether such tokens are anchored at log π before the first optimizer step of the update."""
-        if not replayed:
-            return self.decoupled
-        return not self.use_recorded or (not recorded and self.off_policy != "shaped")
+__all__ = ["ClipRange", "LossRules", "LossTerms", "LossTokens", "policy_loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,99 +78,121 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """``loss`` (scalar, with gradient) and, without gradient, its parts and which tokens were clipped."""
+    """``loss`` (scalar, with gradient) and, without gradient, its parts and what became of each token."""
 
     loss: Tensor
     policy: Tensor
     entropy: Tensor
+    kl: Tensor
+    """Σ weight · K; 0 without a reference."""
     clipped_low: Tensor
+    """bool ``[S]``: held back by the policy loss because π is too small, or, below, too large."""
     clipped_high: Tensor
     token_losses: Tensor
     """float ``[S]``: weight · ℓ, for sums by source."""
+    trained: Tensor
+    """bool ``[S]``: in the loss."""
+    truncated: Tensor
+    """bool ``[S]``: its w was truncated."""
+    reasons: Tensor
+    """int8 ``[S]``: code into ``corrections.REASONS`` of what rejected the token; 0 also where ``loss_mask`` did."""
+    reference_kl: Tensor
+    """float ``[S]``: K; NaN outside the loss or without a finite reference."""
 
 
 def policy_loss(tokens: LossTokens, rules: LossRules) -> LossTerms:
     """The loss of one micro-batch. The sum over micro-batches is the loss of the optimizer step."""
-    mask, off = tokens.loss_mask, tokens.off_policy
-    recorded = torch.ones_like(mask) if tokens.recorded is None else tokens.recorded
-    anchor, correction = _anchor(tokens, rules, recorded)
-    d = log_ratio(tokens.logprobs, anchor, mask, rules.log_ratio_max)
-    ratio = d.exp()
-    advantages = torch.where(mask, tokens.advantages, torch.zeros_like(tokens.advantages))
-    unclipped = _unclipped(off, recorded, rules)
-    per_token = clipped(ratio, advantages, rules.fresh, rules.dual_clip)
-    if bool(off.any()):
-        clip_off = clipped(ratio, advantages, rules.off, rules.dual_clip)
-        per_token = torch.where(off, clip_off, per_token)
-        if rules.off_policy == "shaped":
-            per_token = torch.where(unclipped, shaped(d, advantages, rules.shape_beta), per_token)
-        elif rules.off_policy == "second_moment":
-            per_token = torch.where(unclipped, bounded(ratio, advantages, rules.dual_clip), per_token)
+    off = tokens.off_policy
+    recorded = torch.ones_like(off) if tokens.recorded is None else tokens.recorded
+    today = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+    correction = _correction(tokens, today, recorded, rules)
+    mask = tokens.loss_mask & (correction.reasons == 0)
+    scored = _scored(tokens, _anchor(tokens, today, recorded, rules), mask, rules)
+    result = rules.policy(scored, rules)
+    per_token, unclipped = _mixed(scored, result, off, recorded, rules)
     zero = torch.zeros_like(per_token)
     if tokens.factors is not None:
         per_token = torch.where(mask, tokens.factors * per_token, zero)
-    weighted = torch.where(mask, tokens.weights * correction * per_token, zero)
+    weighted = torch.where(mask, tokens.weights * correction.weights * per_token, zero)
     policy = weighted.sum()
-    entropy = torch.where(mask, tokens.weights * torch.where(mask, tokens.entropy, zero), zero).sum()
+    entropy = torch.where(mask, tokens.weights * scored.entropy, zero).sum()
     loss = policy - rules.entropy_bonus * entropy if rules.entropy_bonus else policy
-    detached = ratio.detach()
-    low = torch.where(off, 1.0 - rules.off.low, 1.0 - rules.fresh.low)
-    high = torch.where(off, 1.0 + rules.off.high, 1.0 + rules.fresh.high)
-    has_clip = mask & ~unclipped
+    kl, estimates = _reference_kl(tokens, mask, rules)
+    if rules.kl_in_loss:
+        loss = loss + rules.kl_coef * kl
     return LossTerms(
         loss=loss,
         policy=policy.detach(),
         entropy=entropy.detach(),
-        clipped_low=has_clip & (advantages < 0) & (detached < low),
-        clipped_high=has_clip & (advantages > 0) & (detached > high),
+        kl=kl.detach(),
+        clipped_low=mask & ~unclipped & result.clipped_low,
+        clipped_high=mask & ~unclipped & result.clipped_high,
         token_losses=weighted.detach(),
+        trained=mask,
+        truncated=correction.truncated & mask,
+        reasons=correction.reasons,
+        reference_kl=estimates,
     )
 
 
-def clipped(ratio_S: Tensor, advantages_S: Tensor, clip: ClipRange, dual_clip: float | None) -> Tensor:
-    """``L(lo, hi)`` of each token, float ``[S]``."""
-    loss = torch.maximum(-advantages_S * ratio_S, -advantages_S * ratio_S.clamp(1.0 - clip.low, 1.0 + clip.high))
-    return _dual(loss, advantages_S, dual_clip)
+def _correction(tokens: LossTokens, today: Tensor, recorded: Tensor, rules: LossRules) -> Correction:
+    fresh = tokens.loss_mask & ~tokens.replay_mask
+    return corrections(
+        today, tokens.behaviour, fresh, tokens.loss_mask & ~tokens.off_policy & recorded, tokens.rows, rules
+    )
 
 
-def bounded(ratio_S: Tensor, advantages_S: Tensor, dual_clip: float | None) -> Tensor:
-    """``-A ρ`` with the dual clip alone, float ``[S]``."""
-    return _dual(-advantages_S * ratio_S, advantages_S, dual_clip)
-
-
-def shaped(log_ratio_S: Tensor, advantages_S: Tensor, beta: float) -> Tensor:
-    """``-A ρ / (ρ + β)``, float ``[S]``, as ``-A sigmoid(log ρ - log β)``, which does not overflow. At most |A|, so
-    the dual clip never binds."""
-    return -advantages_S * torch.sigmoid(log_ratio_S - math.log(beta))
-
-
-def _dual(loss_S: Tensor, advantages_S: Tensor, dual_clip: float | None) -> Tensor:
-    if dual_clip is None:
-        return loss_S
-    return torch.where(advantages_S < 0, torch.minimum(loss_S, -advantages_S * dual_clip), loss_S)
-
-
-def _unclipped(off: Tensor, recorded: Tensor, rules: LossRules) -> Tensor:
-    """bool ``[S]``: off-policy tokens whose loss has no clip. Without μ there is no second moment either, so those
-    keep the off clip."""
-    if rules.off_policy == "shaped":
-        return off
-    if rules.off_policy == "second_moment" and rules.use_recorded:
-        return off & recorded
-    return torch.zeros_like(off)
-
-
-def _anchor(tokens: LossTokens, rules: LossRules, recorded: Tensor) -> tuple[Tensor, Tensor]:
-    """log π_old and the factor w of each token."""
+def _anchor(tokens: LossTokens, today: Tensor, recorded: Tensor, rules: LossRules) -> Tensor:
+    """log π_old of each token."""
     replayed = tokens.replay_mask
-    today = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
-    if rules.decoupled:
-        anchor = torch.where(replayed, tokens.behaviour, today)
-        fresh = tokens.loss_mask & ~replayed
-        weight = truncated_weight(today, tokens.behaviour, fresh, rules.weight_max, rules.log_ratio_max)
-    else:
-        anchor, weight = tokens.behaviour, torch.ones_like(tokens.behaviour)
+    anchor = torch.where(replayed, tokens.behaviour, today) if rules.decoupled else tokens.behaviour
     if not rules.use_recorded:
-        return torch.where(replayed, today, anchor), weight
+        return torch.where(replayed, today, anchor)
     unknown = torch.zeros_like(today) if rules.off_policy == "shaped" else today
-    return torch.where(replayed & ~recorded, unknown, anchor), weight
+    return torch.where(replayed & ~recorded, unknown, anchor)
+
+
+def _scored(tokens: LossTokens, anchor: Tensor, mask: Tensor, rules: LossRules) -> Scored:
+    def inside(values: Tensor) -> Tensor:
+        return torch.where(mask, values, torch.zeros_like(values))
+
+    def by_policy(off: float, fresh: float) -> Tensor:
+        kind = tokens.logprobs
+        return torch.where(tokens.off_policy, kind.new_tensor(off), kind.new_tensor(fresh))
+
+    return Scored(
+        logprobs=inside(tokens.logprobs),
+        old=inside(anchor),
+        log_ratio=log_ratio(tokens.logprobs, anchor, mask, rules.log_ratio_max),
+        advantages=inside(tokens.advantages),
+        mask=mask,
+        low=by_policy(rules.off.low, rules.fresh.low),
+        high=by_policy(rules.off.high, rules.fresh.high),
+        rows=tokens.rows,
+        entropy=inside(tokens.entropy),
+    )
+
+
+def _mixed(
+    scored: Scored, result: TokenLosses, off: Tensor, recorded: Tensor, rules: LossRules
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and which tokens have one without a clip. Without μ there is no second moment either, so
+    those keep the off clip."""
+    if rules.off_policy == "shaped":
+        other = shaped(scored.log_ratio, scored.advantages, rules.shape_beta)
+        return torch.where(off, other, result.losses), off
+    if rules.off_policy == "second_moment" and rules.use_recorded:
+        unclipped = off & recorded
+        other = bounded(scored.log_ratio.exp(), scored.advantages, rules.dual_clip)
+        return torch.where(unclipped, other, result.losses), unclipped
+    return result.losses, torch.zeros_like(off)
+
+
+def _reference_kl(tokens: LossTokens, mask: Tensor, rules: LossRules) -> tuple[Tensor, Tensor]:
+    """``Σ weight · K`` with gradient, and K of each token."""
+    if tokens.reference is None:
+        return tokens.logprobs.new_zeros(()), torch.full_like(tokens.weights, torch.nan)
+    known = mask & torch.isfinite(tokens.reference)
+    estimates = kl_terms(log_ratio(tokens.logprobs, tokens.reference, known, rules.log_ratio_max), rules.kl_estimator)
+    weighted = torch.where(known, tokens.weights * estimates, torch.zeros_like(estimates))
+    return weighted.sum(), torch.where(known, estimates.detach(), torch.full_like(estimates, torch.nan))

@@ -16,7 +16,15 @@ STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publi
 LEVELS = ("token", "sequence")
 STATISTICS = ("mean", "min", "max")
 SIDES = ("low", "high")
-REJECTIONS = ("ratio_cap", "stale", "sequence_mask", "nonfinite", "second_moment")
+REJECTIONS = (
+    "ratio_cap",
+    "stale",
+    "sequence_mask",
+    "geometric_mask",
+    "any_token_mask",
+    "nonfinite",
+    "second_moment",
+)
 TERMS = ("policy", "kl", "entropy", "value")
 NONFINITE = ("loss", "gradient", "ratio")
 _P = "afterplay_learner_"
@@ -78,7 +86,8 @@ class LearnerMetrics:
         self.rejected_tokens_total = counter(
             r,
             _P + "rejected_tokens_total",
-            "Tokens masked out of the loss; reason = ratio_cap, stale, sequence_mask, nonfinite or second_moment.",
+            "Tokens masked out of the loss; reason = ratio_cap, stale, sequence_mask, geometric_mask, any_token_mask, "
+            "nonfinite or second_moment.",
             {"reason": REJECTIONS},
         )
         self.staleness_versions = histogram(

@@ -65,6 +65,9 @@ def values(n=6, seed=0, replayed=None):
         discarded=np.zeros(n, bool),
         off_policy=np.zeros(n, bool) if replayed is None else replayed,
         masked=np.zeros(n, bool),
+        reasons=np.zeros(n, np.int8),
+        truncated=np.zeros(n, bool),
+        reference_kl=np.full(n, np.nan),
     )
 
 
