@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.advantages import Played, estimate
+from learner.advantages.shaping import shaped
 from learner.batching import token_numbers
 from learner.evidence import Evidence, TokenArray
 from learner.rows import Batch
@@ -15,12 +16,17 @@ from pipeline.config.advantage import AdvantageConfig
 from pipeline.errors import TrainingError
 
 
-def with_advantages(batch: Batch, evidence: Evidence, config: AdvantageConfig) -> tuple[Batch, Evidence]:
+def with_advantages(
+    batch: Batch, evidence: Evidence, config: AdvantageConfig, penalties: TokenArray | None = None
+) -> tuple[Batch, Evidence]:
     """The batch with estimated advantages, and the evidence with the returns where the estimator gives some.
 
-    Fresh and replayed trajectories of a group are estimated together. Raises :class:`TrainingError`.
+    Fresh and replayed trajectories of a group are estimated together, from the rewards as ``advantage`` shapes them.
+    ``penalties`` float32 ``[S]`` by token number: taken off the rewards (a KL penalty times its coefficient).
+    The whole update must be given at once: groups and whitening go over all of it. Raises :class:`TrainingError`.
     """
-    estimates = estimate(played_of(batch, evidence), config)
+    played = shaped(played_of(batch, evidence, penalties), batch.trajectories, config)
+    estimates = estimate(played, config)
     advantages = _by_token(batch, estimates.advantages)
     first = token_numbers(batch.rows)
     rows = tuple(
@@ -30,8 +36,8 @@ def with_advantages(batch: Batch, evidence: Evidence, config: AdvantageConfig) -
     return replace(batch, rows=rows), replace(evidence, returns=returns)
 
 
-def played_of(batch: Batch, evidence: Evidence) -> list[Played]:
-    """One for each trajectory of the batch, in the order of ``Row.sequence``."""
+def played_of(batch: Batch, evidence: Evidence, penalties: TokenArray | None = None) -> list[Played]:
+    """One for each trajectory of the batch, in the order of ``Row.sequence``, with its rewards as they were given."""
     numbers = _tokens_of_sequences(batch)
     turns = np.concatenate([row.turns[row.loss_mask] for row in batch.rows])
     behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row in batch.rows]).astype(np.float64)
@@ -49,6 +55,8 @@ def played_of(batch: Batch, evidence: Evidence) -> list[Played]:
                     group=g,
                     reward=trajectory.reward,
                     turns=turns[tokens].astype(np.int32),
+                    turn_rewards=trajectory.turn_rewards or (),
+                    sampled=trajectory.n_sampled,
                     replayed=group.replayed(trajectory),
                     behaviour=behaviour[tokens] if trajectory.recorded else None,
                     logprobs=_at(evidence.logprobs, tokens),
@@ -56,6 +64,7 @@ def played_of(batch: Batch, evidence: Evidence) -> list[Played]:
                     entropies=_at(evidence.entropies, tokens),
                     values=_at(evidence.values, tokens),
                     hinted=_at(evidence.hinted, tokens),
+                    penalties=_at(penalties, tokens),
                 )
             )
             sequence += 1

@@ -225,7 +225,7 @@ def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Reco
 
 
 def _turn_header(turn: Turn) -> dict[str, Any]:
-    return {
+    header = {
         "n": [len(turn.context), len(turn.completion), len(turn.completion.version_spans)],
         "messages": turn.context_messages,
         "completion": turn.completion_message,
@@ -234,6 +234,9 @@ def _turn_header(turn: Turn) -> dict[str, Any]:
         "signals": dict(turn.signals),
         "branch": turn.branch,
     }
+    if turn.reward is not None:
+        header["reward"] = turn.reward
+    return header
 
 
 def _task_header(task: Task) -> dict[str, Any]:

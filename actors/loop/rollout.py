@@ -138,7 +138,7 @@ class Rollout:
             seconds = time.perf_counter() - started
             self._environment_seconds += seconds
             services.metrics.env_step_duration_seconds.labels(env=host.section).observe(seconds)
-            self._turns[-1] = replace(self._turns[-1], signals=step.signals)
+            self._turns[-1] = replace(self._turns[-1], signals=step.signals, reward=step.reward)
             self._judged = len(self._turns)
             self._score += step.reward
             if step.done:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.advantages.base import Estimates, Estimator, Played, by_group
+from learner.advantages.base import Estimates, Estimator, Played, spread
+from learner.advantages.group import by_group
 from learner.advantages.registry import ESTIMATORS, EVIDENCE, Entry, entry_of, needed_evidence
 from pipeline.config.advantage import AdvantageConfig
 from pipeline.errors import TrainingError
@@ -21,6 +22,7 @@ __all__ = [
     "by_group",
     "estimate",
     "needed_evidence",
+    "spread",
 ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from learner.advantages.base import Estimator, by_group
-from learner.advantages.group import grpo
+from learner.advantages.base import Estimator
+from learner.advantages.group import by_group, by_group_and_length, gpg, grpo, maxrl, opo, pass_at_k, rloo
+from learner.advantages.hints import cpo
+from learner.advantages.returns import gae, reinforce_pp, reinforce_pp_baseline, remax
 from pipeline.config.advantage import AdvantageConfig
 from pipeline.errors import ConfigurationError
 from pipeline.scorer.resolve import resolve
@@ -23,7 +25,20 @@ class Entry:
     """Of :data:`EVIDENCE`."""
 
 
-ESTIMATORS: dict[str, Entry] = {"grpo": Entry(by_group(grpo))}
+ESTIMATORS: dict[str, Entry] = {
+    "grpo": Entry(by_group(grpo)),
+    "rloo": Entry(by_group(rloo)),
+    "leave_one_out": Entry(by_group(rloo)),
+    "opo": Entry(by_group_and_length(opo)),
+    "maxrl": Entry(by_group(maxrl)),
+    "gpg": Entry(gpg),
+    "pass_at_k": Entry(by_group(pass_at_k)),
+    "remax": Entry(remax),
+    "reinforce_pp": Entry(reinforce_pp),
+    "reinforce_pp_baseline": Entry(reinforce_pp_baseline),
+    "gae": Entry(gae, frozenset({"values"})),
+    "cpo": Entry(cpo, frozenset({"logprobs", "entropies", "hinted"})),
+}
 
 
 def entry_of(config: AdvantageConfig) -> Entry:

@@ -72,6 +72,9 @@ class Turn:
     """Numbers the environment reports about this turn, for metrics; they are not rewards."""
     branch: int = 0
     """Rises by one when the template could not extend the conversation without changing earlier ids."""
+    reward: float | None = None
+    """What the environment gave for this turn, unweighted. None: nobody recorded it. The episode's score, in
+    ``Trajectory.rewards``, is what counts as the outcome."""
 
     def __post_init__(self) -> None:
         if self.context.source is not SpanSource.CONTEXT:
@@ -82,6 +85,8 @@ class Turn:
             raise SchemaError(f"expected temperature >= 0, got {self.temperature!r}")
         for name, value in self.signals.items():
             require_finite(f"signal {name!r}", value)
+        if self.reward is not None:
+            require_finite("reward of a turn", self.reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,12 @@ class Trajectory:
     def n_tokens(self) -> int:
         """Number of tokens stored."""
         return sum(len(turn.context) + len(turn.completion) for turn in self.turns)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...] | None:
+        """Reward of each turn; None where a turn has none."""
+        rewards = tuple(turn.reward for turn in self.turns if turn.reward is not None)
+        return rewards if len(rewards) == len(self.turns) else None
 
     def version_range(self) -> tuple[int, int] | None:
         """Oldest and newest policy version that sampled a token, or None where nothing was sampled."""
