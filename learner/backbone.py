@@ -67,7 +67,8 @@ class Backbone:
         with self._autocast():
             hidden_BTH = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
             predictors = torch.from_numpy(batch.predictors_S).to(self.device)
-            return hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
+            hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
+        return hidden_SH
 
     def _without_dropout(self) -> None:
         """The engine samples without dropout, so π is defined without it; train mode stays on for gradient

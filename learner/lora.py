@@ -46,7 +46,9 @@ class Adapters:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of tied weights although the output layer gets no adapter
             self._peft: PeftModel = get_peft_model(model, options)
-        self._layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+        self._deltas: dict[str, Any] = {
+            name: m.get_delta_weight for name, m in model.named_modules() if isinstance(m, LoraLayer)
+        }
         if folder is not None:
             self.load(folder)
 
@@ -67,7 +69,7 @@ class Adapters:
         if not marker:
             return name, tensor
         if rest == "weight":
-            tensor = tensor + self._layers[module].get_delta_weight(_NAME).to(tensor.dtype)
+            tensor = tensor + self._deltas[module](_NAME).to(tensor.dtype)
         return f"{module}.{rest}", tensor
 
     @torch.no_grad()
@@ -81,7 +83,7 @@ class Adapters:
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """``tensors`` as an adapter folder that peft and vLLM load. The weights in training are not read."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._peft.peft_config[_NAME].save_pretrained(folder)
+        self._peft.peft_config[_NAME].save_pretrained(str(folder))
         save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
 
     def load(self, folder: Path) -> None:

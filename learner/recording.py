@@ -12,7 +12,7 @@ import numpy.typing as npt
 from learner.choice import Choice
 from learner.consumed import Trained, TrainedGroup
 from learner.losses.corrections import REASONS
-from learner.report import StepReport
+from learner.report import CriticReport, StepReport
 from learner.rows import Batch
 from learner.statistics import SourceStatistics, Weights
 from pipeline.metrics.learner import LearnerMetrics
@@ -70,6 +70,8 @@ def record_step(
     metrics.loss.labels(term="policy").set(report.policy_loss)
     metrics.loss.labels(term="entropy").set(report.entropy_loss)
     metrics.loss.labels(term="kl").set(report.kl_loss)
+    if report.critic is not None:
+        metrics.loss.labels(term="value").set(report.critic.loss)
     metrics.grad_norm.set(report.grad_norm)
     metrics.learning_rate.set(report.learning_rate)
     for where, count in report.nonfinite.items():
@@ -145,6 +147,7 @@ def step_line(
         "entropy": s.all.entropy.value,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
+        **_critic(report.critic),
         "clip_fraction": _or_zero(s.all.clipped_low.value) + _or_zero(s.all.clipped_high.value),
         **{
             f"clip_fraction_{name}": _or_zero(source.clipped_low.value) + _or_zero(source.clipped_high.value)
@@ -237,6 +240,18 @@ def first_signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in first.items():
             found.setdefault(name, []).append(value)
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def _critic(report: CriticReport | None) -> dict[str, float | None]:
+    """Of the last optimizer step of the critic; nothing without one."""
+    if report is None:
+        return {}
+    return {
+        "value_loss": report.loss,
+        "value_clip_fraction": report.clip_ratio,
+        "value_grad_norm": report.grad_norm,
+        "value_explained_variance": report.explained_variance,
+    }
 
 
 def _tokens(report: StepReport) -> dict[str, int]:

@@ -16,7 +16,7 @@ class LoraConfig(Section):
 
     rank: int = Field(0, ge=0, le=1024)
     """0: no adapters, all weights are trained."""
-    alpha: float | None = Field(None, gt=0)
+    alpha: int | None = Field(None, ge=1)
     """None: twice the rank."""
     targets: tuple[str, ...] = ()
     """Ends of the names of the linear layers that get adapters, for example ``[q_proj, v_proj]``. Empty: every linear

@@ -26,7 +26,7 @@ REJECTIONS = (
     "second_moment",
 )
 TERMS = ("policy", "kl", "entropy", "value")
-NONFINITE = ("loss", "gradient", "ratio")
+NONFINITE = ("loss", "gradient", "ratio", "value")
 _P = "afterplay_learner_"
 
 
@@ -177,7 +177,7 @@ class LearnerMetrics:
         self.nonfinite_steps_total = counter(
             r,
             _P + "nonfinite_steps_total",
-            "Steps skipped for a non-finite value; where = loss, gradient or ratio.",
+            "Steps skipped for a non-finite value; where = loss, gradient, ratio or value (the critic's step).",
             {"where": NONFINITE},
         )
 
