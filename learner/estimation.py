@@ -57,6 +57,7 @@ def played_of(batch: Batch, evidence: Evidence, penalties: TokenArray | None = N
                     turns=turns[tokens].astype(np.int32),
                     turn_rewards=trajectory.turn_rewards or (),
                     sampled=trajectory.n_sampled,
+                    baseline=group.plan.baseline,
                     replayed=group.replayed(trajectory),
                     behaviour=behaviour[tokens] if trajectory.recorded else None,
                     logprobs=_at(evidence.logprobs, tokens),

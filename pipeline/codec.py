@@ -179,7 +179,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
 
 def encode_order(order: Order) -> dict[str, Any]:
     """Header of an ORDER message."""
-    return {
+    header = {
         "order_id": order.order_id,
         "group_id": order.group_id,
         "task": _task_header(order.task),
@@ -188,6 +188,9 @@ def encode_order(order: Order) -> dict[str, Any]:
         "policy_version": order.policy_version,
         "seconds_max": order.seconds_max,
     }
+    if order.greedy:
+        header["greedy"] = True
+    return header
 
 
 def decode_order(header: Mapping[str, Any]) -> Order:
@@ -197,7 +200,7 @@ def decode_order(header: Mapping[str, Any]) -> Order:
 
 def encode_plan(plan: GroupPlan) -> dict[str, Any]:
     """Header of a PLAN message."""
-    return {
+    header = {
         "group_id": plan.group_id,
         "task": _task_header(plan.task),
         "n_rollout": plan.n_rollout,
@@ -207,6 +210,9 @@ def encode_plan(plan: GroupPlan) -> dict[str, Any]:
         "attempt": plan.attempt,
         "admitted_update": plan.admitted_update,
     }
+    if plan.baseline is not None:
+        header["baseline"] = plan.baseline
+    return header
 
 
 def decode_plan(header: Mapping[str, Any]) -> GroupPlan:

@@ -165,7 +165,12 @@ class Rollout:
     async def _complete(self, conversation: Conversation, tokens_max: int) -> Completion:
         self._asking_engine = True
         completion = await complete(
-            self._services, self.order.order_id, conversation.prompt_ids, tokens_max, self._version
+            self._services,
+            self.order.order_id,
+            conversation.prompt_ids,
+            tokens_max,
+            self._version,
+            greedy=self.order.greedy,
         )
         self._asking_engine = False
         self._version = max(self._version, completion.generation.version_spans[-1].policy_version)
@@ -184,7 +189,7 @@ class Rollout:
             context_messages=added,
             completion_message=Message("assistant", said.text),
             finish_reason=generation.finish_reason,
-            temperature=self._services.sampling.temperature,
+            temperature=0.0 if self.order.greedy else self._services.sampling.temperature,
             branch=conversation.branch,
         )
 

@@ -17,13 +17,17 @@ from pipeline.schema import Trajectory
 from pipeline.scorer.resolve import resolve
 
 Shaping = Callable[[Sequence[Played], Sequence[Trajectory]], Sequence[Played]]
-"""A user's function (``advantage.shaping``): the same trajectories, with other ``reward`` and ``turn_rewards``."""
-MAY_CHANGE = frozenset({"reward", "turn_rewards"})
+"""A user's function (``advantage.shaping``): the same trajectories, with other ``reward``, ``turn_rewards`` and
+``baseline``."""
+MAY_CHANGE = frozenset({"reward", "turn_rewards", "baseline"})
 
 
 def shaped(played: Sequence[Played], trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[Played]:
-    """Overlong penalty, then the user's shaping, then normalisation. Raises :class:`TrainingError` for what the user's
-    function did, :class:`ConfigurationError` when its path leads to none."""
+    """Overlong penalty (but not on a greedy rollout's reward), then the user's shaping, then normalisation.
+
+    Raises :class:`TrainingError` for what the user's function did, :class:`ConfigurationError` when its path leads to
+    none.
+    """
     out = [replace(p, reward=p.reward - overlong_loss(_sampled(p), config)) for p in played]
     if config.shaping is not None:
         out = _by_user(resolve(config.shaping, "reward shaping"), config.shaping, out, trajectories)
@@ -82,7 +86,8 @@ def _normalised(played: Sequence[Played], config: AdvantageConfig) -> list[Playe
         for i in members:
             p = played[i]
             turns = tuple(r / scale for r in p.turn_rewards)
-            out[i] = replace(p, reward=(p.reward - mean) / scale, turn_rewards=turns)
+            baseline = None if p.baseline is None else (p.baseline - mean) / scale
+            out[i] = replace(p, reward=(p.reward - mean) / scale, turn_rewards=turns, baseline=baseline)
     return out
 
 

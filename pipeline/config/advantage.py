@@ -75,6 +75,15 @@ class AdvantageConfig(Section):
     """Outcomes, before estimation, minus their mean and over their standard deviation, of the group or of the update;
     with turn rewards only divided by it, as a mean taken off every turn would pay for the number of turns."""
 
+    greedy_rollouts: bool = False
+    """Order one greedy rollout (temperature 0) more for each group, which is never trained: its reward is the
+    ``baseline`` that estimators see. remax orders them in any case."""
+
+    @property
+    def orders_greedy(self) -> bool:
+        """Whether a greedy rollout belongs to each group."""
+        return self.greedy_rollouts or self.estimator == "remax"
+
     @field_validator("estimator")
     @classmethod
     def _known(cls, name: str) -> str:

@@ -111,12 +111,26 @@ class RunConfig(Section):
                 f"({self.model.max_length}): the prompt needs room"
             )
         self._check_replay()
+        self._check_advantage()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "
                 f"{self.groups.trajectories_per_step} trajectories of a step"
             )
         return self
+
+    def _check_advantage(self) -> None:
+        advantage, n = self.advantage, self.groups.n_rollout
+        if advantage.estimator == "pass_at_k" and advantage.pass_k > n:
+            raise ValueError(
+                f"advantage.pass_k ({advantage.pass_k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
+                "taken from a group"
+            )
+        if advantage.estimator == "cpo":
+            raise ValueError(
+                "advantage.estimator cpo needs the log-probability of each response with a hint or the solution in its "
+                "prompt, and this version orders no such prompts: take grpo, or another estimator"
+            )
 
     def _check_replay(self) -> None:
         replay, n = self.replay, self.groups.n_rollout

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from learner.advantages import Estimates, estimate
+from pipeline.config import RunConfig
 from pipeline.config.advantage import COMPARING, ESTIMATOR_NAMES, AdvantageConfig
 from pipeline.errors import TrainingError
 from tests.unit.advantages.cases import make_played, updates
@@ -338,3 +339,10 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="expected one of grpo, rloo"):
         AdvantageConfig(estimator="grop")
+
+
+def test_run_files_that_an_estimator_cannot_work_with_say_why():
+    with pytest.raises(ValueError, match=r"advantage\.pass_k \(8\) is more than groups\.n_rollout \(4\)"):
+        RunConfig.model_validate({"groups": {"n_rollout": 4}, "advantage": {"estimator": "pass_at_k", "pass_k": 8}})
+    with pytest.raises(ValueError, match="orders no such prompts"):
+        RunConfig.model_validate({"advantage": {"estimator": "cpo"}})

@@ -221,6 +221,20 @@ def test_replay_of_one_turn_knows_the_length_and_rewards_of_the_whole():
     assert (p.n_tokens, p.sampled, p.turn_rewards, p.turns.tolist()) == (1, 6, (1.0, 2.0), [1])
 
 
+def test_remax_takes_the_baseline_of_the_plan():
+    batch = batch_of([make_trajectory("a", 1.0, [make_turn(2)])])
+    (group,) = batch.groups
+    batch = replace(batch, groups=(replace(group, plan=replace(group.plan, baseline=0.25)),))
+    out, _ = with_advantages(batch, Evidence(), AdvantageConfig(estimator="remax"))
+    assert by_trajectory(out) == {"a": [0.75, 0.75]}
+
+
+def test_the_baseline_is_normalised_with_the_rewards_it_is_compared_with():
+    played = [make_played(r, baseline=3.0) for r in (1.0, 3.0)]
+    out = shaped(played, [], AdvantageConfig(reward_norm="group"))
+    np.testing.assert_allclose([p.baseline for p in out], [1.0, 1.0], rtol=1e-5)
+
+
 # Turn rewards on the wire
 
 
