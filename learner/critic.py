@@ -130,8 +130,10 @@ class Critic:
 
 def explained_variance(values: npt.ArrayLike, returns: npt.ArrayLike) -> float | None:
     """``1 - Var(R - V) / Var(R)``: 1 is a perfect critic, 0 one no better than a constant. None where all returns are
-    equal."""
+    equal or something is not finite."""
     v, r = np.asarray(values, dtype=np.float64), np.asarray(returns, dtype=np.float64)
+    if not (np.isfinite(v).all() and np.isfinite(r).all()):
+        return None
     spread = float(r.var())
     return 1.0 - float((r - v).var()) / spread if spread > 0 else None
 
