@@ -166,6 +166,8 @@ def step_line(
         "replay_share": s.replay_share,
         "off_share": s.off_share,
         "n_replayed": len(batch.replayed),
+        "overlong": report.overlong,
+        "baseline_mean": _mean([g.plan.baseline for g in batch.groups if g.plan.baseline is not None]),
         "choice_failed": len(choice.failed) if choice is not None else 0,
         "sampled_tokens_fresh": sum(t.n_sampled for t in trajectories),
         "rejected": {"nonfinite": s.all.rejected, "second_moment": s.all.masked, **masked_by(s.all)},

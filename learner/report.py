@@ -87,6 +87,8 @@ class StepReport:
     """Sampled tokens whose advantage is exactly 0: scored for the statistics, without a backward pass."""
     kl_loss: float = 0.0
     """The KL term of the loss, as ``entropy_loss``; 0 where the KL is not in the loss."""
+    overlong: int = 0
+    """Trajectories whose reward lost the overlong penalty."""
     kl_coefficient: float = 0.0
     """That the update was made with; an adaptive controller may have changed it since."""
     guard_lr_factor: float = 1.0

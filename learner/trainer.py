@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from learner.advantages import needed_evidence as needed_by_estimator
+from learner.advantages.shaping import overlong_count
 from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers, token_weights
 from learner.critic import Critic
 from learner.ema import WeightAverage
 from learner.estimation import with_advantages
 from learner.evidence import Evidence
 from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
-from learner.losses.kl import KLController
+from learner.losses.kl import KLController, kl_penalty
 from learner.losses.policy import LossRules, LossTokens, policy_loss
 from learner.losses.registry import needed_evidence as needed_by_loss
 from learner.offpolicy import step_factor, token_weights_of
@@ -99,8 +100,22 @@ class Trainer:
         watch = Stopwatch(self.policy.device)
         evidence = self.gather(batch.rows, watch)
         with watch.stage("prepare"):
-            batch, evidence = with_advantages(batch, evidence, self._config.advantage)
-        return self.step(batch, policy_version, evidence, watch)
+            penalties = self._penalties(evidence)
+            batch, evidence = with_advantages(batch, evidence, self._config.advantage, penalties)
+        report = self.step(batch, policy_version, evidence, watch)
+        return replace(
+            report, overlong=overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
+        )
+
+    def _penalties(self, evidence: Evidence) -> FloatArray | None:
+        """What ``loss.kl: reward`` takes off the rewards, float32 ``[S]``."""
+        loss = self._config.loss
+        if loss.kl != "reward" or evidence.logprobs is None or evidence.reference is None:
+            return None
+        maximum = self._config.importance.log_ratio_max
+        estimator = loss.kl_estimator or "k1"
+        penalties = kl_penalty(evidence.logprobs, evidence.reference, self.kl.coefficient, estimator, maximum)
+        return penalties.astype(np.float32)
 
     def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
         """The passes over ``rows`` that the configured estimator and loss need before the first optimizer step; those
