@@ -6,7 +6,7 @@
       model/        loads in transformers: config, float32 safetensors, tokenizer; adapters merged into the weights
       adapter/      with learner.lora: the adapters alone, float32, as peft has them; what training goes on from
       training.pt   optimizer and random state, and where there are such: critic, average of the weights, refreshed
-                    reference policy (tensors and plain values only)
+                    reference policy, adaptive KL coefficient (tensors and plain values only)
       state.json    counters and the size of every file; written last
 """
 
@@ -183,14 +183,15 @@ def _parts(trainer: Trainer) -> dict[str, Any]:
         "critic": None if trainer.critic is None else trainer.critic.state(),
         "average": None if trainer.average is None else trainer.average.state(),
         "reference": None if trainer.reference is None else trainer.reference.state(),
+        "kl": None if trainer.kl.target is None else trainer.kl.as_json(),
     }
 
 
 def _loaders(trainer: Trainer) -> dict[str, Callable[[Any], None]]:
     """How each of :func:`_parts` that has a state takes it back."""
     parts = {"critic": trainer.critic, "average": trainer.average, "reference": trainer.reference}
-    present = _parts(trainer)
-    return {name: part.load for name, part in parts.items() if part is not None and present[name] is not None}
+    loaders = {name: part.load for name, part in parts.items() if part is not None} | {"kl": trainer.kl.restore}
+    return {name: loaders[name] for name, state in _parts(trainer).items() if state is not None}
 
 
 def _copied(value: Any) -> Any:

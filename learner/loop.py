@@ -25,6 +25,7 @@ from learner.checkpoint import CheckpointState, take_image
 from learner.choice import Choice, choose_replays
 from learner.metrics_log import MetricsLog
 from learner.publisher.base import Publication
+from learner.publisher.factory import weights_to_publish
 from learner.recording import StepTimes, record_step, step_line, trained_facts
 from learner.report import StepReport
 from learner.rows import Batch, build_batch
@@ -80,7 +81,8 @@ class LearnerLoop:
         with."""
         total = self._config.run.total_steps
         async with anyio.create_task_group() as tasks:
-            await self._start_publication(tasks, None if initial else await self._snapshot())
+            served = initial and self._config.publish.lora == "merged"
+            await self._start_publication(tasks, None if served else await self._snapshot())
             while self._trainer.updates < total:
                 await self._step(tasks)
             self._ctx.report("publishing", "the engines to take the last version")
@@ -141,7 +143,7 @@ class LearnerLoop:
         return found
 
     async def _snapshot(self) -> dict[str, Tensor]:
-        return await anyio.to_thread.run_sync(self._trainer.policy.snapshot, self._config.publish.dtype)
+        return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
     async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
         """Begin to publish the present version, once the one before is through."""

@@ -111,6 +111,7 @@ class RunConfig(Section):
                 f"({self.model.max_length}): the prompt needs room"
             )
         self._check_replay()
+        self._check_adapters()
         self._check_advantage()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
@@ -130,6 +131,17 @@ class RunConfig(Section):
             raise ValueError(
                 "advantage.estimator cpo needs the log-probability of each response with a hint or the solution in its "
                 "prompt, and this version orders no such prompts: take grpo, or another estimator"
+            )
+
+    def _check_adapters(self) -> None:
+        if self.publish.lora == "merged":
+            return
+        if not self.learner.lora.rank:
+            raise ValueError("publish.lora is adapter, but learner.lora.rank is 0: there are no adapters to publish")
+        if self.engine.kind == "embedded" or self.engine.weight_transfer != "files":
+            raise ValueError(
+                "publish.lora is adapter, which vLLM servers take as files: set engine.kind to vllm or external and "
+                "engine.weight_transfer to files, or publish.lora: merged"
             )
 
     def _check_replay(self) -> None:

@@ -42,6 +42,8 @@ class PublishConfig(Section):
     lora: Literal["merged", "adapter"] = "merged"
     """With adapters (``learner.lora.rank``): ``merged`` publishes whole weights, for every engine; ``adapter`` only the
     adapters, for vLLM servers, which then serve them under a name of their own."""
+    adapter_name: str = Field("adapter", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
+    """Name under which engines serve published adapters; actors ask for it."""
     timeout_seconds: float = Field(120.0, gt=0)
     """An engine that takes longer to load a version is left behind (and tried again) while the run goes on."""
 

@@ -88,3 +88,10 @@ def adapted():
         return policy
 
     return build
+
+
+@pytest.fixture
+def registry():
+    from prometheus_client import CollectorRegistry
+
+    return CollectorRegistry()

@@ -15,6 +15,7 @@ KINDS = {
     "adapters": ({"lora": LORA, "ema_decay": 0.9}, ("reference",)),
     "critic": ({"critic": {"warmup_updates": 1, "learning_rate": 1e-3}}, ("values",)),
     "critic without backbone": ({"critic": {"backbone": "none"}, "lora": LORA}, ("values", "logprobs")),
+    "adaptive KL": ({}, ("reference", "logprobs")),
     "refreshed reference": ({"reference": {"refresh_every": 2}}, ("reference", "logprobs")),
 }
 
@@ -40,7 +41,9 @@ def test_resumed_training_equals_uninterrupted_bit_for_bit(
     learner_section, names = KINDS[kind]
     monkeypatch.setattr(learner.trainer, "needed_by", lambda config: frozenset(names))
     monkeypatch.setattr("learner.making.needed_by", lambda config: frozenset(names))
-    config = config_of({"minibatches": 2, "schedule": "cosine", **learner_section})
+    adaptive = {"kl": "loss", "kl_controller": "adaptive", "kl_horizon": 10, "kl_coef": 0.1}
+    loss = adaptive if kind == "adaptive KL" else {}
+    config = config_of({"minibatches": 2, "schedule": "cosine", **learner_section}, loss=loss)
     straight = resume(config, initial)
     lines = train(straight, 5)
     random = torch.rand(3)
@@ -58,6 +61,8 @@ def test_resumed_training_equals_uninterrupted_bit_for_bit(
     different = [name for name in expected if not torch.equal(expected[name], came[name])]
     assert different == []
     assert [r.loss for r in again] == [r.loss for r in lines[3:]]
+    assert second.kl.coefficient == straight.kl.coefficient
+    assert (second.kl.coefficient in (0.0, 0.1)) == (kind != "adaptive KL")
     assert [r.critic for r in again] == [r.critic for r in lines[3:]]
 
 
