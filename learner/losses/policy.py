@@ -111,9 +111,10 @@ def policy_loss(tokens: LossTokens, rules: LossRules) -> LossTerms:
     result = rules.policy(scored, rules)
     per_token, unclipped = _mixed(scored, result, off, recorded, rules)
     zero = torch.zeros_like(per_token)
+    shares = torch.where(mask, tokens.weights * correction.weights, zero)
     if tokens.factors is not None:
-        per_token = torch.where(mask, tokens.factors * per_token, zero)
-    weighted = torch.where(mask, tokens.weights * correction.weights * per_token, zero)
+        shares = shares * torch.where(mask, tokens.factors, zero)
+    weighted = torch.where(mask, shares * per_token, zero)
     policy = weighted.sum()
     entropy = torch.where(mask, tokens.weights * scored.entropy, zero).sum()
     loss = policy - rules.entropy_bonus * entropy if rules.entropy_bonus else policy

@@ -28,7 +28,7 @@ def sapo(tokens: Scored, rules: LossRules) -> TokenLosses:
     which it is below 1/2 count as clipped.
     """
     ratio, a = tokens.log_ratio.exp(), tokens.advantages
-    temperature = torch.where(a > 0, rules.sapo_positive, rules.sapo_negative).to(ratio.dtype)
+    temperature = torch.where(a > 0, ratio.new_tensor(rules.sapo_positive), ratio.new_tensor(rules.sapo_negative))
     gate = torch.sigmoid(temperature * (ratio - 1.0))
     p, moved = gate.detach(), ratio.detach()
     faded = (a != 0) & (4.0 * p * (1.0 - p) < 0.5)
