@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from functools import partial
+
+import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 import torch
 
+import learner.checkpoint as checkpoints
 from learner.checkpoint import find_checkpoints, restore_training
 from learner.evidence import Evidence
 from learner.making import make_trainer
@@ -68,6 +75,31 @@ def train():
         return reports
 
     return run
+
+
+class Disk:
+    """Holds each write until it is let go; ``started`` counts those that began, ``fault`` ends one half-way."""
+
+    def __init__(self, monkeypatch, held=True):
+        self.started = threading.Semaphore(0)
+        self.go = threading.Semaphore(0 if held else 1000)
+        self.fault = None
+        monkeypatch.setattr(checkpoints, "atomic_folder", partial(self._folder, checkpoints.atomic_folder))
+
+    def _folder(self, real, target):
+        @contextlib.contextmanager
+        def slow():
+            with real(target) as folder:
+                yield folder
+                self.started.release()
+                assert self.go.acquire(timeout=20)
+                if self.fault is not None:
+                    raise self.fault
+
+        return slow()
+
+    async def begun(self):
+        assert await anyio.to_thread.run_sync(partial(self.started.acquire, timeout=20))
 
 
 def lora_policy(seed: int = 0, **lora) -> Policy:

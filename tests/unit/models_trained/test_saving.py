@@ -1,14 +1,10 @@
 """Checkpoints written beside training: nobody waits for the disk, and nothing is told before it is durable."""
 
-import threading
-from functools import partial
-
 import anyio
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-import learner.checkpoint as checkpoints
 from learner.checkpoint import CheckpointState, find_checkpoints, read_state, restore_training, take_image
 from learner.policy import Policy
 from learner.saving import CheckpointWriter
@@ -16,33 +12,7 @@ from learner.trainer import Trainer
 from pipeline.errors import TrainingError
 from pipeline.metrics.learner import LearnerMetrics
 from tests.unit.learner.conftest import run_config, tiny_policy
-
-
-class Disk:
-    """Holds each write until it is let go; ``started`` counts those that began, ``fault`` ends one half-way."""
-
-    def __init__(self, monkeypatch, held=True):
-        self.started = threading.Semaphore(0)
-        self.go = threading.Semaphore(0 if held else 1000)
-        self.fault = None
-        monkeypatch.setattr(checkpoints, "atomic_folder", partial(self._folder, checkpoints.atomic_folder))
-
-    def _folder(self, real, target):
-        import contextlib
-
-        @contextlib.contextmanager
-        def slow():
-            with real(target) as folder:
-                yield folder
-                self.started.release()
-                assert self.go.acquire(timeout=20)
-                if self.fault is not None:
-                    raise self.fault
-
-        return slow()
-
-    async def begun(self):
-        assert await anyio.to_thread.run_sync(partial(self.started.acquire, timeout=20))
+from tests.unit.models_trained.conftest import Disk
 
 
 def writer_of(root, initial, told, keep=2):
