@@ -64,7 +64,7 @@ def played_of(batch: Batch, evidence: Evidence, penalties: TokenArray | None = N
                     reference=_at(evidence.reference, tokens),
                     entropies=_at(evidence.entropies, tokens),
                     values=_at(evidence.values, tokens),
-                    hinted=_at(evidence.hinted, tokens),
+                    hinted=_known(_at(evidence.hinted, tokens)),
                     penalties=_at(penalties, tokens),
                 )
             )
@@ -74,6 +74,11 @@ def played_of(batch: Batch, evidence: Evidence, penalties: TokenArray | None = N
 
 def _at(array: TokenArray | None, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
     return None if array is None else array[tokens].astype(np.float64)
+
+
+def _known(array: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | None:
+    """None where nothing of it is known: the trajectory has no hint."""
+    return None if array is None or np.isnan(array).all() else array
 
 
 def _tokens_of_sequences(batch: Batch) -> list[npt.NDArray[np.int64]]:

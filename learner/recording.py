@@ -167,6 +167,7 @@ def step_line(
         "off_share": s.off_share,
         "n_replayed": len(batch.replayed),
         "overlong": report.overlong,
+        "hinted": sum(bool(t.hinted_contexts) for t in batch.trajectories),
         "baseline_mean": _mean([g.plan.baseline for g in batch.groups if g.plan.baseline is not None]),
         "choice_failed": len(choice.failed) if choice is not None else 0,
         "sampled_tokens_fresh": sum(t.n_sampled for t in trajectories),

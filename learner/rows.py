@@ -6,7 +6,7 @@ them. Context, and whatever an earlier branch sampled, is never trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -191,14 +191,20 @@ def without_lessons(trajectory: Trajectory) -> Trajectory:
 
     Completions and their positions after the context stay. Raises :class:`TrainingError` for a turn that is not there.
     """
-    plain = trajectory.guidance.plain_contexts if trajectory.guidance is not None else {}
-    missing = [turn for turn in plain if turn >= len(trajectory.turns)]
+    guidance = trajectory.guidance
+    return with_contexts(trajectory, guidance.plain_contexts if guidance is not None else {})
+
+
+def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]]) -> Trajectory:
+    """The trajectory with these context ids, by turn, in place of the played ones; completions stay. Raises
+    :class:`TrainingError` for a turn that is not there."""
+    missing = [turn for turn in contexts if turn >= len(trajectory.turns)]
     if missing:
         raise TrainingError(
-            f"expected plain contexts of the {len(trajectory.turns)} turns of {trajectory.trajectory_id}, got {missing}"
+            f"expected contexts of the {len(trajectory.turns)} turns of {trajectory.trajectory_id}, got {missing}"
         )
     turns = [
-        replace(turn, context=TokenSpan.context(plain[i])) if i in plain else turn
+        replace(turn, context=TokenSpan.context(contexts[i])) if i in contexts else turn
         for i, turn in enumerate(trajectory.turns)
     ]
     return replace(trajectory, turns=tuple(turns))

@@ -23,6 +23,7 @@ from learner.critic import Critic
 from learner.ema import WeightAverage
 from learner.estimation import with_advantages
 from learner.evidence import Evidence
+from learner.hints import hinted_logprobs
 from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
 from learner.losses.kl import KLController, kl_penalty
 from learner.losses.policy import LossRules, LossTokens, policy_loss
@@ -99,6 +100,8 @@ class Trainer:
         """Gather what the estimator needs, estimate advantages, and make the update. Raises as :meth:`step`."""
         watch = Stopwatch(self.policy.device)
         evidence = self.gather(batch.rows, watch)
+        if "hinted" in needed_by(self._config):
+            evidence = replace(evidence, hinted=hinted_logprobs(batch, partial(self.score, watch=watch)))
         with watch.stage("prepare"):
             penalties = self._penalties(evidence)
             batch, evidence = with_advantages(batch, evidence, self._config.advantage, penalties)

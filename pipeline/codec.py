@@ -118,6 +118,8 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
         header["recorded"] = False
     if trajectory.guidance is not None:
         header["guidance"] = _guidance_header(trajectory.guidance)
+    if trajectory.hinted_contexts:
+        header["hinted"] = [[turn, list(ids)] for turn, ids in trajectory.hinted_contexts.items()]
     try:
         json = orjson.dumps(header)
     except TypeError as error:
@@ -169,6 +171,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
             timings=_decode_plain(Timings, header.get("timings") or {}, int, float),
             recorded=bool(header.get("recorded", True)),
             guidance=_decode_guidance(header["guidance"]) if header.get("guidance") else None,
+            hinted_contexts={int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("hinted", ())},
             schema_version=version,
         )
     except SchemaError:

@@ -22,7 +22,8 @@ def cpo(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
     ``MI_t = exp(g_t) (g_t - o_t)`` with g the log-probability of the token where the prompt holds a hint and o without
     one: positive on tokens that the hint makes likelier. ``ĥ_t`` is the token's entropy over the largest of its group.
     ``d`` is the difficulty of the group by its mean reward: +1 failed, 0 between, -1 solved; ``w`` is
-    ``cpo_failed_weight`` or ``cpo_solved_weight``. In between, no hint is looked at.
+    ``cpo_failed_weight`` or ``cpo_solved_weight``. In between, no hint is looked at; a trajectory without a hint (its
+    environment gives none, it was played with lessons, or the hint did not fit) has no dense signal.
     """
     advantages = list(by_group(grpo)(played, config).advantages)
     for members in groups_of(played):
@@ -34,6 +35,8 @@ def cpo(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
         entropies = [np.maximum(needed(p, "entropies", "cpo"), 0.0) for p in group]
         largest = max(float(h.max()) for h in entropies)
         for i, p, entropy in zip(members, group, entropies, strict=True):
+            if p.hinted is None:
+                continue
             scale = entropy / largest if largest > 0 else np.zeros_like(entropy)
             advantages[i] = advantages[i] + weight * scale * hint_information(p)
     return Estimates(tuple(advantages))

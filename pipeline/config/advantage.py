@@ -75,9 +75,16 @@ class AdvantageConfig(Section):
     """Outcomes, before estimation, minus their mean and over their standard deviation, of the group or of the update;
     with turn rewards only divided by it, as a mean taken off every turn would pay for the number of turns."""
 
+    hint_template: str = "{prompt}\n\nHint: {hint}"
+    """cpo: the first message of the user, as the learner scores it with the hint that the environment gives."""
     greedy_rollouts: bool = False
     """Order one greedy rollout (temperature 0) more for each group, which is never trained: its reward is the
     ``baseline`` that estimators see. remax orders them in any case."""
+
+    @property
+    def wants_hints(self) -> bool:
+        """Whether actors keep what the prompts would have been with a hint. A user's own estimator gets hints, too."""
+        return self.estimator == "cpo" or ":" in self.estimator
 
     @property
     def orders_greedy(self) -> bool:
@@ -92,6 +99,13 @@ class AdvantageConfig(Section):
                 f"expected one of {', '.join(ESTIMATOR_NAMES)}, or your own as module:function, got {name!r}"
             )
         return name
+
+    @field_validator("hint_template")
+    @classmethod
+    def _has_places(cls, template: str) -> str:
+        if "{prompt}" not in template or "{hint}" not in template:
+            raise ValueError(f"expected {{prompt}} and {{hint}} in the template, got {template!r}")
+        return template
 
     @model_validator(mode="after")
     def _agrees(self) -> AdvantageConfig:

@@ -127,11 +127,6 @@ class RunConfig(Section):
                 f"advantage.pass_k ({advantage.pass_k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
                 "taken from a group"
             )
-        if advantage.estimator == "cpo":
-            raise ValueError(
-                "advantage.estimator cpo needs the log-probability of each response with a hint or the solution in its "
-                "prompt, and this version orders no such prompts: take grpo, or another estimator"
-            )
 
     def _check_adapters(self) -> None:
         if self.publish.lora == "merged":

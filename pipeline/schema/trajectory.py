@@ -174,6 +174,9 @@ class Trajectory:
     nothing, and its policy version is 0."""
     guidance: Guidance | None = None
     """None: no lessons were in the prompt."""
+    hinted_contexts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By turn, the context token ids in place of the played ones, had the first prompt held the environment's hint.
+    The policy never saw them; empty: no hint was given or asked for."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -191,6 +194,8 @@ class Trajectory:
         for name, value in self.rewards.items():
             if value is not None:
                 require_finite(f"reward {name!r}", value)
+        for index, ids in self.hinted_contexts.items():
+            require(0 <= index < len(self.turns) and all(i >= 0 for i in ids), "hinted turns and ids >= 0", index)
         branch = 0
         for turn in self.turns:
             if turn.branch not in (branch, branch + 1):

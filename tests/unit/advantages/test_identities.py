@@ -344,5 +344,12 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 def test_run_files_that_an_estimator_cannot_work_with_say_why():
     with pytest.raises(ValueError, match=r"advantage\.pass_k \(8\) is more than groups\.n_rollout \(4\)"):
         RunConfig.model_validate({"groups": {"n_rollout": 4}, "advantage": {"estimator": "pass_at_k", "pass_k": 8}})
-    with pytest.raises(ValueError, match="orders no such prompts"):
-        RunConfig.model_validate({"advantage": {"estimator": "cpo"}})
+    with pytest.raises(ValueError, match=r"expected \{prompt\} and \{hint\}"):
+        AdvantageConfig(hint_template="{prompt}")
+
+
+def test_cpo_gives_a_trajectory_without_a_hint_no_dense_signal():
+    facts = {"entropies": [1.0], "logprobs": [-2.0]}
+    played = [make_played(0.0, (0,), hinted=[-1.0], **facts), make_played(0.0, (0,), **facts)]
+    a, b = advantages_of(played, estimator="cpo")
+    assert a[0] > 0 and b[0] == 0
