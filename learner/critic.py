@@ -32,7 +32,7 @@ class Critic:
 
     def __init__(self, backbone: Backbone, config: LearnerConfig, *, owns: bool) -> None:
         self.backbone = backbone
-        self._owns = owns
+        self.owns = owns
         self._config = config
         self._head = torch.nn.Linear(_hidden_size(backbone.model.config), 1).to(backbone.device)
         torch.nn.init.zeros_(self._head.weight)
@@ -41,7 +41,7 @@ class Critic:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        return [*(self.backbone.parameters if self._owns else []), *self._head.parameters()]
+        return [*(self.backbone.parameters if self.owns else []), *self._head.parameters()]
 
     def only_critic(self, update: int) -> bool:
         """Whether the policy waits in this update."""
@@ -50,9 +50,14 @@ class Critic:
     def score(self, part: MicroBatch) -> Tensor:
         """Value of the state before each sampled token, float32 ``[S]``, in units of reward. With gradient where
         gradients are enabled."""
-        with torch.set_grad_enabled(self._owns and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.owns and torch.is_grad_enabled()):
             hidden_SH = self.backbone.hidden(part)
-        return self._head(hidden_SH.float()).squeeze(-1)  # type: ignore[no-any-return]
+        return self.of_hidden(hidden_SH)
+
+    def of_hidden(self, hidden_SH: Tensor) -> Tensor:
+        """Values ``[S]`` of hidden states of the critic's backbone."""
+        values: Tensor = self._head(hidden_SH.float()).squeeze(-1)
+        return values
 
     def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """Of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
@@ -110,7 +115,7 @@ class Critic:
     def state(self) -> dict[str, Any]:
         """Weights and optimizer; not copies."""
         return {
-            "backbone": dict(self.backbone.model.state_dict()) if self._owns else {},
+            "backbone": dict(self.backbone.model.state_dict()) if self.owns else {},
             "head": dict(self._head.state_dict()),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -118,7 +123,7 @@ class Critic:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a saved state. Raises :class:`StoreError` when it is of another model."""
         try:
-            if self._owns:
+            if self.owns:
                 self.backbone.model.load_state_dict(state["backbone"])
             self._head.load_state_dict(state["head"])
             self.optimizer.load_state_dict(state["optimizer"])

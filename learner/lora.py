@@ -64,12 +64,13 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """An entry of the model's state dict as a model without adapters has it: ``W + alpha / rank · B A``."""
+        """An entry of the model's state dict as a model without adapters has it: ``W + alpha / rank · B A``, added in
+        float32."""
         module, marker, rest = name.rpartition(".base_layer.")
         if not marker:
             return name, tensor
         if rest == "weight":
-            tensor = tensor + self._deltas[module](_NAME).to(tensor.dtype)
+            tensor = tensor.float() + self._deltas[module](_NAME).float()
         return f"{module}.{rest}", tensor
 
     @torch.no_grad()

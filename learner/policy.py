@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from torch import Tensor
 from learner.backbone import DTYPES, Backbone, Interrupted, read_model
 from learner.batching import MicroBatch
 from learner.logprobs import Head, sampled_logprobs
-from learner.lora import Adapters
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from learner.lora import Adapters
 
 __all__ = ["Interrupted", "Policy", "resolve_device"]
 
@@ -41,8 +43,14 @@ class Policy(Backbone):
     ) -> None:
         self.adapters: Adapters | None = None
         if config.lora.rank:
+            from learner.lora import Adapters  # peft takes seconds to import
+
             self.adapters = Adapters(model, config.lora, adapter_folder)
         super().__init__(model, config, device, interrupt, dtype)
+        if config.lora.rank:
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(DTYPES[config.lora.frozen_dtype])
 
     @classmethod
     def load(
@@ -65,14 +73,14 @@ class Policy(Backbone):
         with self.adapters.disabled():
             yield
 
-    def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each.
+    def score(self, batch: MicroBatch, hidden_SH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each. ``hidden_SH``: what
+        :meth:`hidden` gave of the batch, where that is known.
 
         Only positions that predict a sampled token pass the output layer. With gradient where gradients are enabled.
         """
-        hidden_SH = self.hidden(batch)
         return sampled_logprobs(
-            hidden_SH,
+            self.hidden(batch) if hidden_SH is None else hidden_SH,
             self._head(),
             torch.from_numpy(batch.targets_S).to(self.device),
             torch.from_numpy(batch.temperatures_S).to(self.device),

@@ -122,22 +122,26 @@ class Trainer:
 
     def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
         """The passes over ``rows`` that the configured estimator and loss need before the first optimizer step; those
-        that nothing asks for are not made. log π and entropy come out of the same pass.
+        that nothing asks for are not made. log π and entropy come out of the same pass, and values too where the critic
+        reads the policy's hidden states.
 
-        Raises :class:`ConfigurationError` where a reference policy, a critic or hints are asked for and there are none.
+        Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
         """
         watch = watch or Stopwatch(self.policy.device)
         needed = needed_by(self._config)
         logprobs = entropies = reference = values = None
+        if "values" in needed and self.critic is None:
+            raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
         if needed & {"logprobs", "entropies"}:
-            logprobs, entropies = self._scores(rows, watch)
+            if self.critic is not None and not self.critic.owns and "values" in needed:
+                logprobs, entropies, values = self._scores_and_values(rows, self.critic, watch)
+            else:
+                logprobs, entropies = self._scores(rows, watch)
         if "reference" in needed:
             if self.reference is None:
                 raise ConfigurationError("estimator or loss need a reference policy, and the trainer was given none")
             reference = self.reference.logprobs(rows, watch)
-        if "values" in needed:
-            if self.critic is None:
-                raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
+        if "values" in needed and values is None and self.critic is not None:
             values = self.critic.values(rows, watch)
         return Evidence(logprobs, entropies, reference, values)
 
@@ -204,6 +208,18 @@ class Trainer:
         watch = watch or Stopwatch(self.policy.device)
         logprobs, entropies = token_pass(rows, self.policy.score, 2, self._config.learner.tokens_per_microbatch, watch)
         return logprobs, entropies
+
+    def _scores_and_values(
+        self, rows: Sequence[Row], critic: Critic, watch: Stopwatch
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """log π, entropy and value of all sampled tokens from one pass of the policy, float32 ``[S]`` each."""
+
+        def score(part: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+            hidden_SH = self.policy.hidden(part)
+            return *self.policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
+
+        logprobs, entropies, values = token_pass(rows, score, 3, self._config.learner.tokens_per_microbatch, watch)
+        return logprobs, entropies, values
 
     def _kept(
         self, rows: Sequence[Row], first: Sequence[int], n_tokens: int, watch: Stopwatch

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import anyio
@@ -17,12 +17,14 @@ import orjson
 from torch import Tensor
 
 from learner.folder import atomic_folder, remove_leftovers
-from learner.lora import Adapters
 from learner.publisher.base import Publication, Target, WeightLoader
 from learner.publisher.control import EngineControl
 from learner.publisher.keeper import EngineKeeper
 from pipeline.config.training import PublishConfig
 from pipeline.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from learner.lora import Adapters
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"v(\d{6,})")

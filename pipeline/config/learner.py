@@ -18,6 +18,9 @@ class LoraConfig(Section):
     """0: no adapters, all weights are trained."""
     alpha: int | None = Field(None, ge=1)
     """None: twice the rank."""
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the frozen weights are held; the adapters are float32. bfloat16 takes half the memory and computes
+    the same under ``compute_dtype: bfloat16`` where the model's own weights are bfloat16."""
     targets: tuple[str, ...] = ()
     """Ends of the names of the linear layers that get adapters, for example ``[q_proj, v_proj]``. Empty: every linear
     layer except the output layer."""
@@ -116,6 +119,11 @@ class LearnerConfig(Section):
     def _parts_agree(self) -> LearnerConfig:
         if self.optimizer == "adamw_8bit" and self.optimizer_dtype != "float32":
             raise ValueError("learner.optimizer_dtype is for adamw: adamw_8bit has moments of 8 bits, leave it out")
+        if self.lora.rank and self.lora.frozen_dtype != "float32" and self.compute_dtype != self.lora.frozen_dtype:
+            raise ValueError(
+                f"learner.lora.frozen_dtype {self.lora.frozen_dtype} needs learner.compute_dtype "
+                f"{self.lora.frozen_dtype}, got {self.compute_dtype}"
+            )
         if self.reference.source == "lora_off" and not self.lora.rank:
             raise ValueError("learner.reference.source is lora_off, but learner.lora.rank is 0: set source: initial")
         return self

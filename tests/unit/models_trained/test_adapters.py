@@ -112,6 +112,27 @@ def test_training_leaves_the_frozen_weights_the_same_bits(config_of, initial, re
     assert not all(torch.equal(a, b) for a, b in zip(adapters, trainer.policy.parameters, strict=True))
 
 
+def test_frozen_weights_in_bfloat16_compute_what_float32_ones_do_and_adapters_stay_float32():
+    """Where the weights are bfloat16 numbers already."""
+    rows, found = make_rows(4), []
+    for dtype in ("float32", "bfloat16"):
+        config = learner_config(lora=LoraConfig(**LORA, frozen_dtype=dtype), compute_dtype="bfloat16")
+        model = tiny_model()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.bfloat16())
+        torch.manual_seed(0)
+        policy = Policy(model, config, torch.device("cpu"))
+        found.append((scores(policy, rows), policy.snapshot("float32")))
+        assert all(p.dtype is torch.float32 for p in policy.parameters)
+        kinds = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert kinds == {getattr(torch, dtype)}
+    torch.testing.assert_close(found[0][0], found[1][0], atol=0.05, rtol=0.05)
+    assert all(torch.equal(t, found[1][1][name]) for name, t in found[0][1].items())
+    with pytest.raises(ValueError, match="compute_dtype"):
+        learner_config(lora=LoraConfig(**LORA, frozen_dtype="bfloat16"))
+
+
 def test_gradients_of_adapters_do_not_need_stored_activations(config_of, initial, resume):
     """Gradient checkpointing with frozen first layers."""
     found = []

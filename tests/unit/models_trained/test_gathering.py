@@ -167,6 +167,20 @@ def test_a_head_alone_reads_the_policy_and_never_changes_it(needs, config_of, in
     assert any(bool((p != 0).any()) for p in trainer.critic.parameters)
 
 
+def test_a_head_alone_has_its_values_from_the_pass_of_the_logprobs(needs, config_of, initial, resume, monkeypatch):
+    needs("values", "logprobs")
+    trainer = resume(config_of({"critic": {"backbone": "none"}, "tokens_per_microbatch": 1000}), initial)
+    with torch.no_grad():
+        trainer.critic._head.weight.normal_()
+    rows, calls = make_rows(5), []
+    hidden = trainer.policy.hidden
+    monkeypatch.setattr(trainer.policy, "hidden", lambda part: calls.append(1) or hidden(part))
+    evidence = trainer.gather(rows)
+    assert len(calls) == 1
+    np.testing.assert_array_equal(evidence.values, trainer.critic.values(rows, WATCH))
+    np.testing.assert_array_equal(evidence.logprobs, trainer.score(rows))
+
+
 def test_only_the_critic_learns_while_it_warms_up(needs, config_of, initial, resume, train):
     needs("values")
     trainer = resume(config_of({"critic": {"warmup_updates": 2}}), initial)
