@@ -8,8 +8,10 @@ import torch
 
 from learner.batching import token_weights
 from learner.evidence import Evidence
+from learner.losses.corrections import REASONS
 from learner.losses.registry import LOSSES
 from learner.policy import Policy
+from learner.recording import StepTimes, step_line
 from learner.rows import Batch
 from learner.trainer import Trainer
 from pipeline.errors import TrainingError
@@ -155,6 +157,21 @@ def test_the_adaptive_coefficient_follows_the_measured_kl(kit):
     assert first.statistics.all.reference_kl.value > 1e-4
     second = trainer.step(Batch(1, (), tuple(rows)), 1, evidence)
     assert second.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 4 / 8))
+
+
+def test_the_step_line_tells_the_kl_and_what_each_mask_took(kit):
+    rows = rows_of(kit)
+    trainer = trainer_of(kit, "gspo", "token_mean")
+    report, _ = gradients(trainer, rows, references(rows))
+    line = step_line(Batch(0, (), tuple(rows)), report, StepTimes(0.0, 0.0, 0.0), {})
+    total = sum(row.n_sampled for row in rows)
+    taken = {reason: line["rejected"][reason] for reason in REASONS[1:]}
+    assert sum(taken.values()) == total - report.tokens_trained > 0
+    assert line["masked_fraction"] == {"second_moment": 0.0, **{k: n / total for k, n in taken.items()}}
+    assert line["kl_coefficient"] == 0.1
+    assert line["kl_loss"] == pytest.approx(0.1 * line["kl_reference"] * report.tokens_trained / total, rel=1e-4)
+    assert 0 <= line["clip_fraction"] <= 1
+    assert 0 <= line["truncated_fraction"] <= 1
 
 
 def test_sums_over_sequences_divide_by_sequences_and_by_the_constant(kit):
