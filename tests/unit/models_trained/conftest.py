@@ -82,6 +82,7 @@ class Disk:
 
     def __init__(self, monkeypatch, held=True):
         self.started = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
         self.go = threading.Semaphore(0 if held else 1000)
         self.fault = None
         monkeypatch.setattr(checkpoints, "atomic_folder", partial(self._folder, checkpoints.atomic_folder))
@@ -89,17 +90,23 @@ class Disk:
     def _folder(self, real, target):
         @contextlib.contextmanager
         def slow():
-            with real(target) as folder:
-                yield folder
-                self.started.release()
-                assert self.go.acquire(timeout=20)
-                if self.fault is not None:
-                    raise self.fault
+            try:
+                with real(target) as folder:
+                    yield folder
+                    self.started.release()
+                    assert self.go.acquire(timeout=20)
+                    if self.fault is not None:
+                        raise self.fault
+            finally:
+                self.ended.release()
 
         return slow()
 
     async def begun(self):
         assert await anyio.to_thread.run_sync(partial(self.started.acquire, timeout=20))
+
+    async def over(self):
+        assert await anyio.to_thread.run_sync(partial(self.ended.acquire, timeout=20))
 
 
 def lora_policy(seed: int = 0, **lora) -> Policy:

@@ -88,3 +88,27 @@ async def test_a_stop_waits_for_a_hanging_disk_for_a_bounded_time(world, monkeyp
         assert not tasks.cancel_scope.cancel_called
         assert find_checkpoints(w.directory.checkpoints) == []
         disk.go.release()
+
+
+async def test_a_learner_killed_while_it_writes_goes_on_from_the_checkpoint_before(world, monkeypatch):
+    disk = Disk(monkeypatch)
+    async with world(total_steps=5, checkpoint={"every": 1}) as w:
+        _, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await disk.begun()
+            disk.go.release()
+            await disk.begun()
+            tasks.cancel_scope.cancel()
+        await disk.over()
+        disk.fault = OSError("the process is dead")
+        disk.go.release()
+        await disk.over()
+        assert [read_state(p).updates for p in find_checkpoints(w.directory.checkpoints)] == [1]
+        disk.fault = None
+        for _ in range(10):
+            disk.go.release()
+        _, run = w.learner()
+        await run()
+    assert [line["step"] for line in w.lines()] == [1, 2, 3, 4, 5]
+    assert all(len(weights) == 1 for weights in w.engine.weights_of.values())
