@@ -66,7 +66,7 @@ def poisoned(token: Token, value: float) -> Token:
 def hostile(span: float = 80.0):
     """Rows of tokens with log-probabilities down to ``-span``: fresh, replayed, demonstrated and guided ones, rows of
     one token, rows of which nothing is left, and poison at masked places."""
-    number = st.floats(-span, -(2.0**-9), allow_nan=False, width=32)
+    number = st.one_of(st.floats(-span, -(2.0**-9), allow_nan=False, width=32), st.floats(-2.0, -(2.0**-9), width=32))
     near = st.floats(-1.0, 1.0, width=32)
     token = st.builds(
         lambda new, mu, today, reference, close, a, mask, poison, weight: (

@@ -1,11 +1,14 @@
 """Every policy loss and correction against its formula, in value and gradient, whatever the input."""
 
+import math
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 
+from learner.losses.divergence import binary_kl, binary_tv
 from learner.losses.policy import policy_loss
 from learner.losses.registry import LOSSES
 from pipeline.config.loss import MaskConfig
@@ -147,6 +150,24 @@ def test_clipped_tokens_have_no_gradient_of_their_own(name, tokens):
     terms = policy_loss(t, rules_of(name, dual_clip=None))
     (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
     assert not grad[terms.clipped_low | terms.clipped_high].any()
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_masks_exactly_what_moves_on_beyond_the_bound(name):
+    grid = [0.001, 0.05, 0.3, 0.5, 0.7, 0.95, 0.999]
+    for p in grid:
+        for q in grid:
+            tv, kl = abs(p - q), q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            both = torch.tensor([math.log(p)]), torch.tensor([math.log(q)])
+            assert (binary_tv(*both).item(), binary_kl(*both).item()) == pytest.approx((tv, kl), rel=1e-4, abs=1e-7)
+            far = tv > 0.15 if name == "dppo_tv" else kl > 0.05
+            for a in (1.0, -1.0):
+                t = tensors([Token(math.log(p), math.log(q), 0.0, 0.0, a, weight=1.0)])
+                terms = policy_loss(t, rules_of(name))
+                (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
+                masked = far and (p > q if a > 0 else p < q)
+                assert bool(terms.clipped_high if a > 0 else terms.clipped_low) == masked
+                assert grad.item() == pytest.approx(0.0 if masked else -a * min(p / q, 20.0))
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens_and_sapo_lets_it_fade():
