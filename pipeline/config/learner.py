@@ -23,7 +23,7 @@ class LoraConfig(Section):
     the same under ``compute_dtype: bfloat16`` where the model's own weights are bfloat16."""
     targets: tuple[str, ...] = ()
     """Ends of the names of the linear layers that get adapters, for example ``[q_proj, v_proj]``. Empty: every linear
-    layer except the output layer."""
+    layer except the output layer; with ``publish.lora: adapter`` name them, or vLLM reserves one for that too."""
 
 
 class ReferenceConfig(Section):

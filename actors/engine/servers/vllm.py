@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pipeline.config import RunConfig
+from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
 
 SERVED_NAME = "policy"
@@ -87,7 +88,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     if config.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     if config.publish.lora == "adapter":
-        arguments += ["--worker-extension-cls", ADAPTER_EXTENSION, *_adapter_arguments(config.learner.lora.rank)]
+        arguments += ["--worker-extension-cls", ADAPTER_EXTENSION, *_adapter_arguments(config.learner.lora)]
     elif on_cpu:
         arguments += ["--worker-extension-cls", TIED_HEAD_EXTENSION]
     if on_cpu:
@@ -98,13 +99,16 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     return arguments, {**_environment(config, on_cpu), **engine.env}
 
 
-def _adapter_arguments(rank: int) -> list[str]:
-    largest = next((r for r in ADAPTER_RANKS if r >= rank), None)
+def _adapter_arguments(lora: LoraConfig) -> list[str]:
+    """Without named targets vLLM reserves an adapter for the output layer too, which is never trained."""
+    largest = next((r for r in ADAPTER_RANKS if r >= lora.rank), None)
     if largest is None:
         raise ConfigurationError(
-            f"learner.lora.rank is {rank}, and vLLM serves adapters up to {ADAPTER_RANKS[-1]}: set publish.lora: merged"
+            f"learner.lora.rank is {lora.rank}, and vLLM serves adapters up to {ADAPTER_RANKS[-1]}: set publish.lora: "
+            "merged"
         )
-    return ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", str(largest)]
+    targets = ["--lora-target-modules", *lora.targets] if lora.targets else []
+    return ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", str(largest), *targets]
 
 
 def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:

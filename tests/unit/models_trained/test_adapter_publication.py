@@ -122,11 +122,12 @@ def test_what_cannot_serve_adapters_is_refused_at_the_start(tmp_path, sections, 
 
 
 def test_vllm_is_started_with_room_for_one_adapter_of_the_rank(tmp_path):
-    config = config_of(tmp_path, engine={"kind": "vllm"}, learner={"lora": {"rank": 9}})
+    config = config_of(tmp_path, engine={"kind": "vllm"}, learner={"lora": {"rank": 9, "targets": ["q_proj"]}})
     arguments, environment = vllm_command(config, tmp_path, "127.0.0.1", 1)
     assert arguments[arguments.index("--max-lora-rank") + 1] == "16"
     assert arguments[arguments.index("--worker-extension-cls") + 1].endswith("AdapterReload")
     assert "--enable-lora" in arguments
+    assert arguments[arguments.index("--lora-target-modules") + 1] == "q_proj"
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     plain, _ = vllm_command(config_of(tmp_path, engine={"kind": "vllm"}, publish={}), tmp_path, "127.0.0.1", 1)
     assert "--enable-lora" not in plain
