@@ -20,7 +20,8 @@ from pipeline.errors import ConfigurationError
 
 EIGHT_BIT = ("torchao", "bitsandbytes")
 """Libraries that have an 8-bit AdamW, in the order in which they are looked for."""
-_MANTISSA_NOISE = 1 << 16
+_DROPPED = 0xFFFF
+"""Bits of a float32 that bfloat16 does not have."""
 
 
 def make_optimizer(
@@ -65,7 +66,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     bfloat16 has 8 significant bits: with β₂ = 0.999 one step changes the second moment by less than half of its last
     bit, so that rounding to nearest would keep it for ever. Stochastic rounding is right in expectation; it draws from
-    torch's global generator, whose state is in the checkpoint.
+    torch's global generator, whose state is in the checkpoint. The first moment changes by a tenth, so the nearest
+    number does.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         scale = math.sqrt(1.0 - beta2 ** state["step"])
         denominator = second.sqrt().div_(scale).add_(group["eps"])
         parameter.addcdiv_(first, denominator, value=-group["lr"] / (1.0 - beta1 ** state["step"]))
-        state["exp_avg"].copy_(stochastic_bfloat16(first))
+        state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(stochastic_bfloat16(second))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -117,8 +119,10 @@ class BFloat16AdamW(torch.optim.Optimizer):
 def stochastic_bfloat16(values: Tensor) -> Tensor:
     """``values`` (float32, finite) rounded to one of the two nearest bfloat16, so that the expectation is the value."""
     bits = values.contiguous().view(torch.int32)
-    noise = torch.randint_like(bits, 0, _MANTISSA_NOISE)
-    return ((bits + noise) & -_MANTISSA_NOISE).view(torch.float32).to(torch.bfloat16)
+    n = bits.numel()
+    drawn = torch.empty((n + 3) // 4, dtype=torch.int64, device=bits.device).random_(torch.iinfo(torch.int64).min, None)
+    noise = drawn.view(torch.int16)[:n].view_as(bits).to(torch.int32).bitwise_and_(_DROPPED)
+    return noise.add_(bits).bitwise_and_(~_DROPPED).view(torch.float32).to(torch.bfloat16)
 
 
 def _eight_bit(parameters: list[torch.nn.Parameter], options: dict[str, Any]) -> torch.optim.Optimizer:

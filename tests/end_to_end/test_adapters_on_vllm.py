@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
+from actors.engine.servers import vllm_available
 from actors.engine.servers.process import RunningEngine, running_engine
 from learner.passes import token_pass
 from learner.policy import Policy
@@ -25,24 +26,30 @@ from learner.publisher.publisher import Publisher
 from learner.reference_server import ServerReference
 from learner.report import Stopwatch
 from learner.rows import Row
-from pipeline.config import RunConfig
 from pipeline.config.learner import ReferenceConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.rundir import RunDirectory
-from tests.end_to_end.conftest import smollm_config
+from tests.end_to_end.conftest import prepared, tiny_config
 
 pytestmark = pytest.mark.vllm
+TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]
 MEAN_ERROR_MAX = 1e-3
 """Nats per token between two float32 implementations of one model."""
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    config = smollm_config(tmp_path_factory.mktemp("adapters"))
-    data = config.model_dump(mode="json")
-    data["learner"] |= {"lora": {"rank": 4}, "device": "cpu", "compute_dtype": "float32"}
-    data["publish"] |= {"lora": "adapter", "dtype": "float32"}
-    with running_engine(RunConfig.model_validate(data)) as running:
+    usable, reason = vllm_available()
+    if not usable:
+        pytest.skip(f"NO vLLM TESTS HERE: {reason}")
+    config = tiny_config(
+        tmp_path_factory.mktemp("adapters"),
+        model={"source": "tiny", "max_length": 512, "tiny": {"initializer_range": 0.3, "hidden_size": 128}},
+        engine={"kind": "vllm", "port": 0, "dtype": "float32", "block_size": 32, "max_sequences": 8},
+        learner={"lora": {"rank": 4, "targets": TARGETS}, "device": "cpu", "compute_dtype": "float32"},
+        publish={"lora": "adapter", "dtype": "float32"},
+    )
+    with running_engine(prepared(config)) as running:
         yield running
 
 
@@ -92,10 +99,10 @@ def change(policy: Policy, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in policy.named_parameters:
             if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
-PROMPT = list(range(1000, 1040))
+PROMPT = list(range(10, 40))
 
 
 async def test_published_adapters_are_what_is_sampled_from(engine: RunningEngine, policy: Policy) -> None:
@@ -109,7 +116,7 @@ async def test_published_adapters_are_what_is_sampled_from(engine: RunningEngine
             done = await publisher.publish(version, weights_to_publish(policy, engine.config.publish))
             assert done.live == (engine.url,), done.lagging
             answer = await client.generate(PROMPT, Sampling(max_tokens=24, temperature=1.0))
-            assert {span.version for span in answer.version_spans} == {version}
+            assert {span.policy_version for span in answer.version_spans} == {version}
             row = row_of(PROMPT, answer.token_ids.tolist())
             errors = np.abs(scored(policy, row) - answer.logprobs)
             assert errors.mean() < MEAN_ERROR_MAX
@@ -137,16 +144,18 @@ async def test_a_request_in_flight_goes_on_with_the_new_adapters(engine: Running
         async def play() -> None:
             answers.append(await client.generate(PROMPT, Sampling(max_tokens=300, temperature=1.0)))
 
-        tasks.start_soon(play)
+        for _ in range(8):
+            tasks.start_soon(play)
         await sampling(engine)
         await publisher.publish(11, weights_to_publish(policy, config))
-    (answer,) = answers
+    crossing = [answer for answer in answers if len(answer.version_spans) == 2]
+    if not crossing:
+        pytest.skip(f"NOT SHOWN: every request ended before the update: {[a.version_spans for a in answers]}")
+    answer = max(crossing, key=lambda a: min(span.stop - span.start for span in a.version_spans))
     spans = answer.version_spans
-    if len(spans) < 2:
-        pytest.skip(f"NOT SHOWN: the request ended before or began after the update: {spans}")
-    assert [span.version for span in spans] == [10, 11]
+    assert [span.policy_version for span in spans] == [10, 11]
     row = row_of(PROMPT, answer.token_ids.tolist())
-    recorded, cut = answer.logprobs, spans[0].end
+    recorded, cut = answer.logprobs, spans[0].stop
     assert np.abs(before(row)[:cut] - recorded[:cut]).mean() < MEAN_ERROR_MAX
     assert np.abs(before(row)[cut:] - recorded[cut:]).mean() > 20 * MEAN_ERROR_MAX
 
@@ -185,7 +194,7 @@ def scored_by(policy: Policy) -> Callable[[Row], np.ndarray]:
 
 async def test_the_server_scores_prompts_like_the_frozen_weights(engine: RunningEngine, policy: Policy) -> None:
     rng = np.random.default_rng(0)
-    rows = [row_of(rng.integers(8, 40_000, 20).tolist(), rng.integers(8, 40_000, 5 + i).tolist()) for i in range(3)]
+    rows = [row_of(rng.integers(8, 60, 20).tolist(), rng.integers(8, 60, 5 + i).tolist()) for i in range(3)]
     reference = ServerReference(ReferenceConfig(source="server", url=engine.url, model="policy"), policy.interrupt)
     came = await anyio.to_thread.run_sync(reference.logprobs, rows, Stopwatch(policy.device))
     expected = np.concatenate([initial(policy, row) for row in rows])
