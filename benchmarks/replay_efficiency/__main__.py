@@ -16,7 +16,7 @@ from benchmarks.replay_efficiency.arms import BASE, Job, Protocol, arms_of, jobs
 from benchmarks.replay_efficiency.measure import Bench, Stopped
 from benchmarks.replay_efficiency.picture import draw
 from benchmarks.replay_efficiency.records import Result
-from benchmarks.replay_efficiency.summary import summarise, table
+from benchmarks.replay_efficiency.summary import lower_table, summarise, table
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.rundir import write_bytes_atomically, write_json_atomically
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     results, faults = run_all(bench, jobs, given.jobs)
     if results:
-        text = table(results, protocol)
+        text = table(results, protocol) + "\n\n" + lower_table(results, protocol)
         print("\n" + text)
         write_json_atomically(
             directory / "results.json", {**summarise(results, protocol), "runs": [asdict(r) for r in results]}

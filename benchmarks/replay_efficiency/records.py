@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -91,7 +92,7 @@ class Result:
     @property
     def cost(self) -> float:
         """Tokens until the goal; infinite where it was not reached."""
-        return float(self.tokens) if self.hit else float("inf")
+        return float(self.tokens) if self.hit else math.inf
 
 
 def hit_version(points: Sequence[Point], goal: float) -> int | None:
@@ -100,6 +101,12 @@ def hit_version(points: Sequence[Point], goal: float) -> int | None:
         if point.success >= goal and following.success >= goal:
             return point.version
     return None
+
+
+def cost_of(points: Sequence[Point], goal: float) -> float:
+    """Tokens generated until the hit; infinite where there is none."""
+    hit = hit_version(points, goal)
+    return math.inf if hit is None else float(next(p.tokens for p in points if p.version == hit))
 
 
 def training_of(lines: Sequence[Mapping[str, Any]]) -> Training:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay_efficiency.arms import OFF, Protocol
-from benchmarks.replay_efficiency.records import Result
+from benchmarks.replay_efficiency.records import Result, cost_of
 
+GOALS = (0.4, 0.5, 0.6, 0.7)
+"""Lower goals that every run passes on its way: they tell whether the one that counts is a lucky spot."""
 DRAWS = 10_000
 LEVEL = 0.95
 
@@ -37,6 +39,17 @@ def ratio(result: Result, base: Result) -> float:
     """Tokens of ``result`` over those of ``base``. Where ``base`` never got there, an upper bound of it (what it had
     generated when it was given up); infinite where ``result`` did not."""
     return result.cost / base.tokens if base.tokens else math.nan
+
+
+def ratios_at(results: Sequence[Result], arm: str, goal: float) -> list[float]:
+    """Tokens of ``arm`` until ``goal`` over those of ``off``, for the seeds where ``off`` got there."""
+    arms = by_arm(results)
+    base = {seed: cost_of(result.points, goal) for seed, result in arms.get(OFF, {}).items()}
+    return [
+        cost_of(result.points, goal) / base[seed]
+        for seed, result in sorted(arms[arm].items())
+        if 0 < base.get(seed, math.inf) < math.inf
+    ]
 
 
 def by_arm(results: Sequence[Result]) -> dict[str, dict[int, Result]]:
@@ -79,6 +92,13 @@ def summarise(results: Sequence[Result], protocol: Protocol) -> dict[str, Any]:
                 "median": _finite(median(paired)),
                 "interval": [_finite(value) for value in bootstrap_interval(paired)],
             },
+            "lower_goals": {
+                f"{goal:g}": {
+                    "tokens_median": _finite(median([cost_of(r.points, goal) for r in runs])),
+                    "ratio_to_off_median": _finite(median(ratios_at(results, arm, goal))),
+                }
+                for goal in GOALS
+            },
             "updates": middle(lambda r: r.updates),
             "seconds": middle(lambda r: r.seconds),
             "replay_share": middle(lambda r: r.training.replay_share),
@@ -118,6 +138,23 @@ def table(results: Sequence[Result], protocol: Protocol) -> str:
                 _number(s["ess_replay"], ".2f", "–"),
                 f"{_number(s['staleness_mean'], '.2f', '–')} / {s['staleness_max']}",
                 _number(s["replay_age_mean"], ".1f", "–"),
+            )
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def lower_table(results: Sequence[Result], protocol: Protocol) -> str:
+    """Markdown: median tokens to goals on the way, and their ratio to ``off``."""
+    rows = [("arm", *(f"tokens to {goal:g} (ratio)" for goal in GOALS)), ("---",) + ("---:",) * len(GOALS)]
+    for arm, s in summarise(results, protocol)["arms"].items():
+        cells = (s["lower_goals"][f"{goal:g}"] for goal in GOALS)
+        rows.append(
+            (
+                arm,
+                *(
+                    f"{_number(c['tokens_median'], ',.0f')} ({_number(c['ratio_to_off_median'], '.2f', '–')})"
+                    for c in cells
+                ),
             )
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -10,12 +10,22 @@ from benchmarks.replay_efficiency.arms import Protocol
 from benchmarks.replay_efficiency.picture import draw
 from benchmarks.replay_efficiency.records import (
     Point,
+    cost_of,
     first_order_at,
     hit_version,
     tokens_until,
     training_of,
 )
-from benchmarks.replay_efficiency.summary import bootstrap_interval, median, ratio, ratios, summarise, table
+from benchmarks.replay_efficiency.summary import (
+    bootstrap_interval,
+    lower_table,
+    median,
+    ratio,
+    ratios,
+    ratios_at,
+    summarise,
+    table,
+)
 from pipeline.errors import AfterplayError, StoreError
 from pipeline.replay import store_file
 
@@ -134,6 +144,19 @@ def test_ratios_are_paired_by_seed_and_leave_out_what_has_no_partner(run_of):
     ]  # fmt: skip
     assert ratios(results, "on") == pytest.approx([0.8, 0.5])
     assert ratios([run_of("on", 0, 5)], "on") == []
+
+
+def test_lower_goals_are_read_off_the_same_runs(run_of):
+    def with_points(arm, *tokens):
+        return run_of(arm, points=tuple(Point(5 * i, 0.3 * i, n, 1.0) for i, n in enumerate(tokens)))
+
+    results = [with_points("off", 0, 10, 100, 200), with_points("on", 0, 10, 40, 80)]
+    assert [cost_of(r.points, 0.5) for r in results] == [100, 40]
+    assert cost_of(results[0].points, 0.7) == math.inf, "one measurement is no hit"
+    assert ratios_at(results, "on", 0.5) == pytest.approx([0.4])
+    assert ratios_at(results, "on", 0.7) == []
+    row = lower_table(results, Protocol()).splitlines()[3]
+    assert row == "| on | 40 (0.40) | 40 (0.40) | 40 (0.40) | ∞ (–) |"
 
 
 def test_table_has_a_row_for_each_arm_and_says_which_seeds_failed(tmp_path, run_of):
