@@ -49,6 +49,8 @@ class Job:
     """Everything that differs from the run file."""
     fingerprint: str
     """Of the complete configuration and the protocol, directory and name left out."""
+    run_file: str = ""
+    """The complete configuration as YAML: a run file that is edited meanwhile changes nothing."""
 
     @property
     def name(self) -> str:
@@ -97,7 +99,7 @@ def jobs_of(
             if config.model.source == "tiny":
                 overrides += (f"model.tiny.seed={seed}",)
                 config = load(base, overrides)
-            jobs.append(Job(arm, seed, overrides, fingerprint(config, protocol)))
+            jobs.append(Job(arm, seed, overrides, fingerprint(config, protocol), dump(config)))
     return jobs
 
 

@@ -27,6 +27,7 @@ from benchmarks.replay_efficiency.records import (
 )
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
+from pipeline.rundir import write_bytes_atomically
 from pipeline.supervisor.handle import RunHandle, start_run
 from pipeline.supervisor.progress import read_lines
 
@@ -44,7 +45,6 @@ class Bench:
     """What all runs share."""
 
     directory: Path
-    base: Path
     protocol: Protocol
     seconds_max: float
     """For one run."""
@@ -75,7 +75,9 @@ class Bench:
             raise Stopped("stopped")
         runs = self.directory / "runs"
         shutil.rmtree(runs / job.name, ignore_errors=True)
-        with start_run(self.base, runs, job.name, job.overrides) as run:
+        file = self.directory / "run_files" / f"{job.name}.yaml"
+        write_bytes_atomically(file, job.run_file.encode())
+        with start_run(file, runs, job.name) as run:
             result = _watch(self, job, run)
         save(result, self.result_file(job))
         if not self.keep:
@@ -105,8 +107,7 @@ def _watch(bench: Bench, job: Job, run: RunHandle) -> Result:
         folder = run.directory.weights(version) if version else run.directory.model
         wait(f"version {version}", folder.is_dir)
         if examination is None:
-            config = load(bench.base, job.overrides)
-            examination = load_examination(config, run.directory.model, protocol.plays)
+            examination = load_examination(load(run.directory.config_file), run.directory.model, protocol.plays)
         success = float(examination.success(load_score(folder), version).mean())
         moment = wait(f"update {version}", partial(_moment, run, version))
         point = _point(run, version, success, moment)

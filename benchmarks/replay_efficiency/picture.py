@@ -50,7 +50,7 @@ def _curves(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
         axis.fill_between(grid, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.13, lw=0)
     axis.axhline(protocol.goal, color="#999999", lw=0.9, ls="--")
     axis.set(title="success rate: median and range over seeds", xlabel="generated tokens", ylim=(0, 1), xlim=(0, None))
-    axis.legend(frameon=False, loc="upper left")
+    axis.legend(frameon=False, loc="lower right")
 
 
 def _points(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
@@ -68,7 +68,8 @@ def _points(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
         if middle.hit:
             axis.plot([x - 0.25, x + 0.25], [middle.tokens] * 2, color=colour, lw=2.5, zorder=3)
     axis.set_xticks(range(len(arms)), list(arms))
-    axis.set(title=f"generated tokens until {protocol.goal:g}", ylim=(0, None))
+    highest = max(result.tokens for result in results)
+    axis.set(title=f"generated tokens until {protocol.goal:g}", xlim=(-0.5, len(arms) - 0.5), ylim=(0, 1.08 * highest))
 
 
 def _colours() -> list[str]:

@@ -18,7 +18,7 @@ from benchmarks.replay_efficiency.records import (
     save,
 )
 from learner.models.tiny import TinyOptions, write_tiny_model
-from pipeline.config.load import load
+from pipeline.config.load import load, loads
 from pipeline.errors import AfterplayError, ConfigurationError
 
 
@@ -32,6 +32,15 @@ def test_every_arm_and_seed_is_a_valid_run_that_differs_from_the_others():
     assert configs["priority-0"].replay.task_sampling == "priority"
     assert configs["guard-0"].replay.ess_guard.enabled and not configs["on-0"].replay.ess_guard.enabled
     assert configs["off-1"].run.total_steps == 240 < configs["off-1"].publish.keep
+
+
+def test_run_file_that_is_edited_meanwhile_changes_no_run(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(BASE.read_text())
+    (job,) = jobs_of({"on": ()}, [3], [], Protocol(), base)
+    before = load(base, job.overrides, environment={})
+    base.write_text("learner: {learning_rate: 0.5}")
+    assert loads(job.run_file) == before
 
 
 def test_seed_of_a_run_changes_its_random_weights(tmp_path):
@@ -76,7 +85,7 @@ def test_result_comes_back_from_its_file_as_it_was_written(tmp_path, run_of):
 
 
 def bench(tmp_path):
-    return Bench(tmp_path, BASE, Protocol(), 10.0, keep=False, stop=threading.Event())
+    return Bench(tmp_path, Protocol(), 10.0, keep=False, stop=threading.Event())
 
 
 def test_finished_run_is_not_made_again(tmp_path, monkeypatch, run_of):
