@@ -33,7 +33,8 @@ class EssGuardConfig(Section):
     target: float = Field(0.5, gt=0, le=1)
     """ESS0: the learning rate of a step is multiplied by ``sqrt(min(1, ESS / ESS0))``, ESS over all its tokens."""
     floor: float = Field(0.3, ge=0, le=1)
-    """When the ESS of the replayed tokens of an update is below this, the replay share is multiplied by ``shrink``."""
+    """When the ESS of an update's replayed tokens times ``min(1, mean ratio)`` is below this, the replay share is
+    multiplied by ``shrink``. (Kish's ESS alone is 1 where every ratio is 0.01.)"""
     shrink: float = Field(0.5, gt=0, lt=1)
     recover: float = Field(0.05, gt=0, le=1)
     """Added to the share's factor after each update above the floor, up to 1."""
