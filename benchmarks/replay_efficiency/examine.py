@@ -56,6 +56,8 @@ class Examination:
         self._config = config
         self._renderer = renderer
         self._plays = plays
+        self._rendered: dict[tuple[object, ...], Conversation] = {}
+        """Every prompt so far: the same ones come again and again, and rendering is most of the cost."""
 
     def success(self, score: Score, version: int) -> npt.NDArray[np.float64]:
         """Share of plays that reach ``replay.success_threshold``, one number for each task."""
@@ -82,7 +84,10 @@ class Examination:
         episode = self._environments[task.environment].start(task)
         if isawaitable(episode):
             raise ConfigurationError(f"environments.{task.environment}: only environments with a plain start() here")
-        return Play(number, episode, self._renderer.start(episode.messages))
+        key = (str(episode.messages),)
+        if key not in self._rendered:
+            self._rendered[key] = self._renderer.start(episode.messages)
+        return Play(number, episode, self._rendered[key])
 
     def _turn(self, play: Play, ids: Tokens) -> bool:
         """Give one reply to the environment; whether the play goes on."""
@@ -96,7 +101,10 @@ class Examination:
         section = self._config.environments[self.tasks[play.number].environment]
         if step.done or play.turns >= section.max_turns:
             return False
-        play.conversation = self._renderer.extend(play.conversation, ids, said, step.messages)
+        key = (play.conversation.prompt_ids, ids, str(step.messages))
+        if key not in self._rendered:
+            self._rendered[key] = self._renderer.extend(play.conversation, ids, said, step.messages)
+        play.conversation = self._rendered[key]
         return True
 
     def _say(self, prompts: Sequence[Tokens], score: Score, random: np.random.Generator) -> list[Tokens]:
