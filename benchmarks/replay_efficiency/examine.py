@@ -7,6 +7,7 @@ matters: not which tasks are retired, not what is in flight.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import isawaitable
@@ -23,6 +24,8 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import FinishReason, Task
 
+LOADING = threading.Lock()
+"""transformers imports its parts when they are first used, and two threads must not do that at once."""
 Tokens = tuple[int, ...]
 Score = Callable[[Sequence[Tokens]], npt.NDArray[np.float64]]
 """log-probabilities of the next token ``[N, V]`` after each of N different contexts."""
@@ -133,18 +136,20 @@ def sample(contexts: Sequence[Tokens], score: Score, random: np.random.Generator
 
 def load_examination(config: RunConfig, model: Path, plays: int) -> Examination:
     """``model``: the run's prepared model folder, for its tokenizer."""
-    tokenizer, ends = load_tokenizer(model, config.model.chat_template, config.model.trust_remote_code)
+    with LOADING:
+        tokenizer, ends = load_tokenizer(model, config.model.chat_template, config.model.trust_remote_code)
     return Examination(config, Renderer(tokenizer, ends), plays)
 
 
 def load_score(folder: Path) -> Score:
     """The policy whose weights are in ``folder``, in float32 on the CPU."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    with LOADING:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
     def score(contexts: Sequence[Tokens]) -> npt.NDArray[np.float64]:
         # padding on the right: causal attention keeps it out of what is read
