@@ -78,7 +78,7 @@ class ReplayConfig(Section):
     max_trajectories_per_task: int = Field(5, ge=1)
     """Stored trajectories of one task; over it, one is evicted as ``select`` says (first in, first out for random)."""
     capacity: int = Field(50_000, ge=1)
-    """Stored trajectories in all; over it the oldest go."""
+    """Stored trajectories in all; over it the oldest go. Each of several stages holds its share of it."""
     success_threshold: float = 1.0
     """A reward of at least this is a success: for difficulty, retirement and saving."""
     success_lower: int = Field(0, ge=0)
@@ -114,6 +114,11 @@ class ReplayConfig(Section):
     """Multiply replayed weight by the source group's success rate: replaying only successes over-weights them by
     1/P(success)."""
     ess_guard: EssGuardConfig = EssGuardConfig()
+
+    @property
+    def capacity_of_stage(self) -> int:
+        """Trajectories that one of ``shards`` stages may store."""
+        return -(-self.capacity // self.shards)
 
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> ReplayConfig:
