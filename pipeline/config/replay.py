@@ -105,6 +105,10 @@ class ReplayConfig(Section):
     unit: Literal["trajectory", "turn"] = "trajectory"
     """``turn``: one turn is trained, drawn uniformly over the turns of the candidates, with what came before as
     context."""
+    retire_after: int | None = Field(1, ge=1, le=16)
+    """A task retires when all fresh rollouts of so many of its groups in a row succeeded, and is then played for
+    retests only. None: never. Retirement saves rollouts where tasks are many; with few tasks it leaves the hopeless
+    ones alone in the batch, and what is not played is forgotten."""
     retest_ratio: float = Field(0.02, ge=0, le=1)
     """Share of groups spent on retired tasks, so that forgetting is noticed."""
     inject: Literal["ratio", "rescue"] = "ratio"

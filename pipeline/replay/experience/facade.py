@@ -57,7 +57,7 @@ class Experience:
         self._upper = config.groups.n_rollout if replay.success_upper is None else replay.success_upper
         self._pool = Pool(replay, config.staleness.max, config.environments, entries)
         finite = {name: section.tasks for name, section in config.environments.items()}
-        self._difficulty = Difficulty(finite, tasks)
+        self._difficulty = Difficulty(finite, tasks, self._replay.retire_after)
         self._draws = Draws(config.run.seed, shard, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         batch = config.groups.groups_per_step // replay.shards
