@@ -25,7 +25,8 @@ class Trained:
     """Facts of one update, by group, so that each shard is told of its own groups."""
 
     ess: Mapping[str, float | None] = field(default_factory=dict)
-    """Kish's effective sample size of token ratios over N: ``all``, ``fresh``, ``replay``."""
+    """Kish's effective sample size of token ratios over N: ``all``, ``fresh``, ``replay``; and ``carried``, the
+    ``Weights.carried_ratio`` of replayed tokens."""
     groups: Mapping[str, TrainedGroup] = field(default_factory=dict)
     policy_version: int | None = None
     """Version of the weights that the update was made from."""

@@ -138,6 +138,7 @@ def step_line(
         "ess_ratio": s.all.ratio.ess_ratio,
         "ess_fresh": sources["fresh"].ratio.ess_ratio,
         "ess_replay": sources["replay"].ratio.ess_ratio,
+        "ess_carried": sources["replay"].ratio.carried_ratio,
         "ratio_mean_replay": sources["replay"].ratio.mean,
         "ratio_max_replay": sources["replay"].ratio.largest if sources["replay"].ratio.count else None,
         "kl_k3_replay": sources["replay"].kl_k3.value,
@@ -215,6 +216,7 @@ def trained_facts(batch: Batch, report: StepReport, choice: Choice) -> Trained:
         replayed = tuple(t.trajectory_id for t in group.candidates)
         groups[group.group_id] = TrainedGroup(replayed, entropy, group.group_id in choice.failed)
     ess = {"all": s.all.ratio.ess_ratio, **{name: part.ratio.ess_ratio for name, part in s.by_source.items()}}
+    ess["carried"] = s.by_source["replay"].ratio.carried_ratio
     return Trained(ess, groups, report.policy_version)
 
 

@@ -75,6 +75,15 @@ class Weights:
             return None
         return min(1.0, self.total**2 / (self.count * self.total_squared))
 
+    @property
+    def carried_ratio(self) -> float | None:
+        """:attr:`ess_ratio` times ``min(1, mean)``: how much of N really carries weight. Kish's ESS does not see a
+        common factor and calls N weights of 0.01 perfect; but E[w] = 1 under the policy that sampled, so a mean far
+        below 1 says that the two policies hardly overlap. None without weights."""
+        if not self.count:
+            return None
+        return (self.ess_ratio or 0.0) * min(1.0, self.total / self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:

@@ -111,20 +111,36 @@ def _numbered(path: Path) -> bool:
     return path.stem.partition("-")[2].isdigit()
 
 
-def write_json_atomically(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value`` as JSON so that a reader sees the old file or the new one, never a part."""
-    write_bytes_atomically(path, orjson.dumps(value, option=orjson.OPT_INDENT_2))
+def write_json_atomically(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Replace ``path`` by ``value`` as JSON so that a reader sees the old file or the new one, never a part.
+
+    ``durable``: when this returns, the new one also survives a power loss.
+    """
+    write_bytes_atomically(path, orjson.dumps(value, option=orjson.OPT_INDENT_2), durable=durable)
 
 
-def write_bytes_atomically(path: Path, data: bytes) -> None:
+def write_bytes_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write beside ``path`` and rename. The name is per process, so two writers cannot mix their bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(data)
+        if durable:
+            sync(temporary)
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make the bytes of a file, or the names in a directory, survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

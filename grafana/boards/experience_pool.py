@@ -57,7 +57,7 @@ POOL = RowSpec(
             "Left by reason",
             "cps",
             (Query(f"sum by (reason) ({rate('replay_experience_left_total', window=WINDOW)})", "{{reason}}"),),
-            "full (its task has newer or better ones) and, as the policy learns, retired.",
+            "full (its task has others that rank before it); retired, as the policy learns; age with replay.max_age.",
             "capacity with a pool that should last: raise replay.capacity.",
             stacked=True,
         ),

@@ -79,7 +79,7 @@ LESSONS = RowSpec(
                 Query(q.quantile(0.95, "actor_lesson_search_duration_seconds"), "p95 actors"),
                 Query(q.quantile(0.95, "replay_lesson_search_duration_seconds"), "p95 in the stage"),
             ),
-            "some milliseconds, far below lessons.timeout_seconds.",
+            "far below lessons.timeout_seconds; some milliseconds where the processors are not all busy.",
             "slow in the stage: a large memory on a slow disk. Slow for actors only: the stage's loop is busy.",
             runbook="LessonSearchFailing",
         ),

@@ -189,17 +189,12 @@ SERVICE = RowSpec(
             runbook="LoopStuck",
         ),
         PanelSpec(
-            "Scores",
+            "Duration of a score",
             "s",
-            (
-                Query(
-                    f"sum by (function) ({rate('replay_score_duration_seconds_sum', window=WINDOW)}) / "
-                    f"(sum by (function) ({rate('replay_score_duration_seconds_count', window=WINDOW)}) > 0)",
-                    "mean {{function}}",
-                ),
-            ),
-            "far below an episode. No data without reward functions of the run file.",
-            "slow: scores of several functions run one after another; make it blocking: true or faster.",
+            (Query(q.buckets("replay_score_duration_seconds")),),
+            "far below an episode. Empty without reward functions in the run file.",
+            "slow: groups wait for their scores; make the function faster, or several stages.",
+            "heatmap",
         ),
         PanelSpec(
             "Scores that failed",

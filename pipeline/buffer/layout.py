@@ -49,6 +49,11 @@ class Layout:
             block[name] = arrays[name]
         return block
 
+    def unpack(self, data: bytearray) -> dict[str, Array]:
+        """Named arrays ``[units, ...]`` from the bytes of whole units, each contiguous and writable."""
+        block: Block = np.frombuffer(data, self.dtype)
+        return {name: np.ascontiguousarray(view) for name, view in views(block).items()}
+
     def encode(self) -> bytes:
         return orjson.dumps(self.fields)
 

@@ -33,7 +33,8 @@ class EssGuardConfig(Section):
     target: float = Field(0.5, gt=0, le=1)
     """ESS0: the learning rate of a step is multiplied by ``sqrt(min(1, ESS / ESS0))``, ESS over all its tokens."""
     floor: float = Field(0.3, ge=0, le=1)
-    """When the ESS of the replayed tokens of an update is below this, the replay share is multiplied by ``shrink``."""
+    """When the ESS of an update's replayed tokens times ``min(1, mean ratio)`` is below this, the replay share is
+    multiplied by ``shrink``. (Kish's ESS alone is 1 where every ratio is 0.01.)"""
     shrink: float = Field(0.5, gt=0, lt=1)
     recover: float = Field(0.05, gt=0, le=1)
     """Added to the share's factor after each update above the floor, up to 1."""
@@ -77,7 +78,7 @@ class ReplayConfig(Section):
     max_trajectories_per_task: int = Field(5, ge=1)
     """Stored trajectories of one task; over it, one is evicted as ``select`` says (first in, first out for random)."""
     capacity: int = Field(50_000, ge=1)
-    """Stored trajectories in all; over it the oldest go."""
+    """Stored trajectories in all; over it the oldest go. Each of several stages holds its share of it."""
     success_threshold: float = 1.0
     """A reward of at least this is a success: for difficulty, retirement and saving."""
     success_lower: int = Field(0, ge=0)
@@ -104,6 +105,10 @@ class ReplayConfig(Section):
     unit: Literal["trajectory", "turn"] = "trajectory"
     """``turn``: one turn is trained, drawn uniformly over the turns of the candidates, with what came before as
     context."""
+    retire_after: int | None = Field(1, ge=1, le=16)
+    """A task retires when all fresh rollouts of so many of its groups in a row succeeded, and is then played for
+    retests only. None: never. Retirement saves rollouts where tasks are many; with few tasks it leaves the hopeless
+    ones alone in the batch, and what is not played is forgotten."""
     retest_ratio: float = Field(0.02, ge=0, le=1)
     """Share of groups spent on retired tasks, so that forgetting is noticed."""
     inject: Literal["ratio", "rescue"] = "ratio"
@@ -113,6 +118,11 @@ class ReplayConfig(Section):
     """Multiply replayed weight by the source group's success rate: replaying only successes over-weights them by
     1/P(success)."""
     ess_guard: EssGuardConfig = EssGuardConfig()
+
+    @property
+    def capacity_of_stage(self) -> int:
+        """Trajectories that one of ``shards`` stages may store."""
+        return -(-self.capacity // self.shards)
 
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> ReplayConfig:

@@ -17,7 +17,7 @@ from pipeline.replay import store_file
 from pipeline.replay.journal import Changes
 from pipeline.replay.snapshot import Snapshot
 from pipeline.replay.store import ReplayStore, version_file
-from pipeline.rundir import write_json_atomically
+from pipeline.rundir import sync, write_json_atomically
 
 STEP_PAGES = 2048
 """Pages copied at once; transactions may come between two steps."""
@@ -59,10 +59,12 @@ class MemoryStore(ReplayStore):
         return snapshot
 
     def commit(self, changes: Changes) -> None:
+        """Write one round to memory; a new policy version is also on the disk when this returns."""
         super().commit(changes)
         self._committed = True
         if "policy_version" in changes.meta:
-            write_json_atomically(version_file(self.path), {"policy_version": changes.meta["policy_version"]})
+            version = {"policy_version": changes.meta["policy_version"]}
+            write_json_atomically(version_file(self.path), version, durable=True)
 
     def checkpoint(self) -> None:
         """Write a whole copy; other threads may read and commit meanwhile. Nothing new: nothing is written."""
@@ -78,14 +80,9 @@ class MemoryStore(ReplayStore):
                 self._copy(target)
             finally:
                 target.close()
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(part)
         os.replace(part, self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(self.path.parent)
 
     def close(self) -> None:
         """Write the last copy. Harmless when done already."""

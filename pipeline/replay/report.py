@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.errors import WireError
 
-ESS_OF = ("all", "fresh", "replay")
+ESS_OF = ("all", "fresh", "replay", "carried")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class UpdateReport:
     replayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By group id: the replays that were trained."""
     ess: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(ESS_OF))
-    """Kish effective sample size of pi/mu over recorded tokens, as a share: ``all``, ``fresh``, ``replay``."""
+    """Kish effective sample size of pi/mu over recorded tokens, as a share: ``all``, ``fresh``, ``replay``.
+    ``carried``: that of ``replay`` times min(1, mean ratio), which the guard of the replay share goes by."""
     entropies: Mapping[str, float] = field(default_factory=dict)
     """By trajectory id: mean exact entropy over its sampled tokens, nats."""
     choice_failed: int = 0

@@ -18,7 +18,9 @@ from pipeline.replay.core import StageCore
 from pipeline.replay.journal import Score, Send
 from pipeline.replay.memory_store import open_store
 from pipeline.replay.records import GroupState
-from pipeline.replay.simulated_peers import Faults, Peer, SimulatedActor, SimulatedLearner, rollout
+from pipeline.replay.simulated_actor import SimulatedActor
+from pipeline.replay.simulated_learner import SimulatedLearner
+from pipeline.replay.simulated_peers import Faults, Peer, rollout
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import Trajectory
 from pipeline.scorer.verdict import Verdict, combine

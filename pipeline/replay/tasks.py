@@ -25,8 +25,6 @@ class Verdict(Enum):
     """The caller plays it later; the next one is looked at."""
     PASS = auto()
     """It is not played this time round; the environment's next one is looked at."""
-    STOP = auto()
-    """It stays the environment's next one, and the environment has nothing for now."""
 
 
 class TaskSampler:
@@ -86,10 +84,8 @@ class TaskSampler:
                 found = verdict(task)
                 if found is Verdict.TAKE:
                     return task
-                if found is not Verdict.STOP:
-                    self._base[name] += found is Verdict.PASS
-                    continue
-                self._drawn[name] -= 1
+                self._base[name] += found is Verdict.PASS
+                continue
             closed.add(name)
             self._base[name] -= 1
         for name in closed:

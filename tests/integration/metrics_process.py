@@ -21,10 +21,23 @@ from pipeline.metrics import (
     ProcessMetrics,
     ReplayMetrics,
 )
-from pipeline.metrics.base import counter, gauge, histogram
-from pipeline.metrics.replay import POPULATIONS
+from pipeline.metrics.base import Counter, Histogram, counter, gauge, histogram
 
 ENV = "arithmetic"
+
+
+def stir(metrics: Any) -> None:
+    """Something happened of every kind: each counter goes up, each histogram gets a value. Gauges are left alone."""
+    for metric in vars(metrics).values():
+        for child in children(metric):
+            if isinstance(metric, Counter):
+                child.inc()
+            elif isinstance(metric, Histogram):
+                child.observe(0.5)
+
+
+def children(metric: Any) -> list[Any]:
+    return list(getattr(metric, "_metrics", {}).values()) or [metric]
 
 
 class Actor:
@@ -32,17 +45,8 @@ class Actor:
         self.m = ActorMetrics(registry, [ENV])
 
     def move(self, i: int) -> None:
+        stir(self.m)
         self.m.policy_version.set(i)
-        self.m.trajectories_total.labels(env=ENV, outcome="complete").inc()
-        self.m.tokens_total.labels(kind="generated").inc(50)
-        self.m.episode_reward.labels(env=ENV).observe(0.5)
-        self.m.generate_duration_seconds.labels(backend="vllm").observe(0.2)
-        self.m.env_step_duration_seconds.labels(env=ENV).observe(0.001)
-        self.m.lesson_searches_total.labels(outcome="found").inc()
-        self.m.lesson_search_duration_seconds.observe(0.004)
-        self.m.guided_episodes_total.labels(train="keep").inc()
-        for guided, reward in (("yes", 0.6), ("no", 0.5)):
-            self.m.guidance_reward.labels(guided=guided).observe(reward)
 
 
 class Replay:
@@ -50,22 +54,11 @@ class Replay:
         self.m = ReplayMetrics(registry, [ENV])
 
     def move(self, i: int) -> None:
+        stir(self.m)
         self.m.trajectories.set(10)
         self.m.capacity_trajectories.set(100)
-        self.m.inserted_trajectories_total.labels(env=ENV).inc()
-        self.m.terminal_trajectories_total.labels(state="trained").inc()
         self.m.experience_pool_entries.set(min(i, 50))
         self.m.experience_pool_capacity.set(50)
-        self.m.experience_saved_total.labels(origin="rollout").inc()
-        self.m.replays_trained_total.inc()
-        for population in POPULATIONS:
-            self.m.audit_tokens.labels(population=population).observe(40)
-            self.m.audit_duration_seconds.labels(population=population).observe(1.5)
-            self.m.audit_reward.labels(population=population).observe(0.5)
-            self.m.audit_age_versions.labels(population=population).observe(1)
-        self.m.lesson_groups_total.labels(outcome="written").inc()
-        self.m.lesson_searches_total.labels(outcome="found").inc()
-        self.m.lesson_search_duration_seconds.observe(0.002)
 
 
 class Learner:
@@ -75,23 +68,14 @@ class Learner:
 
     def move(self, i: int) -> None:
         m = self.m
+        stir(m)
         for source, width in (("fresh", 0.05), ("replay", 0.4)):
             ratios = np.exp(self.random.normal(0, width, 1000))
             m.importance_ratio.labels(level="token", source=source).observe_many(ratios)
             m.importance_ratio_squared_total.labels(level="token", source=source).inc(float((ratios**2).sum()))
-        m.replay_age_versions.observe(12)
         m.policy_version.set(i)
-        m.steps_total.inc()
-        m.wait_seconds_total.inc(0.01)
-        m.tokens_total.labels(kind="trained").inc(ratios.size)
-        for statistic in ("mean", "min", "max"):
-            m.batch_importance_ratio.labels(level="token", stat=statistic).set(getattr(ratios, statistic)())
         m.batch_ess_ratio.labels(level="token").set(0.9)
-        m.staleness_versions.observe(1)
-        m.logprob_diff_nats.observe(0.01)
         m.reward_mean.labels(env=ENV).set(0.5)
-        m.step_duration_seconds.labels(stage="forward").observe(0.05)
-        m.weight_publish_duration_seconds.observe(0.3)
         m.checkpoint_timestamp_seconds.set(time.time())
 
 
@@ -133,6 +117,7 @@ def main(role: str, port: int = 0) -> None:
             i += 1
             body.move(i)
             if process is not None:
+                stir(process)
                 process.heartbeat_timestamp_seconds.set(time.time())
 
     with MetricsServer(registry, lambda: (True, {}), port=port) as server:

@@ -84,11 +84,19 @@ def eventually(look: Callable[[], bool], what: str, seconds_max: float = 30) -> 
         pause.wait(0.2)
 
 
+def problems(api: Api, seconds_max: float, without_data: frozenset[str] = frozenset()) -> str:
+    """Of all dashboards, one a line."""
+    found = []
+    for uid in EVERY_DASHBOARD:
+        left = prove_within(load(uid), api, seconds_max, without_data, pause_seconds=0.3)
+        found += [f"{uid}: {problem}" for problem in left]
+    return "\n".join(found)
+
+
 def test_every_query_returns_data_from_processes_with_the_real_metric_classes(processes: dict[str, Process]) -> None:
     with PrometheusProcess([p.target for p in processes.values()], rules=RULES) as prometheus:
         api = Api(prometheus.url)
-        for uid in EVERY_DASHBOARD:
-            assert prove_within(load(uid), api, seconds=30, pause_seconds=0.3) == [], uid
+        assert problems(api, seconds_max=30) == ""
         rules = api.get("/api/v1/rules")["groups"][0]["rules"]
         assert {r["name"] for r in rules if r.get("health") == "err"} == set()
 
@@ -133,6 +141,5 @@ def test_every_query_returns_data_from_a_real_run_that_replays_and_learns_from_l
         assert {t.job for t in targets} == {f"afterplay-{role}" for role in ROLES}
         assert sum(t.job == "afterplay-replay" for t in targets) == 2
         with PrometheusProcess(targets, rules=RULES) as prometheus:
-            for uid in EVERY_DASHBOARD:
-                assert prove_within(load(uid), Api(prometheus.url), 90, without_data=VLLM_ONLY) == [], uid
+            assert problems(Api(prometheus.url), seconds_max=90, without_data=VLLM_ONLY) == ""
         assert run.interrupt() < 15

@@ -38,7 +38,7 @@ class Aside:
 
         def verdict(task: Task) -> Verdict:
             if task.task_id in self._tasks:
-                return Verdict.STOP
+                return Verdict.PASS
             if is_retired(task.task_id):
                 return Verdict.PASS
             if task.task_id not in batch:

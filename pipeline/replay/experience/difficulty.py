@@ -1,7 +1,7 @@
 """How hard each task is: its bucket, its history, and whether it is retired (REPLAY.md 2).
 
 Only fresh rollouts count. A task is in one bucket, by the successes of its latest finished group, or retired (every
-fresh rollout succeeded), or neither (nothing is known of it).
+fresh rollout of its latest ``replay.retire_after`` groups succeeded), or neither (nothing is known of it).
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ class Difficulty:
     every change; :attr:`changed` and :attr:`forgotten` collect what a store must do, the owner empties them.
     """
 
-    def __init__(self, finite: Mapping[str, int | None], records: Iterable[TaskRecord] = ()) -> None:
+    def __init__(
+        self, finite: Mapping[str, int | None], records: Iterable[TaskRecord] = (), retire_after: int | None = 1
+    ) -> None:
         self._finite = dict(finite)
+        self._retire_after = retire_after
         self.records: dict[str, TaskRecord] = {}
         self._buckets: Counter[int] = Counter()
         self._retired: list[str] = []
@@ -71,14 +74,22 @@ class Difficulty:
             record = TaskRecord(task)
         else:
             self._leave(record)
-        record.retired = successes == n_fresh
-        record.bucket = None if record.retired else successes
         record.n_fresh = n_fresh
         record.visits += 1
         record.history = [*record.history, (successes, n_fresh)][-HISTORY:]
+        record.retired = self._solved(record, was_retired)
+        record.bucket = None if record.retired else successes
         self._enter(record)
         self._change(record)
         return record.retired and not was_retired, was_retired and not record.retired
+
+    def _solved(self, record: TaskRecord, was_retired: bool) -> bool:
+        """Whether the task is, or stays, retired after the group that ends its history."""
+        after = self._retire_after
+        if after is None:
+            return False
+        latest = record.history[-1:] if was_retired else record.history[-after:]
+        return (was_retired or len(latest) == after) and all(s == n for s, n in latest)
 
     def meet(self, task: Task) -> None:
         """The task has come into the pool by import: from here on there is a record of it."""

@@ -57,7 +57,7 @@ class Experience:
         self._upper = config.groups.n_rollout if replay.success_upper is None else replay.success_upper
         self._pool = Pool(replay, config.staleness.max, config.environments, entries)
         finite = {name: section.tasks for name, section in config.environments.items()}
-        self._difficulty = Difficulty(finite, tasks)
+        self._difficulty = Difficulty(finite, tasks, self._replay.retire_after)
         self._draws = Draws(config.run.seed, shard, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         batch = config.groups.groups_per_step // replay.shards
@@ -183,7 +183,8 @@ class Experience:
         entropies: Mapping[int, float],
         solve_rate: float | None,
     ) -> None:
-        """An update was made: which entries it trained as replays (``seq``), the ESS of its tokens by source (0 to 1),
+        """An update was made: which entries it trained as replays (``seq``), the ESS of its tokens (0 to 1; the guard
+        goes by ``carried``, where that was not told by ``replay``),
         the mean entropies of what it trained (nats, by ``seq``), the share of its fresh rollouts that succeeded."""
         if not self._enabled:
             return
@@ -196,7 +197,9 @@ class Experience:
             if math.isfinite(entropy) and (entry := self._pool.get(seq)) is not None:
                 entry.entropy = entropy
                 self._keeper.change(entry)
-        self._factor = next_factor(self._replay.ess_guard, self._factor, ess.get("replay"))
+        carried = ess.get("carried")
+        ess_replay = ess.get("replay") if carried is None else carried
+        self._factor = next_factor(self._replay.ess_guard, self._factor, ess_replay)
         if solve_rate is not None:
             self._mixing.solved(solve_rate)
 

@@ -8,7 +8,8 @@ from pipeline.config.replay import EssGuardConfig
 
 
 def next_factor(guard: EssGuardConfig, factor: float, ess: float | None) -> float:
-    """The share's factor, in [share_min, 1], after an update whose replayed tokens had this Kish ESS (0 to 1).
+    """The share's factor, in [share_min, 1], after an update whose replayed tokens had this ESS (0 to 1): Kish's times
+    ``min(1, mean ratio)``. Kish's alone is 1 where every ratio is 0.01, and such replays carry nothing but a baseline.
 
     Below the floor it shrinks by a factor, else it grows by a constant: fast down, slow up. An update without replayed
     tokens (``ess`` None) counts as one above the floor, or a share of 0 would stay 0 for ever. An ESS that is not

@@ -2,8 +2,8 @@
 
 Of a batch of ``B`` groups ``floor(B * task_ratio * factor)`` are to be replay groups, ``factor`` being the guard's. At
 one of ``S`` stages a batch is ``b = B / S`` consecutive admissions, ``T`` of them replay by :func:`share_of`; T is
-fixed when the batch begins. Admission ``i`` (from 0) is one when fewer than ``floor((i + 1) * T / b)`` were before it,
-which spreads them evenly and makes up for those that found nothing valid.
+fixed when the batch begins. They come first in it, so that its fresh draws do not take the tasks that could be
+replayed; one that finds nothing valid is made up for by a later admission of the batch.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Mixing:
 
     @property
     def replay_due(self) -> bool:
-        """Whether this admission should be a replay group."""
-        return self._replays < (self._position + 1) * self._target // self._batch
+        """Whether this admission should be a replay group: those of a batch come first, so that its fresh draws do not
+        take the tasks that could be replayed."""
+        return self._replays < self._target
 
     def admitted(self, task_id: str, *, replay: bool = False, retest: bool = False) -> None:
         """The admission that :meth:`begin` began is made."""

@@ -6,14 +6,14 @@ import copy
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
 
 from pipeline.config import RunConfig
 from pipeline.replay.experience.facade import Experience
-from pipeline.replay.experience.records import Fresh, PoolEntry
+from pipeline.replay.experience.records import Fresh, PoolEntry, TaskRecord
 from pipeline.replay.tasks import TaskSampler
 from pipeline.schema import Task
 
@@ -56,6 +56,11 @@ def play(experience: Experience, task: int | Task, successes: int, n: int, first
     task = task if isinstance(task, Task) else make_task(task)
     fresh = [make_fresh(first_seq + i, float(i < successes), **values) for i in range(n)]
     return experience.finished(task, fresh, planned=False, version=values.get("version", 0))
+
+
+def own(record: TaskRecord) -> TaskRecord:
+    """A copy that does not change with the original."""
+    return replace(record, history=list(record.history))
 
 
 @dataclass
@@ -129,13 +134,13 @@ class History:
         self.experience.age_to(self.version)
 
     def write(self) -> None:
-        changes = copy.deepcopy(self.experience.take_changes())
-        self.rows.update({entry.seq: entry for entry in changes.entries})
+        changes = self.experience.take_changes()
+        self.rows.update({entry.seq: copy.copy(entry) for entry in changes.entries})
         for seq in changes.removed:
             self.rows.pop(seq, None)
         self.left += len(changes.removed)
         self.reasons.update(changes.removed.values())
-        self.tasks.update({record.task.task_id: record for record in changes.tasks})
+        self.tasks.update({record.task.task_id: own(record) for record in changes.tasks})
         for task_id in changes.forgotten_tasks:
             self.tasks.pop(task_id, None)
         if changes.state is not None:
@@ -143,8 +148,8 @@ class History:
         assert not self.experience.take_changes()
 
     def restart(self) -> None:
-        entries = sorted(copy.deepcopy(list(self.rows.values())), key=lambda e: e.saved)
-        tasks = copy.deepcopy(sorted(self.tasks.values(), key=lambda r: r.task.task_id, reverse=True))
+        entries = sorted(map(copy.copy, self.rows.values()), key=lambda e: e.saved)
+        tasks = sorted(map(own, self.tasks.values()), key=lambda r: r.task.task_id, reverse=True)
         self.experience = Experience(self.config, entries=entries, tasks=tasks, state=self.state)
         self.sampler = TaskSampler(self.config.environments, self.config.run.seed, self.sampler.state())
         assert not self.experience.take_changes()

@@ -28,7 +28,7 @@ class Stage:
 
 
 @given(batch=st.integers(1, 40), ratio=st.floats(0, 1), factor=st.floats(0, 1))
-def test_a_full_pool_gives_exactly_the_target_spread_evenly(batch, ratio, factor):
+def test_a_full_pool_gives_exactly_the_target_and_gives_it_first(batch, ratio, factor):
     mixing = Mixing(ReplayConfig(enabled=True, start_ratio=0, task_ratio=ratio, retest_ratio=0), batch)
     target = math.floor(batch * ratio * factor + 1e-9)
     for _ in range(2):
@@ -37,8 +37,7 @@ def test_a_full_pool_gives_exactly_the_target_spread_evenly(batch, ratio, factor
             mixing.begin(1.0, factor)
             due.append(mixing.replay_due)
             mixing.admitted(str(i), replay=due[-1])
-            assert abs(sum(due) - (i + 1) * target / batch) < 1
-        assert sum(due) == target
+        assert due == [True] * target + [False] * (batch - target)
 
 
 @given(
@@ -80,7 +79,7 @@ def test_a_deficit_is_caught_up_within_the_batch_and_not_carried_over():
         mixing.begin(1.0, 1.0)
         found.append(mixing.replay_due and valid)
         mixing.admitted(str(len(found)), replay=found[-1])
-    assert found == [False] * 5 + [True] * 3 + [False, True] * 4
+    assert found == [False] * 5 + [True] * 3 + [True] * 4 + [False] * 4
 
 
 def test_an_empty_pool_means_fresh_play(make):
@@ -92,7 +91,7 @@ def test_every_batch_has_the_target_of_replay_tasks_and_no_task_twice(make):
     stage = Stage(make.config(batch=8, task_ratio=0.5), [make.entry(i, 1000 + i) for i in range(30)])
     for _ in range(10):
         plans = stage.draw(8)
-        assert [p.k for p in plans] == [0, 1] * 4
+        assert [p.k for p in plans] == [1] * 4 + [0] * 4
         assert len({p.task.task_id for p in plans}) == 8
 
 
@@ -233,7 +232,7 @@ def test_tasks_of_the_batch_are_set_aside_and_drawn_first_later(make):
     for i in range(0, 100, 4):
         assert len({p.task.seed for p in plans[i : i + 4]}) == 4
     fresh = Counter(p.task.seed for p in plans if not p.k)
-    assert max(fresh.values()) - min(fresh.values()) <= 2
+    assert max(fresh.values()) - min(fresh.values()) <= 4
 
 
 def test_a_batch_larger_than_all_tasks_repeats_them_evenly(make):
@@ -273,10 +272,3 @@ def test_passing_over_tasks_keeps_epochs_whole_and_shares_exact(make, retired, s
     seen = [task.seed for task in drawn if task.environment == "a"]
     left = 20 - len(retired)
     assert all(len(set(seen[i : i + left])) == left for i in range(0, len(seen) - left, left)) if left else not seen
-
-
-def test_a_stopped_environment_keeps_its_next_task(make):
-    sampler = TaskSampler(make.config().environments, 0)
-    before = sampler.state()
-    assert sampler.draw_where(lambda _: Verdict.STOP) is None
-    assert sampler.state() == before and sampler.draw().seed == 0

@@ -89,6 +89,15 @@ def test_over_the_capacity_of_the_pool_the_oldest_go(make):
     assert list(experience.tasks) == ["a/1"]
 
 
+def test_each_of_several_stages_holds_its_share_of_the_capacity(make):
+    config = make.config(capacity=3)
+    shared = config.model_copy(update={"replay": config.replay.model_copy(update={"shards": 2})})
+    experience = Experience(shared)
+    make.play(experience, 0, 2, 4, 0)
+    make.play(experience, 1, 3, 4, 10)
+    assert seqs(experience) == [11, 12]
+
+
 def test_an_evicted_entry_is_gone_from_every_count(make):
     experience = Experience(make.config(capacity=1))
     make.play(experience, 0, 1, 4, 0)
@@ -112,6 +121,27 @@ def test_retirement_purges_pool_and_bucket_and_failure_ends_it(make):
     outcome = make.play(experience, 0, 3, 4, 30)
     assert outcome.returned and len(outcome.saved) == 3 and experience.buckets() == {3: 1} and not experience.retired
     assert 0 in {experience.next_group(sampler, progress=0, version=0).task.seed for _ in range(12)}
+
+
+def test_a_task_retires_after_as_many_solved_groups_in_a_row_as_asked(make):
+    experience = Experience(make.config(batch=1, tasks=4, retire_after=2))
+    make.play(experience, 0, 2, 4, 0)
+    assert not make.play(experience, 0, 4, 4, 10).retired and experience.buckets() == {4: 1} and len(experience) == 2
+    make.play(experience, 0, 3, 4, 20)
+    assert not make.play(experience, 0, 4, 4, 30).retired
+    assert make.play(experience, 0, 4, 4, 40).retired and not len(experience)
+    assert not make.play(experience, 0, 4, 4, 50).returned, "one solved group is enough to stay retired"
+    assert make.play(experience, 0, 3, 4, 60).returned
+
+
+def test_without_retirement_a_solved_task_keeps_its_pool_and_is_drawn(make):
+    config = make.config(batch=1, tasks=2, retire_after=None)
+    experience = Experience(config)
+    make.play(experience, 0, 2, 4, 0)
+    outcome = make.play(experience, 0, 4, 4, 10)
+    assert not outcome.retired and not outcome.left and len(experience) == 2
+    sampler = TaskSampler(config.environments, 0)
+    assert {experience.next_group(sampler, progress=0, version=0).task.seed for _ in range(6)} == {0, 1}
 
 
 def test_a_replay_group_retires_its_task_by_its_fresh_rollouts_alone(make):

@@ -11,9 +11,11 @@ import promql_parser
 import pytest
 import yaml
 
+from grafana import thresholds as limits
 from grafana.alerts import ALERTS
 from grafana.alerts_experience import EXPERIENCE_ALERTS
 from grafana.boards import BOARDS
+from pipeline.config.replay import EssGuardConfig
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "grafana" / "prometheus"
@@ -75,3 +77,7 @@ def labels_are_gone(node: object) -> bool:
     if isinstance(node, promql_parser.Call):
         return all(labels_are_gone(argument) for argument in node.args)
     return isinstance(node, promql_parser.NumberLiteral)
+
+
+def test_replays_are_called_too_far_off_where_the_guard_of_a_run_would_shrink_their_share() -> None:
+    assert limits.REPLAY_ESS.warning == EssGuardConfig().floor

@@ -48,6 +48,21 @@ def test_nothing_counted_has_no_mean():
     assert Weights().ess_ratio is None
 
 
+@given(weights, st.floats(1e-3, 1e3))
+def test_carried_ess_is_kishs_unless_the_mean_weight_is_below_one(w, factor):
+    scaled = Weights.of(np.asarray(w) * factor)
+    mean = float(np.mean(w)) * factor
+    assert scaled.ess_ratio == pytest.approx(Weights.of(w).ess_ratio)
+    assert scaled.carried_ratio == pytest.approx(scaled.ess_ratio * min(1.0, mean))
+
+
+def test_weights_that_carry_nothing_have_a_carried_ess_near_zero():
+    tiny = Weights.of(np.full(50, 0.01))
+    assert tiny.ess_ratio == pytest.approx(1) and tiny.carried_ratio == pytest.approx(0.01)
+    assert Weights.of(np.zeros(3)).carried_ratio == 0
+    assert Weights().carried_ratio is None
+
+
 def values(n=6, seed=0, replayed=None):
     rng = np.random.default_rng(seed)
     return TokenValues(

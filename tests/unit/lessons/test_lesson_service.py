@@ -27,6 +27,20 @@ MakePlayed = Callable[..., Trajectory]
 PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")
 
 
+class Told:
+    """A counter that tells of every increment."""
+
+    def __init__(self, counter: Any, tell: Callable[[], None]) -> None:
+        self._counter, self._tell = counter, tell
+
+    def labels(self, **labels: str) -> Told:
+        return Told(self._counter.labels(**labels), self._tell)
+
+    def inc(self, amount: float = 1) -> None:
+        self._counter.inc(amount)
+        self._tell()
+
+
 class Stage:
     """Payloads in, messages out."""
 
@@ -35,6 +49,10 @@ class Stage:
         self.registry = CollectorRegistry()
         self.stored: dict[int, Frames] = {}
         self.sent: list[Send] = []
+        self._changed = anyio.Event()
+        metrics = ReplayMetrics(self.registry)
+        for name in ("lesson_groups_total", "lesson_searches_total"):
+            setattr(metrics, name, Told(getattr(metrics, name), self._tell))
         self.memory = Memory(directory / "lessons.sqlite", capacity=100, characters_max=200)
         self.lessons = Lessons(
             config,
@@ -42,9 +60,9 @@ class Stage:
             keeper=keeper,
             writer=Writer(config, 1.0),
             payloads=self.payloads,
-            post=self.sent.append,
+            post=self.post,
             limits=Limits(),
-            metrics=ReplayMetrics(self.registry),
+            metrics=metrics,
         )
 
     async def payloads(self, seqs: Sequence[int]) -> Mapping[int, Frames]:
@@ -61,11 +79,19 @@ class Stage:
     def value(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"afterplay_replay_{name}", labels) or 0.0
 
+    def post(self, message: Send) -> None:
+        self.sent.append(message)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Looks again and again, and leaves the processor to the threads in between."""
+        """Looks after every message and every count."""
         with anyio.fail_after(20):
             while not condition():
-                await anyio.sleep(0.001)
+                self._changed = anyio.Event()
+                await self._changed.wait()
 
 
 @asynccontextmanager

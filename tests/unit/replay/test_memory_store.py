@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pipeline.config.replay import ReplayConfig
 from pipeline.replay.journal import Changes
@@ -57,6 +60,33 @@ def test_after_a_kill_the_last_copy_is_there_and_says_so(tmp_path: Path) -> None
     with open_store(DISK, path) as disk:
         assert not disk.load().lost
     assert version_file(path).exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to tell which file is made durable")
+def test_a_version_is_on_the_disk_before_its_commit_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.sqlite"
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def seen_fsync(fd: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        fsync(fd)
+
+    def seen_replace(self: Path, target: Path) -> Path:
+        events.append(("rename", target.name))
+        return replace(self, target)
+
+    with open_store(MEMORY, path) as store:
+        store.load()
+        monkeypatch.setattr(os, "fsync", seen_fsync)
+        monkeypatch.setattr(Path, "replace", seen_replace)
+        store.commit(Changes(counters={"orders.issued": 1}))
+        assert events == []
+        store.commit(Changes(meta={"policy_version": 3}))
+        name = version_file(path).name
+        written = f".{name}.{os.getpid()}"
+        assert events == [("fsync", written), ("rename", name), ("fsync", tmp_path.name)]
+        monkeypatch.undo()
 
 
 def test_a_copy_taken_while_others_write_is_whole(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""How often the weights of one version succeed, measured outside the run that made them.
+
+Every task of the run file's environments is played a fixed number of times at temperature 1, through the environment's
+own episodes and the actor's renderer, with random numbers that depend on the version only. Nothing of the run's state
+matters: not which tasks are retired, not what is in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.environments.base import Environment, Episode, Reply
+from actors.environments.discovery import build
+from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.schema import FinishReason, Task
+
+LOADING = threading.Lock()
+"""transformers imports its parts when they are first used, and two threads must not do that at once."""
+Tokens = tuple[int, ...]
+Score = Callable[[Sequence[Tokens]], npt.NDArray[np.float64]]
+"""log-probabilities of the next token ``[N, V]`` after each of N different contexts."""
+
+
+@dataclass(slots=True)
+class Play:
+    """One play that has not ended."""
+
+    number: int
+    """Of its task."""
+    episode: Episode
+    conversation: Conversation
+    turns: int = 0
+    reward: float = 0.0
+
+
+class Examination:
+    """All tasks of one run file."""
+
+    def __init__(self, config: RunConfig, renderer: Renderer, plays: int) -> None:
+        """Raises :class:`ConfigurationError` for an environment with endless tasks: no fixed set to measure."""
+        self.tasks: list[Task] = []
+        self._environments: dict[str, Environment] = {}
+        for name, section in config.environments.items():
+            if section.tasks is None:
+                raise ConfigurationError(f"environments.{name}.tasks: expected a number of tasks to measure, got none")
+            self._environments[name] = build(name, section)
+            seeds = range(section.seed, section.seed + section.tasks)
+            self.tasks += [Task(f"{name}/{seed}", name, seed) for seed in seeds]
+        self._config = config
+        self._renderer = renderer
+        self._plays = plays
+        self._rendered: dict[tuple[object, ...], Conversation] = {}
+        """Every prompt so far: the same ones come again and again, and rendering is most of the cost."""
+
+    def success(self, score: Score, version: int) -> npt.NDArray[np.float64]:
+        """Share of plays that reach ``replay.success_threshold``, one number for each task."""
+        random = np.random.default_rng([20260101, version])
+        rewards = np.zeros((len(self.tasks), self._plays))
+        ended = [0] * len(self.tasks)
+        live = [self._start(number) for number in range(len(self.tasks)) for _ in range(self._plays)]
+        while live:
+            said = self._say([play.conversation.prompt_ids for play in live], score, random)
+            going = []
+            for play, ids in zip(live, said, strict=True):
+                if self._turn(play, ids):
+                    going.append(play)
+                else:
+                    rewards[play.number, ended[play.number]] = play.reward
+                    ended[play.number] += 1
+                    play.episode.close()
+            live = going
+        solved = rewards >= self._config.replay.success_threshold
+        return np.asarray(solved.mean(axis=1), dtype=np.float64)
+
+    def _start(self, number: int) -> Play:
+        task = self.tasks[number]
+        episode = self._environments[task.environment].start(task)
+        if isawaitable(episode):
+            raise ConfigurationError(f"environments.{task.environment}: only environments with a plain start() here")
+        key = (str(episode.messages),)
+        if key not in self._rendered:
+            self._rendered[key] = self._renderer.start(episode.messages)
+        return Play(number, episode, self._rendered[key])
+
+    def _turn(self, play: Play, ids: Tokens) -> bool:
+        """Give one reply to the environment; whether the play goes on."""
+        said = self._renderer.completed(ids)
+        reason = FinishReason.STOP if said.end_id is not None else FinishReason.LENGTH
+        step = play.episode.step(Reply(said.text, reason))
+        if isawaitable(step):
+            raise ConfigurationError("only environments with a plain step() can be measured here")
+        play.reward += step.reward
+        play.turns += 1
+        section = self._config.environments[self.tasks[play.number].environment]
+        if step.done or play.turns >= section.max_turns:
+            return False
+        key = (play.conversation.prompt_ids, ids, str(step.messages))
+        if key not in self._rendered:
+            self._rendered[key] = self._renderer.extend(play.conversation, ids, said, step.messages)
+        play.conversation = self._rendered[key]
+        return True
+
+    def _say(self, prompts: Sequence[Tokens], score: Score, random: np.random.Generator) -> list[Tokens]:
+        """A sampled reply to each prompt: up to the end-of-turn token or ``sampling.max_tokens``."""
+        said: list[Tokens] = [()] * len(prompts)
+        talking = list(range(len(prompts)))
+        for _ in range(self._config.sampling.max_tokens):
+            contexts = [prompts[i] + said[i] for i in talking]
+            for i, token in zip(talking, sample(contexts, score, random), strict=True):
+                said[i] += (token,)
+            talking = [i for i in talking if said[i][-1] not in self._renderer.end_ids]
+            if not talking:
+                break
+        return said
+
+
+def sample(contexts: Sequence[Tokens], score: Score, random: np.random.Generator) -> list[int]:
+    """One token after each context, by the inverse of the distribution function; equal contexts are scored once."""
+    different = list(dict.fromkeys(contexts))
+    place = {context: i for i, context in enumerate(different)}
+    cumulative = np.cumsum(np.exp(score(different)), axis=1)
+    draws = random.random(len(contexts))
+    rows = cumulative[[place[context] for context in contexts]]
+    return [int(i) for i in (rows < (draws * rows[:, -1])[:, None]).sum(axis=1)]
+
+
+def load_examination(config: RunConfig, model: Path, plays: int) -> Examination:
+    """``model``: the run's prepared model folder, for its tokenizer."""
+    with LOADING:
+        tokenizer, ends = load_tokenizer(model, config.model.chat_template, config.model.trust_remote_code)
+    return Examination(config, Renderer(tokenizer, ends), plays)
+
+
+def load_score(folder: Path) -> Score:
+    """The policy whose weights are in ``folder``, in float32 on the CPU."""
+    with LOADING:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+    def score(contexts: Sequence[Tokens]) -> npt.NDArray[np.float64]:
+        # padding on the right: causal attention keeps it out of what is read
+        ends = torch.tensor([len(context) - 1 for context in contexts])
+        ids = torch.zeros(len(contexts), int(ends.max()) + 1, dtype=torch.long)
+        for row, context in zip(ids, contexts, strict=True):
+            row[: len(context)] = torch.tensor(context)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(contexts)), ends]
+        return torch.log_softmax(logits.double(), dim=-1).numpy()
+
+    return score

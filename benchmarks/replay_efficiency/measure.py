@@ -1,0 +1,175 @@
+"""One run from start to hit, examined while it goes on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.replay_efficiency.arms import Job, Protocol
+from benchmarks.replay_efficiency.examine import Examination, load_examination, load_score
+from benchmarks.replay_efficiency.records import (
+    Point,
+    Result,
+    finished_at,
+    first_order_at,
+    hit_version,
+    load_result,
+    save,
+    tokens_until,
+    training_of,
+)
+from pipeline.config.load import load
+from pipeline.errors import AfterplayError
+from pipeline.rundir import write_bytes_atomically
+from pipeline.supervisor.handle import RunHandle, start_run
+from pipeline.supervisor.progress import read_lines
+
+Value = TypeVar("Value")
+END_SECONDS_MAX = 90.0
+"""For a run that was told to stop, or has made its last update, on a busy machine."""
+
+
+class Stopped(AfterplayError):
+    """Somebody asked the benchmark to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all runs share."""
+
+    directory: Path
+    protocol: Protocol
+    seconds_max: float
+    """For one run."""
+    keep: bool
+    """Keep the weights of finished runs (0.5 MB each)."""
+    stop: threading.Event
+
+    def result_file(self, job: Job) -> Path:
+        return self.directory / "results" / f"{job.name}.json"
+
+    def kept(self, job: Job) -> Result | None:
+        """The result of an earlier time. Raises :class:`AfterplayError` when it was made with other settings."""
+        path = self.result_file(job)
+        result = load_result(path)
+        if result is not None and result.fingerprint != job.fingerprint:
+            raise AfterplayError(
+                f"{path} was measured with other settings than these: give another --directory, or remove that file"
+            )
+        return result
+
+    def measure(self, job: Job) -> Result:
+        """The result of an earlier time, or of a new run. Raises :class:`AfterplayError`."""
+        found = self.kept(job)
+        if found is not None:
+            _say(job, f"kept from before: {found.tokens:,} tokens, {found.updates} updates")
+            return found
+        if self.stop.is_set():
+            raise Stopped("stopped")
+        runs = self.directory / "runs"
+        shutil.rmtree(runs / job.name, ignore_errors=True)
+        file = self.directory / "run_files" / f"{job.name}.yaml"
+        write_bytes_atomically(file, job.run_file.encode())
+        with start_run(file, runs, job.name) as run:
+            result = _watch(self, job, run)
+        save(result, self.result_file(job))
+        if not self.keep:
+            shutil.rmtree(runs / job.name / "weights", ignore_errors=True)
+        word = "reached" if result.hit else f"NOT reached within {result.updates} updates"
+        _say(job, f"{self.protocol.goal:g} {word}: {result.tokens:,} tokens, {result.seconds:.0f} s")
+        return result
+
+
+def _watch(bench: Bench, job: Job, run: RunHandle) -> Result:
+    """Measure versions as they come, end the run, sum it up."""
+    protocol, deadline = bench.protocol, time.monotonic() + bench.seconds_max
+
+    def wait(what: str, look: Callable[[], Value | None]) -> Value:
+        def looked() -> Value | None:
+            if bench.stop.is_set():
+                raise Stopped("stopped")
+            return look()
+
+        return run.until(what, looked, max(0.0, deadline - time.monotonic()))
+
+    examination: Examination | None = None
+    points: list[Point] = []
+    hit: int | None = None
+    for version in range(0, protocol.steps + 1, protocol.every):
+        # the first weights are the model itself
+        folder = run.directory.weights(version) if version else run.directory.model
+        wait(f"version {version}", folder.is_dir)
+        if examination is None:
+            examination = load_examination(load(run.directory.config_file), run.directory.model, protocol.plays)
+        success = float(examination.success(load_score(folder), version).mean())
+        moment = wait(f"update {version}", partial(_moment, run, version))
+        point = _point(run, version, success, moment)
+        points.append(point)
+        _say(job, f"update {version:3}  success {success:.3f}  {point.tokens:,} tokens  {point.seconds:.0f} s")
+        hit = hit_version(points, protocol.goal)
+        if hit is not None:
+            break
+    _end(run, interrupt=hit is not None or points[-1].version < protocol.steps)
+    return _result(job, run, points, hit)
+
+
+def _moment(run: RunHandle, version: int) -> float | None:
+    """When ``version`` was made; of the first one, when play began."""
+    if version == 0:
+        stores = run.directory.store_files
+        try:
+            return first_order_at(stores) if stores else None
+        except AfterplayError:
+            return None
+    return finished_at(read_lines(run.directory.metrics_file), version)
+
+
+def _point(run: RunHandle, version: int, success: float, moment: float) -> Point:
+    stores = run.directory.store_files
+    tokens = tokens_until(stores, moment) if version else 0
+    return Point(version, success, tokens, max(0.0, moment - first_order_at(stores)))
+
+
+def _end(run: RunHandle, *, interrupt: bool) -> None:
+    if interrupt and run.process.poll() is None:
+        try:
+            run.interrupt()
+            return
+        except subprocess.TimeoutExpired:
+            pass
+    run.finish(END_SECONDS_MAX)
+
+
+def _result(job: Job, run: RunHandle, points: list[Point], hit: int | None) -> Result:
+    """Tokens are counted again now that everything is in the store."""
+    lines = read_lines(run.directory.metrics_file)
+    final = []
+    for point in points:
+        moment = _moment(run, point.version)
+        if moment is None:
+            raise AfterplayError(f"expected a line of update {point.version} in {run.directory.metrics_file}, got none")
+        final.append(_point(run, point.version, point.success, moment))
+    until = next(p for p in final if p.version == hit) if hit is not None else final[-1]
+    return Result(
+        arm=job.arm,
+        seed=job.seed,
+        fingerprint=job.fingerprint,
+        overrides=job.overrides,
+        updates=until.version,
+        tokens=until.tokens,
+        seconds=until.seconds,
+        hit=hit is not None,
+        training=training_of([line for line in lines if line["step"] <= until.version]),
+        points=tuple(final),
+    )
+
+
+def _say(job: Job, text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {job.arm:10} seed {job.seed}  {text}", flush=True)

@@ -1,0 +1,276 @@
+"""Reward with a hostile, very old pool: without replay, and with the pool, guard off and on, on the same seeds.
+
+::
+
+    python -m benchmarks.stale_pool --seeds 0 1 2            # 12 runs; 19 minutes on two cores that others used too
+
+The world: 8 locks, each opened by one number of 10, which the tiny model learns to say (:class:`Locks`). The pool comes
+from a run of its own (another model, another seed) before every number was changed, by ``afterplay replay export`` and
+``import``: every stored "success" is wrong today. Its log-probabilities are those of a policy on its way from guessing
+to knowing the old numbers, so ratios reach from nearly 0 to 30. And it pays twice what a right answer pays today: it
+wins in every group, and right answers beside it get a negative advantage. From a quarter of the run on every group is
+to replay, 6 of its 8 trajectories stored, with no clip to speak of, no age limit, no fresh success that could dilute
+the pool, and no task that retires.
+
+Arms: ``without`` replay; ``off``: the pool, guard off; ``on``: the pool, guard on with its default numbers. The replay
+share's factor of each step follows from what ``metrics.jsonl`` says of its ESS, and is checked against the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.environments import Environment, Episode, Reply, Step
+from pipeline.config.replay import EssGuardConfig
+from pipeline.replay.examine import examine_run
+from pipeline.replay.experience.guard import next_factor
+from pipeline.schema import Message, Task
+from pipeline.supervisor.handle import RunHandle, start_run
+
+LOCKS, NUMBERS = 8, 10
+STEPS, LAST = 60, 10
+"""Updates of a run, and those at its end that are compared."""
+RECORDED_STEPS = 20
+RUN_SECONDS_MAX = 300.0
+ARMS = {"without": "without replay", "off": "stale pool, guard off", "on": "stale pool, guard on"}
+Steps = list[dict[str, Any]]
+
+
+@dataclass
+class Locks(Environment):
+    """Lock ``seed % LOCKS`` opens by one number, which ``changed`` moves by one; opening it pays ``pays``."""
+
+    changed: bool = False
+    pays: float = 1.0
+
+    def start(self, task: Task) -> LockEpisode:
+        lock = task.seed % LOCKS
+        number = (random.Random(f"lock/{lock}").randrange(NUMBERS) + self.changed) % NUMBERS
+        return LockEpisode(lock, number, self.pays)
+
+
+class LockEpisode(Episode):
+    def __init__(self, lock: int, number: int, pays: float) -> None:
+        self.messages = (Message("user", f"open {lock}"),)
+        self._number, self._pays = number, pays
+
+    def step(self, reply: Reply) -> Step:
+        opened = float(reply.strip() == str(self._number))
+        return Step(reward=self._pays * opened, done=True, signals={"solved": opened})
+
+
+def without_replay(seed: int, steps: int = STEPS) -> dict[str, Any]:
+    """The run file, complete: nothing hangs on a file that somebody may tune."""
+    return {
+        "run": {"total_steps": steps, "seed": seed},
+        "model": {
+            "source": "tiny",
+            "max_length": 64,
+            "tiny": {"hidden_size": 64, "layers": 2, "numbers": NUMBERS, "words": ["open", "yes"], "seed": seed},
+        },
+        "engine": {"kind": "embedded", "port": 0, "dtype": "float32", "threads": 1, "max_sequences": 128},
+        "sampling": {"temperature": 1.0, "max_tokens": 1},
+        "environments": {
+            "locks": {
+                "name": "benchmarks.stale_pool:Locks",
+                "options": {"changed": True},
+                "tasks": LOCKS,
+                "max_turns": 1,
+            }
+        },
+        "actor": {"concurrency": 128},
+        "groups": {"n_rollout": 8, "groups_per_step": 8},
+        "staleness": {"max": 1},
+        "learner": {"threads": 1, "compute_dtype": "float32", "learning_rate": 5.0e-3},
+        "publish": {"dtype": "float32"},
+        "checkpoint": {"every": 1000, "at_end": False},
+    }
+
+
+def before_the_change(seed: int, steps: int = RECORDED_STEPS) -> dict[str, Any]:
+    """The run that the pool comes from: stores every success. Its groups are large, so that no task retires."""
+    config = without_replay(seed + 1000, steps)
+    config["groups"]["n_rollout"] = 32
+    config["environments"]["locks"]["options"] = {"pays": 2.0}
+    config["replay"] = _pool(start_ratio=1.0)
+    return config
+
+
+def with_pool(seed: int, steps: int = STEPS, *, guard: bool, **replay: Any) -> dict[str, Any]:
+    """The run with the pool. ``success_threshold`` is above what today pays: nothing is added, nothing retires."""
+    config = without_replay(seed, steps)
+    config["loss"] = {"off_clip_high": 100.0}
+    hostile = {"start_ratio": 0.25, "task_ratio": 1.0, "trajectories_per_task": 6, "ess_guard": {"enabled": guard}}
+    config["replay"] = _pool(**hostile | replay)
+    return config
+
+
+def _pool(**replay: Any) -> dict[str, Any]:
+    return {
+        "enabled": True,
+        "success_threshold": 1.5,
+        "max_trajectories_per_task": 1000,
+        "select": "random",
+        "entropy": "stored",
+        "task_sampling": "uniform",
+        "retest_ratio": 0.0,
+    } | replay
+
+
+def record(directory: Path, seed: int, steps: int = RECORDED_STEPS) -> Path:
+    """Play the run before the change; returns its exported pool."""
+    with start_run(
+        write(directory, f"before-{seed}", before_the_change(seed, steps)), directory, f"before-{seed}"
+    ) as run:
+        done(run)
+    pool = directory / f"pool-{seed}.afterplay"
+    afterplay("replay", "export", str(directory / f"before-{seed}"), str(pool))
+    return pool
+
+
+def write(directory: Path, name: str, config: dict[str, Any], pool: Path | None = None) -> Path:
+    """The run file of a run, and the pool in its store before it starts."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config | {"run": config["run"] | {"name": name, "directory": str(directory)}}))
+    if pool is not None:
+        afterplay("replay", "import", str(file), str(pool))
+    return file
+
+
+def afterplay(*arguments: str) -> None:
+    """The command line, which raises :class:`subprocess.CalledProcessError` where it fails."""
+    subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *arguments], check=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+
+
+def done(run: RunHandle) -> Steps:
+    """Wait for the end of a run; its steps. Raises :class:`RuntimeError` where it failed or its accounts are wrong."""
+    if run.finish(RUN_SECONDS_MAX) != 0:
+        raise RuntimeError(run.tail())
+    if faults := run.ledger(rows=True).audit():
+        raise RuntimeError(f"the accounts of {run.directory.path} do not add up: {faults}")
+    return run.steps()
+
+
+def share_factors(steps: Steps, guard: EssGuardConfig) -> list[float]:
+    """What the guard leaves of ``replay.task_ratio`` after each update."""
+    factors, factor = [], 1.0
+    for step in steps:
+        factor = next_factor(guard, factor, step["ess_carried"])
+        factors.append(factor)
+    return factors
+
+
+def play(directory: Path, arm: str, seed: int, pool: Path) -> Steps:
+    """One run; its steps, with ``share_factor``."""
+    config = without_replay(seed) if arm == "without" else with_pool(seed, guard=arm == "on")
+    file = write(directory, f"{arm}-{seed}", config, None if arm == "without" else pool)
+    with start_run(file, directory, f"{arm}-{seed}") as run:
+        steps = done(run)
+    factors = share_factors(steps, EssGuardConfig(enabled=arm == "on"))
+    stored = examine_run([run.directory.store_file]).factors[0] if arm == "on" else 1.0
+    if not math.isclose(stored, factors[-1], abs_tol=1e-6):
+        raise RuntimeError(f"expected the stage's share factor {stored} from the steps, got {factors[-1]}")
+    return [step | {"share_factor": factor} for step, factor in zip(steps, factors, strict=True)]
+
+
+def mean(values: Sequence[float | None]) -> float:
+    known = [v for v in values if v is not None]
+    return statistics.fmean(known) if known else math.nan
+
+
+def report(runs: dict[str, list[Steps]]) -> str:
+    """One line for each arm. After the first replay: everything but the reward, which is of the last updates."""
+    head = f"{'':24}{'reward, last ' + str(LAST):>22}{'ESS replay':>12}{'carried':>9}{'LR factor':>16}"
+    lines = [head + f"{'share factor':>14}{'replayed':>10}{'age max':>9}"]
+    for arm, seeds in runs.items():
+        rewards = [mean([s["reward_mean"] for s in steps[-LAST:]]) for steps in seeds]
+        mixed = [s for steps in seeds for s in steps if s["step"] > STEPS // 4]
+        factors = [s["guard_lr_factor"] for s in mixed]
+
+        def of(key: str, rows: Steps = mixed) -> str:
+            value = mean([s[key] for s in rows])
+            return "-" if math.isnan(value) else f"{value:.2f}"
+
+        lines.append(
+            f"{ARMS[arm]:24}{mean(rewards):8.2f} [{min(rewards):.2f}, {max(rewards):.2f}]{of('ess_replay'):>12}"
+            f"{of('ess_carried'):>9}{mean(factors):7.2f} min {min(factors):4.2f}{of('share_factor'):>14}"
+            f"{sum(s['n_replayed'] for s in mixed) / len(seeds):10.0f}"
+            f"{max((s['replay_age_max'] or 0) for s in mixed):9d}"
+        )
+    return "\n".join(lines)
+
+
+def draw(runs: dict[str, list[Steps]], picture: Path) -> None:
+    """Lines are means over the seeds, bands reach from the smallest to the largest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    panels = {
+        "reward_mean": "reward of fresh rollouts",
+        "n_replayed": "replayed trajectories of 64",
+        "ess_carried": "ESS of replays × min(1, mean ratio)",
+        "share_factor": "guard: factor of the replay share",
+        "guard_lr_factor": "guard: factor of the learning rate",
+        "replay_age_max": "oldest replay, versions",
+    }
+    colours = {"without": "#5c6b73", "off": "#e07a5f", "on": "#2a6f97"}
+    figure = Figure(figsize=(12, 6), dpi=110, layout="constrained", facecolor="white")
+    for axis, (key, title) in zip(figure.subplots(2, 3).ravel(), panels.items(), strict=True):
+        for arm, seeds in runs.items():
+            columns = [[s[key] for s in column if s[key] is not None] for column in zip(*seeds, strict=True)]
+            at = [i + 1 for i, column in enumerate(columns) if column]
+            known = [column for column in columns if column]
+            axis.plot(at, [statistics.fmean(c) for c in known], color=colours[arm], lw=1.8, label=ARMS[arm])
+            axis.fill_between(
+                at, [min(c) for c in known], [max(c) for c in known], color=colours[arm], alpha=0.15, lw=0
+            )
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("update", fontsize=8)
+        axis.grid(alpha=0.25)
+        axis.set_xlim(1, STEPS)
+    figure.axes[0].legend(fontsize=8)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, format="png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--directory", type=Path, default=Path("runs/stale_pool"), help="must not hold these runs yet")
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/stale_pool.png"))
+    arguments = parser.parse_args()
+    directory, started = arguments.directory.resolve(), time.monotonic()
+    runs: dict[str, list[Steps]] = {arm: [] for arm in ARMS}
+    for seed in arguments.seeds:
+        pool = record(directory, seed)
+        for arm in ARMS:
+            begun = time.monotonic()
+            runs[arm].append(play(directory, arm, seed, pool))
+            reward = mean([s["reward_mean"] for s in runs[arm][-1][-LAST:]])
+            print(f"seed {seed}, {ARMS[arm]}: reward {reward:.2f}, {time.monotonic() - begun:.0f} s", flush=True)
+    print(report(runs))
+    draw(runs, arguments.picture)
+    (directory / "result.json").write_text(json.dumps(runs))
+    print(f"{arguments.picture}, {time.monotonic() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Tokens, hits, shares, medians and intervals of the replay benchmark are what it says they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.replay_efficiency.arms import Protocol
+from benchmarks.replay_efficiency.picture import draw
+from benchmarks.replay_efficiency.records import (
+    Point,
+    cost_of,
+    first_order_at,
+    hit_version,
+    tokens_until,
+    training_of,
+)
+from benchmarks.replay_efficiency.summary import (
+    bootstrap_interval,
+    lower_table,
+    median,
+    ratio,
+    ratios,
+    ratios_at,
+    summarise,
+    table,
+)
+from pipeline.errors import AfterplayError, StoreError
+from pipeline.replay import store_file
+
+
+def points(*successes):
+    return [Point(5 * i, success, 10 * i, float(i)) for i, success in enumerate(successes)]
+
+
+@pytest.fixture
+def store(tmp_path):
+    """(group, received at, state, sampled tokens) of trajectories, and two orders."""
+    path = tmp_path / "replay.sqlite"
+    store_file.create(path)
+    connection = store_file.connect(path)
+    rows = [
+        (0, 10.0, "trained", 2), (0, 11.0, "dropped", 4), (1, 12.0, "ready", 8), (2, 12.5, "dropped", 16),
+        (3, 13.0, "trained", 32), (-1, 9.0, "trained", 1000),
+    ]  # fmt: skip
+    insert = f"INSERT INTO trajectories VALUES ({', '.join('?' * 25)})"
+    for seq, (group, received_at, state, sampled) in enumerate(rows):
+        connection.execute(
+            insert,
+            (seq, f"t{seq}", group, seq, 0, state, "", 1.0, b"{}", 0, received_at, "complete", 1, 9, sampled, 0, 0, 0.1,
+             "actor-0", 9, None, 0.5, 1, 0, None),
+        )  # fmt: skip
+    for slot, issued_at in enumerate((8.5, 8.25)):
+        connection.execute(
+            f"INSERT INTO orders VALUES ({', '.join('?' * 11)})",
+            (0, slot, 0, "actor-0", 0, 0, "open", "", 0, issued_at, None),
+        )
+    connection.close()
+    return path
+
+
+def test_every_received_trajectory_counts_whatever_became_of_it(store):
+    assert tokens_until([store], 12.5) == 2 + 4 + 8 + 16
+    assert tokens_until([store, store], 12.5) == 2 * 30
+    assert tokens_until([store], 9.5) == 0, "imported ones were not generated here"
+    assert tokens_until([store], 1e12) == 62
+    assert first_order_at([store]) == 8.25
+
+
+def test_store_without_orders_or_without_a_file_is_refused(tmp_path):
+    store_file.create(tmp_path / "empty.sqlite")
+    with pytest.raises(StoreError, match="no orders"):
+        first_order_at([tmp_path / "empty.sqlite"])
+    with pytest.raises(StoreError, match="has the run been started"):
+        tokens_until([tmp_path / "none.sqlite"], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("successes", "hit"),
+    [
+        ((0.1, 0.5, 0.8, 0.8), 10),
+        ((0.1, 0.9, 0.7, 0.9, 0.81, 0.2), 15),
+        ((0.1, 0.9, 0.7, 0.9), None),
+        ((0.9, 0.9), 0),
+        ((0.9,), None),
+        ((), None),
+    ],
+)
+def test_hit_is_the_first_of_two_measurements_in_a_row(successes, hit):
+    assert hit_version(points(*successes), 0.8) == hit
+
+
+def line(update, **changes):
+    return {
+        "step": update + 1, "update": update, "policy_version": update, "finished": 100.0 + update, "replay_share": 0.0,
+        "tokens_trained": 100, "n_replayed": 0, "ess_ratio": 0.9, "ess_replay": None, "staleness_mean": 1.0,
+        "staleness_max": 1, "replay_age_mean": None, "guard_lr_factor": 1.0, **changes,
+    }  # fmt: skip
+
+
+def test_shares_and_ages_are_weighted_by_what_they_are_shares_and_ages_of():
+    lines = [
+        line(0),
+        line(1, replay_share=0.5, tokens_trained=300, n_replayed=3, replay_age_mean=2.0, ess_replay=0.6, ess_ratio=0.8),
+        line(2, replay_share=0.25, n_replayed=1, replay_age_mean=6.0, ess_replay=0.4, staleness_max=3),
+    ]
+    found = training_of(lines)
+    assert found.replay_share == pytest.approx((150 + 25) / 500)
+    assert found.replay_age_mean == pytest.approx((3 * 2 + 6) / 4)
+    assert (found.ess, found.ess_replay, found.staleness_max) == (0.9, pytest.approx(0.5), 3)
+    assert training_of([line(0)]).ess_replay is None
+
+
+def test_run_whose_versions_are_not_its_updates_is_no_result():
+    with pytest.raises(AfterplayError, match="restarted"):
+        training_of([line(0), line(1, policy_version=3)])
+
+
+def test_run_that_never_gets_there_costs_infinitely_much():
+    assert median([3.0, math.inf, 1.0]) == 3
+    assert median([3.0, math.inf]) == math.inf
+    low, high = bootstrap_interval([1.0, 2.0, 3.0, 4.0, math.inf])
+    assert 1 <= low < 3 < high == math.inf
+    assert all(map(math.isnan, bootstrap_interval([])))
+
+
+def test_interval_holds_the_median_and_stays_within_the_values():
+    for values in ([0.5], [0.4, 0.6], [0.3, 0.5, 0.6, 0.7, 1.2], [2.0] * 7):
+        low, high = bootstrap_interval(values)
+        assert min(values) <= low <= median(values) <= high <= max(values)
+        assert bootstrap_interval(values) == (low, high), "fixed random numbers"
+
+
+def test_ratio_to_a_run_that_never_got_there_is_an_upper_bound(run_of):
+    assert ratio(run_of(tokens=60), run_of("off", tokens=100)) == pytest.approx(0.6)
+    assert ratio(run_of(tokens=60, hit=False), run_of("off", tokens=100)) == math.inf
+    assert ratio(run_of(tokens=60), run_of("off", tokens=300, hit=False)) == pytest.approx(0.2)
+
+
+def test_ratios_are_paired_by_seed_and_leave_out_what_has_no_partner(run_of):
+    results = [
+        run_of("off", 0, 100), run_of("off", 1, 200), run_of("on", 1, 100), run_of("on", 0, 80), run_of("on", 2, 5)
+    ]  # fmt: skip
+    assert ratios(results, "on") == pytest.approx([0.8, 0.5])
+    assert ratios([run_of("on", 0, 5)], "on") == []
+
+
+def test_lower_goals_are_read_off_the_same_runs(run_of):
+    def with_points(arm, *tokens):
+        return run_of(arm, points=tuple(Point(5 * i, 0.3 * i, n, 1.0) for i, n in enumerate(tokens)))
+
+    results = [with_points("off", 0, 10, 100, 200), with_points("on", 0, 10, 40, 80)]
+    assert [cost_of(r.points, 0.5) for r in results] == [100, 40]
+    assert cost_of(results[0].points, 0.7) == math.inf, "one measurement is no hit"
+    assert ratios_at(results, "on", 0.5) == pytest.approx([0.4])
+    assert ratios_at(results, "on", 0.7) == []
+    row = lower_table(results, Protocol()).splitlines()[3]
+    assert row == "| on | 40 (0.40) | 40 (0.40) | 40 (0.40) | ∞ (–) |"
+
+
+def test_table_has_a_row_for_each_arm_and_says_which_seeds_failed(tmp_path, run_of):
+    results = [
+        run_of("off", 0, 12_000), run_of("off", 1, 10_000), run_of("on", 0, 6000), run_of("on", 1, 7000, hit=False)
+    ]  # fmt: skip
+    summary = summarise(results, Protocol())
+    assert summary["arms"]["on"]["tokens"] == {"by_seed": [6000.0, None], "median": None, "min": 6000.0, "max": None}
+    assert summary["arms"]["on"]["reached"] == 1
+    head, rule, off, on = table(results, Protocol()).splitlines()
+    assert {row.count("|") for row in (head, rule, off, on)} == {12}
+    assert "| 2 of 2 | 11,000 (10,000–12,000) | 1 |" in off
+    assert "| 1 of 2 | ∞ (6,000–∞) | ∞ (0.50–∞) |" in on
+    draw(results, Protocol(), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    draw([run_of("on", 0, 5)], Protocol(), tmp_path / "one.png")
