@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from learner.attention import Runs
+from learner.attention_choice import choose_form, packs_by_varlen
 from learner.batching import MicroBatch
+from learner.packing import Form
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
@@ -50,6 +53,11 @@ class Backbone:
             self.model.gradient_checkpointing_enable()
         for layer in self._layers():
             layer.register_forward_hook(self._watch)
+        self._varlen = packs_by_varlen(self.model, self.device, self._compute)
+        self.form: Form = choose_form(
+            self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen
+        )
+        """How rows are to be laid out for :meth:`hidden`."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -64,8 +72,12 @@ class Backbone:
         """Last hidden state at each position whose output predicts a sampled token, the one before it, ``[S, H]``, in
         the compute type. With gradient where gradients are enabled."""
         tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
+        packed: dict[str, Any] = {}
+        if batch.layout is not None:
+            packed["position_ids"] = torch.from_numpy(batch.layout.positions_N).to(self.device)[None]
+            packed["runs"] = Runs.of(batch.layout, self.device, varlen=self._varlen)
         with self._autocast():
-            hidden_BTH = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden_BTH = self.model.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
             predictors = torch.from_numpy(batch.predictors_S).to(self.device)
             hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
         return hidden_SH

@@ -61,7 +61,8 @@ class Critic:
 
     def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """Of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
-        return token_pass(rows, lambda part: (self.score(part),), 1, self._config.tokens_per_microbatch, watch)[0]
+        budget, form = self._config.tokens_per_microbatch, self.backbone.form
+        return token_pass(rows, lambda part: (self.score(part),), 1, budget, watch, form)[0]
 
     def learn(
         self,

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers
+from learner.batching import PADDED, MicroBatch, collate, plan_rows, token_numbers
+from learner.packing import Form
 from learner.report import Stopwatch
 from learner.rows import Row
 
@@ -19,17 +20,17 @@ Scorer = Callable[[MicroBatch], tuple[Tensor, ...]]
 
 
 def token_pass(
-    rows: Sequence[Row], score: Scorer, n_outputs: int, tokens_max: int, watch: Stopwatch
+    rows: Sequence[Row], score: Scorer, n_outputs: int, tokens_max: int, watch: Stopwatch, form: Form = PADDED
 ) -> tuple[FloatArray, ...]:
     """What ``score`` gives for all sampled tokens of ``rows``, float32 ``[S]`` each, rows in order.
 
-    ``tokens_max``: padded tokens of one forward pass.
+    ``tokens_max``: tokens of one forward pass, laid out as ``form`` says, padding included.
     """
     with watch.stage("prepare"):
         first = token_numbers(rows)
         parts = [
-            collate([rows[i] for i in chosen], [0.0] * len(chosen), [int(first[i]) for i in chosen])
-            for chosen in plan_microbatches([len(row) for row in rows], tokens_max)
+            collate([rows[i] for i in chosen], [0.0] * len(chosen), [int(first[i]) for i in chosen], form=form)
+            for chosen in plan_rows(rows, tokens_max, form)
         ]
     outputs = tuple(np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32) for _ in range(n_outputs))
     with torch.no_grad(), watch.stage("forward"):

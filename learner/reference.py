@@ -44,7 +44,7 @@ class AdaptersOff:
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
         with self._policy.without_adapters():
-            return token_pass(rows, self._policy.score, 2, self._tokens_max, watch)[0]
+            return token_pass(rows, self._policy.score, 2, self._tokens_max, watch, self._policy.form)[0]
 
     def updated(self, updates: int) -> None:
         """It stays."""
@@ -69,7 +69,7 @@ class FrozenCopy:
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
-        return token_pass(rows, self._copy.score, 2, self._tokens_max, watch)[0]
+        return token_pass(rows, self._copy.score, 2, self._tokens_max, watch, self._copy.form)[0]
 
     def updated(self, updates: int) -> None:
         """See :meth:`Reference.updated`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learner.advantages import needed_evidence as needed_by_estimator
 from learner.advantages.shaping import overlong_count
-from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers, token_weights
+from learner.batching import MicroBatch, collate, plan_rows, token_numbers, token_weights
 from learner.critic import Critic
 from learner.ema import WeightAverage
 from learner.estimation import with_advantages
@@ -206,7 +206,9 @@ class Trainer:
     def _scores(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> tuple[FloatArray, FloatArray]:
         """log π and entropy of all sampled tokens of ``rows``, float32 ``[S]`` each, without gradient."""
         watch = watch or Stopwatch(self.policy.device)
-        logprobs, entropies = token_pass(rows, self.policy.score, 2, self._config.learner.tokens_per_microbatch, watch)
+        logprobs, entropies = token_pass(
+            rows, self.policy.score, 2, self._config.learner.tokens_per_microbatch, watch, self.policy.form
+        )
         return logprobs, entropies
 
     def _scores_and_values(
@@ -218,7 +220,9 @@ class Trainer:
             hidden_SH = self.policy.hidden(part)
             return *self.policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
 
-        logprobs, entropies, values = token_pass(rows, score, 3, self._config.learner.tokens_per_microbatch, watch)
+        logprobs, entropies, values = token_pass(
+            rows, score, 3, self._config.learner.tokens_per_microbatch, watch, self.policy.form
+        )
         return logprobs, entropies, values
 
     def _kept(
@@ -244,10 +248,10 @@ class Trainer:
         self, rows: Sequence[Row], first: Sequence[int], weights: Sequence[float], watch: Stopwatch
     ) -> list[MicroBatch]:
         with watch.stage("prepare"):
-            plan = plan_microbatches([len(row) for row in rows], self._config.learner.tokens_per_microbatch)
+            form = self.policy.form
             return [
-                collate([rows[i] for i in chosen], [weights[i] for i in chosen], [first[i] for i in chosen])
-                for chosen in plan
+                collate([rows[i] for i in chosen], [weights[i] for i in chosen], [first[i] for i in chosen], form=form)
+                for chosen in plan_rows(rows, self._config.learner.tokens_per_microbatch, form)
             ]
 
     def _optimizer_step(

@@ -105,7 +105,14 @@ class LearnerConfig(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per pass."""
     tokens_per_microbatch: int = Field(4096, ge=1)
-    """Padded tokens of one forward pass; memory follows it."""
+    """Tokens of one forward pass, padding included; memory follows it."""
+    packing: Literal["auto", "padded", "packed"] = "auto"
+    """How the rows of a forward pass are laid out. ``padded``: rows of similar length, padded to the longest;
+    ``packed``: end to end without padding, each row attending to itself alone. ``packed`` needs a decoder whose layers
+    all attend to the whole row. ``auto``: ``packed`` where the model allows it, except on a GPU in float32."""
+    share_prefixes: bool = True
+    """Compute once what packed rows of one forward pass begin with alike (the prompt of a group, the turns before a
+    branch). Values stay the same up to rounding."""
     logits_tokens_max: int = Field(1024, ge=1)
     """Rows of the ``[tokens, vocabulary]`` matrix held at once."""
     gradient_checkpointing: bool = False

@@ -1,0 +1,109 @@
+"""Whether a model's rows may be packed: by what its config says of its layers, then by trying."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.attention import NAME, Runs, can_varlen
+from learner.packing import SHARED_TOKENS_MIN, Form, Layout, lay_out
+from pipeline.config.learner import LearnerConfig
+from pipeline.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest relative distance of hidden states of a packed row from those of the row alone."""
+
+
+def packs_by_varlen(model: Any, device: torch.device, compute: torch.dtype) -> bool:
+    """Whether packed attention is one call of torch's variable-length attention."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    return can_varlen(device, compute, int(size))
+
+
+def choose_form(
+    model: Any,
+    config: LearnerConfig,
+    device: torch.device,
+    autocast: AbstractContextManager[Any],
+    compute: torch.dtype,
+    *,
+    varlen: bool,
+) -> Form:
+    """How rows are laid out for ``model``; where packed, its attention is exchanged for
+    :func:`learner.attention.packed_attention`. Raises :class:`ConfigurationError` where ``learner.packing`` is
+    ``packed`` and the model does not allow it."""
+    if config.packing == "padded":
+        return Form()
+    if config.packing == "auto" and device.type == "cuda" and not varlen:
+        return Form()
+    reason = _unfit(model)
+    if reason is None:
+        before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
+        reason = _probe(model, device, autocast, compute, varlen)
+        if reason is not None:
+            model.set_attn_implementation(before)
+    if reason is None:
+        return Form(packed=True, shared_min=SHARED_TOKENS_MIN if config.share_prefixes else None)
+    if config.packing == "packed":
+        raise ConfigurationError(f"learner.packing is packed, but {reason}: set it to padded")
+    log.info("rows are padded, not packed: %s", reason)
+    return Form()
+
+
+def _unfit(model: Any) -> str | None:
+    """Why the attention of this model cannot be exchanged; None: it can."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not take its attention from transformers' interface"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"{name} has layers of the kinds {sorted(kinds)}"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return f"{name} attends within a sliding window"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"{name} caps its attention scores"
+    return None
+
+
+@torch.no_grad()
+def _probe(
+    model: Any, device: torch.device, autocast: AbstractContextManager[Any], compute: torch.dtype, varlen: bool
+) -> str | None:
+    """Three short rows, two of which share their beginning, together and each alone: why they differ, or None."""
+    n = min(model.config.get_text_config().vocab_size, 1000)
+    ids = np.random.default_rng(0).integers(0, n, 24).astype(np.int32)
+    rows = [ids[:12], np.concatenate([ids[:6], ids[12:17]]), ids[17:]]
+    try:
+        with autocast:
+            together = lay_out(rows, 4)
+            hidden = _hidden(model, together, device, varlen)
+            for row, places in zip(rows, together.places, strict=True):
+                alone = model.base_model(
+                    input_ids=torch.from_numpy(row[None, :-1].astype(np.int64)).to(device), use_cache=False
+                ).last_hidden_state[0]
+                packed = hidden[torch.from_numpy(places).to(device)]
+                distance = float((packed.float() - alone.float()).norm() / alone.float().norm())
+                if not distance <= _TOLERANCE[compute]:
+                    return f"packed rows of {type(model).__name__} differ from single ones by {distance:.3f}"
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(model).__name__} failed with packed rows ({type(error).__name__}: {error})"
+    return None
+
+
+def _hidden(model: Any, layout: Layout, device: torch.device, varlen: bool) -> Tensor:
+    hidden: Tensor = model.base_model(
+        input_ids=torch.from_numpy(layout.token_ids_N).to(device)[None],
+        position_ids=torch.from_numpy(layout.positions_N).to(device)[None],
+        runs=Runs.of(layout, device, varlen=varlen),
+        use_cache=False,
+    ).last_hidden_state
+    return hidden[0]
