@@ -6,6 +6,7 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from learner.attention import Runs
 from learner.attention_choice import choose_form, packs_by_varlen
 from learner.batching import MicroBatch
 from learner.packing import Form
+from learner.ranks.base import ALONE, Ranks
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
@@ -32,7 +34,8 @@ class Backbone:
     """``model`` without dropout on ``device``, its weights in ``dtype``.
 
     ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
-    within a layer's time. Several models may share one.
+    within a layer's time. Several models may share one. Several ranks look at it between micro-batches only, together
+    (``Ranks.agree``): one that gives up within a layer would leave the others in their collectives.
     """
 
     def __init__(
@@ -47,11 +50,14 @@ class Backbone:
         self._without_dropout()
         self.device = device
         self.interrupt = interrupt or threading.Event()
+        self.ranks: Ranks = ALONE
+        """Those that the weights are divided among."""
+        self._run: Callable[[Callable[[], Any]], Any] = lambda work: work()
         self._config = config
         self._compute = DTYPES[config.compute_dtype]
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
-        for layer in self._layers():
+        for layer in self.layers:
             layer.register_forward_hook(self._watch)
         self._varlen = packs_by_varlen(self.model, self.device, self._compute)
         self.form: Form = choose_form(
@@ -71,6 +77,24 @@ class Backbone:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Last hidden state at each position whose output predicts a sampled token, the one before it, ``[S, H]``, in
         the compute type. With gradient where gradients are enabled."""
+        hidden_SH: Tensor = self._run(lambda: self._hidden(batch))
+        return hidden_SH
+
+    def divided(self, ranks: Ranks, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """The weights are shards from now on; ``run`` makes those outside of the layers whole while work reads them."""
+        self.ranks, self._run = ranks, run
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._compute
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The longest list of modules: the decoder layers of every architecture in transformers."""
+        lists = [list(m) for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
+        return max(lists, key=len, default=[])
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
         tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
         packed: dict[str, Any] = {}
         if batch.layout is not None:
@@ -97,11 +121,6 @@ class Backbone:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._compute)
 
-    def _layers(self) -> list[torch.nn.Module]:
-        """The longest list of modules: the decoder layers of every architecture in transformers."""
-        lists = [list(m) for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
-        return max(lists, key=len, default=[])
-
     def _watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self._stop_if_asked()
         hidden = output[0] if isinstance(output, tuple) else output
@@ -109,7 +128,7 @@ class Backbone:
             hidden.register_hook(self._stop_if_asked)  # type: ignore[no-untyped-call]
 
     def _stop_if_asked(self, gradient: Tensor | None = None) -> None:
-        if self.interrupt.is_set():
+        if self.ranks.size == 1 and self.interrupt.is_set():
             raise Interrupted
 
 

@@ -9,18 +9,24 @@ from learner.backbone import DTYPES, Backbone, read_model
 from learner.checkpoint import adapter_folder
 from learner.critic import Critic
 from learner.policy import Policy
-from learner.reference import AdaptersOff, FrozenCopy, Reference
+from learner.ranks.group import RankGroup
+from learner.ranks.sharding import shard
+from learner.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference
 from learner.reference_server import ServerReference
 from learner.trainer import Trainer, needed_by
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
+from pipeline.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
 
-def make_trainer(config: RunConfig, initial_model: Path, checkpoint: Path | None) -> Trainer:
+def make_trainer(
+    config: RunConfig, initial_model: Path, checkpoint: Path | None, group: RankGroup | None = None
+) -> Trainer:
     """Weights of the checkpoint, or of the initial model; optimizer, counters and the other parts' states are restored
-    by :func:`learner.checkpoint.restore_training`. Blocks for seconds.
+    by :func:`learner.checkpoint.restore_training`. Blocks for seconds. With a ``group`` its ranks divide
+    all models.
 
     Raises :class:`ConfigurationError` or :class:`StoreError`.
     """
@@ -31,13 +37,17 @@ def make_trainer(config: RunConfig, initial_model: Path, checkpoint: Path | None
     else:
         folder = initial_model if checkpoint is None else checkpoint / "model"
         policy = Policy.load(folder, learner, trust_remote_code=trust)
+    if group is not None:
+        _refuse_what_ranks_cannot(config)
+        policy.interrupt = group.interrupt
+        shard(policy, group)
     needed = needed_by(config)
-    reference = make_reference(config, policy, initial_model) if "reference" in needed else None
-    critic = make_critic(config, policy, initial_model) if "values" in needed else None
+    reference = make_reference(config, policy, initial_model, group) if "reference" in needed else None
+    critic = make_critic(config, policy, initial_model, group) if "values" in needed else None
     return Trainer(policy, config, reference, critic)
 
 
-def make_reference(config: RunConfig, policy: Policy, initial_model: Path) -> Reference:
+def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:
     """As ``learner.reference`` says. Raises :class:`ConfigurationError`."""
     learner = config.learner
     options, tokens_max = learner.reference, learner.tokens_per_microbatch
@@ -49,18 +59,32 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path) -> Re
     if source == "lora_off":
         return AdaptersOff(policy, tokens_max)
     if source == "server":
-        return ServerReference(options, policy.interrupt)
+        return ServerReference(options, policy.interrupt) if policy.ranks.rank == 0 else AskedElsewhere()
     folder = options.folder if options.folder is not None else initial_model
     model = read_model(folder, trust_remote_code=config.model.trust_remote_code)
     whole = learner.model_copy(update={"lora": LoraConfig(), "gradient_checkpointing": False})
     copy = Policy(model, whole, policy.device, policy.interrupt, DTYPES[options.dtype])
+    if group is not None:
+        shard(copy, group)
     return FrozenCopy(copy, policy, tokens_max, options.refresh_every)
 
 
-def make_critic(config: RunConfig, policy: Policy, initial_model: Path) -> Critic:
+def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Critic:
     """As ``learner.critic`` says."""
     learner = config.learner
     if learner.critic.backbone == "none":
         return Critic(policy, learner, owns=False)
     model = read_model(initial_model, trust_remote_code=config.model.trust_remote_code).base_model
-    return Critic(Backbone(model, learner, policy.device, policy.interrupt), learner, owns=True)
+    backbone = Backbone(model, learner, policy.device, policy.interrupt)
+    if group is not None:
+        shard(backbone, group)
+    return Critic(backbone, learner, owns=True)
+
+
+def _refuse_what_ranks_cannot(config: RunConfig) -> None:
+    """Raises :class:`ConfigurationError`."""
+    learner = config.learner
+    if learner.optimizer == "adamw_8bit":
+        raise ConfigurationError("learner.optimizer adamw_8bit is for one rank: set adamw, or learner.ranks: 1")
+    if learner.lora.rank:
+        raise ConfigurationError("learner.lora is for one rank: set learner.lora.rank: 0, or learner.ranks: 1")

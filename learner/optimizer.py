@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
@@ -55,7 +56,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> fl
     Where the norm is not finite nothing is changed: the caller must not step.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients))
+    total = torch.nn.utils.get_total_norm(gradients)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if math.isfinite(norm) and norm > limit:
         torch._foreach_mul_(gradients, limit / norm)
     return norm

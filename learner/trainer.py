@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learner.advantages import needed_evidence as needed_by_estimator
 from learner.advantages.shaping import overlong_count
-from learner.batching import MicroBatch, collate, plan_rows, token_numbers, token_weights
+from learner.batching import MicroBatch, collate, token_numbers, token_weights
 from learner.critic import Critic
 from learner.ema import WeightAverage
 from learner.estimation import with_advantages
@@ -30,7 +30,7 @@ from learner.losses.policy import LossRules, LossTokens, policy_loss
 from learner.losses.registry import needed_evidence as needed_by_loss
 from learner.offpolicy import step_factor, token_weights_of
 from learner.optimizer import clip_gradients, make_optimizer, set_rate
-from learner.passes import token_pass
+from learner.passes import idle_part, shares, token_pass
 from learner.policy import Interrupted, Policy
 from learner.reference import Reference
 from learner.report import CriticReport, NonFinite, StepReport, Stopwatch
@@ -41,6 +41,8 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TrainingError
 
 FloatArray = npt.NDArray[np.float32]
+_NONFINITE: tuple[NonFinite, ...] = ("ratio", "loss")
+"""What ranks tell each other of a micro-batch: 0 all is finite, else one more than the place here."""
 
 
 class NonFiniteStep(Exception):
@@ -99,6 +101,8 @@ class Trainer:
     def train(self, batch: Batch, policy_version: int) -> StepReport:
         """Gather what the estimator needs, estimate advantages, and make the update. Raises as :meth:`step`."""
         watch = Stopwatch(self.policy.device)
+        if not batch.groups:
+            return self.step(batch, policy_version, watch=watch)
         evidence = self.gather(batch.rows, watch)
         if "hinted" in needed_by(self._config):
             evidence = replace(evidence, hinted=hinted_logprobs(batch, partial(self.score, watch=watch)))
@@ -128,6 +132,10 @@ class Trainer:
         Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
         """
         watch = watch or Stopwatch(self.policy.device)
+        with self.policy.ranks.together("gather", rows):
+            return self._gather(rows, watch)
+
+    def _gather(self, rows: Sequence[Row], watch: Stopwatch) -> Evidence:
         needed = needed_by(self._config)
         logprobs = entropies = reference = values = None
         if "values" in needed and self.critic is None:
@@ -149,11 +157,12 @@ class Trainer:
         self, batch: Batch, policy_version: int, evidence: Evidence | None = None, watch: Stopwatch | None = None
     ) -> StepReport:
         """Train ``batch`` with the advantages on its rows; ``policy_version`` is the version of the weights before it.
+        A batch without groups (all were left out) is counted and changes no weights.
 
-        Raises :class:`TrainingError` when the batch is not that of the next update or has no rows,
+        Raises :class:`TrainingError` when the batch is not that of the next update or its groups have no rows,
         :class:`Interrupted` when asked to stop.
         """
-        if batch.update != self.updates or not batch.rows:
+        if batch.update != self.updates or (batch.groups and not batch.rows):
             raise TrainingError(
                 f"expected rows for update {self.updates}, got {len(batch.rows)} for update {batch.update}"
             )
@@ -161,16 +170,26 @@ class Trainer:
         tally = _Tally(watch or Stopwatch(self.policy.device), evidence or Evidence())
         self._rules = replace(self._rules, kl_coef=self.kl.coefficient)
         rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
-        try:
-            self._train(batch, tally, rate)
-        except Interrupted:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.torn = tally.optimizer_steps > 0 or tally.critic is not None
-            raise
-        self.updates += 1
-        if self.reference is not None:
-            self.reference.updated(self.updates)
+        facts = {"update": batch.update, "policy_version": policy_version, "kl": self.kl.coefficient}
+        with self.policy.ranks.together("step", batch.rows, facts, tally.evidence):
+            try:
+                if batch.rows:
+                    self._train(batch, tally, rate)
+            except Interrupted:
+                self.optimizer.zero_grad(set_to_none=True)
+                self.torn = tally.optimizer_steps > 0 or tally.critic is not None
+                raise
+            self.updates += 1
+            if self.reference is not None:
+                self.reference.updated(self.updates)
+            self._collect(tally)
         return self._report(batch, policy_version, rate, tally, started)
+
+    def _collect(self, tally: _Tally) -> None:
+        """Bring together what the ranks have seen of an update."""
+        ranks = self.policy.ranks
+        tally.values = ranks.values(tally.values)
+        tally.microbatches, tally.padding = (int(n) for n in ranks.summed([tally.microbatches, tally.padding]))
 
     def _train(self, batch: Batch, tally: _Tally, rate: float) -> None:
         learner = self._config.learner
@@ -205,10 +224,10 @@ class Trainer:
 
     def _scores(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> tuple[FloatArray, FloatArray]:
         """log π and entropy of all sampled tokens of ``rows``, float32 ``[S]`` each, without gradient."""
-        watch = watch or Stopwatch(self.policy.device)
-        logprobs, entropies = token_pass(
-            rows, self.policy.score, 2, self._config.learner.tokens_per_microbatch, watch, self.policy.form
-        )
+        watch, policy = watch or Stopwatch(self.policy.device), self.policy
+        budget = self._config.learner.tokens_per_microbatch
+        with policy.ranks.together("score", rows):
+            logprobs, entropies = token_pass(rows, policy.score, 2, budget, watch, policy.form, policy.ranks)
         return logprobs, entropies
 
     def _scores_and_values(
@@ -220,9 +239,8 @@ class Trainer:
             hidden_SH = self.policy.hidden(part)
             return *self.policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
 
-        logprobs, entropies, values = token_pass(
-            rows, score, 3, self._config.learner.tokens_per_microbatch, watch, self.policy.form
-        )
+        budget, form = self._config.learner.tokens_per_microbatch, self.policy.form
+        logprobs, entropies, values = token_pass(rows, score, 3, budget, watch, form, self.policy.ranks)
         return logprobs, entropies, values
 
     def _kept(
@@ -246,13 +264,15 @@ class Trainer:
 
     def _microbatches(
         self, rows: Sequence[Row], first: Sequence[int], weights: Sequence[float], watch: Stopwatch
-    ) -> list[MicroBatch]:
+    ) -> list[MicroBatch | None]:
+        """Those of this rank; None: one without rows, because another rank has more."""
         with watch.stage("prepare"):
-            form = self.policy.form
-            return [
+            form, ranks = self.policy.form, self.policy.ranks
+            parts = [
                 collate([rows[i] for i in chosen], [weights[i] for i in chosen], [first[i] for i in chosen], form=form)
-                for chosen in plan_rows(rows, self._config.learner.tokens_per_microbatch, form)
+                for chosen in shares(rows, self._config.learner.tokens_per_microbatch, form, ranks)
             ]
+            return ranks.padded(parts)
 
     def _optimizer_step(
         self, rows: Sequence[Row], first: Sequence[int], known: Known, tally: _Tally, rate: float, *, record: bool
@@ -273,7 +293,14 @@ class Trainer:
                 [rows[i] for i in chosen], [first[i] for i in chosen], [weights[i] for i in chosen], tally.watch
             )
             for part in parts:
-                self._microbatch(part, known, tally, learn=learn, record=record)
+                if part is None:
+                    self._idle(learn=learn)
+                else:
+                    self._microbatch(part, known, tally, learn=learn, record=record)
+        sums = [tally.loss, tally.policy_loss, tally.entropy, tally.kl]
+        tally.loss, tally.policy_loss, tally.entropy, tally.kl = self.policy.ranks.summed(sums)
+        if guard.enabled:
+            tally.ratios = self.policy.ranks.ratios(tally.ratios)
         if any(with_signal):
             factor = step_factor(tally.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
             set_rate(self.optimizer, rate * factor)
@@ -293,11 +320,9 @@ class Trainer:
                 tally.ratios += token_weights_of(
                     values.logprobs, values.behaviour, values.trained & values.recorded, self._rules.log_ratio_max
                 )
-            if not bool(torch.isfinite(tokens.logprobs.detach()).all()):
-                raise NonFiniteStep("ratio")
             value = float(terms.loss.detach())
-            if not np.isfinite(value):
-                raise NonFiniteStep("loss")
+            finite = bool(torch.isfinite(tokens.logprobs.detach()).all())
+            self._agree(1 if not finite else 2 if not np.isfinite(value) else 0)
         if learn:
             with tally.watch.stage("backward"):
                 terms.loss.backward()  # type: ignore[no-untyped-call]
@@ -307,6 +332,22 @@ class Trainer:
         tally.policy_loss += float(terms.policy)
         tally.entropy += float(terms.entropy)
         tally.kl += float(terms.kl)
+
+    def _idle(self, *, learn: bool) -> None:
+        """Take part in the collectives of another rank's micro-batch, with a gradient of 0."""
+        with torch.set_grad_enabled(learn):
+            logprobs, entropy = self.policy.score(idle_part(self.policy.form))
+            self._agree(0)
+        if learn:
+            nothing = torch.zeros_like(logprobs)
+            torch.where(nothing > 0, logprobs + entropy, nothing).sum().backward()  # type: ignore[no-untyped-call]
+
+    def _agree(self, code: int) -> None:
+        """Raise :class:`NonFiniteStep` on every rank where one has seen something, :class:`Interrupted` where one is
+        asked to stop. ``code``: see ``_NONFINITE``."""
+        worst = self.policy.ranks.agree(code)
+        if worst:
+            raise NonFiniteStep(_NONFINITE[worst - 1])
 
     def _loss_tokens(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: Known) -> LossTokens:
         def tensor(array: npt.NDArray[np.generic]) -> Tensor:
