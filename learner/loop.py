@@ -103,7 +103,8 @@ class LearnerLoop:
         done = time.perf_counter()
         times = StepTimes(wait=waited, publish=done - blocked, total=done - started)
         record_step(self._metrics, batch, report, times, choice)
-        self._lines.write(step_line(batch, report, times, self._published, choice))
+        left_out = self._config.groups.groups_per_step - len(batch.groups)
+        self._lines.write({**step_line(batch, report, times, self._published, choice), "groups_left_out": left_out})
         self._tell(batch, report)
         if self._trainer.updates % self._config.checkpoint.every == 0:
             await self._checkpoint()

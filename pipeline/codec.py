@@ -215,6 +215,8 @@ def encode_plan(plan: GroupPlan) -> dict[str, Any]:
     }
     if plan.baseline is not None:
         header["baseline"] = plan.baseline
+    if plan.left_out:
+        header["left_out"] = True
     return header
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.advantage import AdvantageConfig
+from pipeline.config.advantage import COMPARING, AdvantageConfig
 from pipeline.config.base import Section
 from pipeline.config.learner import LearnerConfig
 from pipeline.config.loss import ImportanceConfig, LossConfig
@@ -127,6 +127,24 @@ class RunConfig(Section):
                 f"advantage.pass_k ({advantage.pass_k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
                 "taken from a group"
             )
+        if self.groups.equal_rewards != "keep":
+            self._check_equal_rewards()
+
+    def _check_equal_rewards(self) -> None:
+        """Groups with equal rewards may be left out only where they teach nothing."""
+        advantage, what = self.advantage, f"groups.equal_rewards is {self.groups.equal_rewards}"
+        if advantage.estimator not in COMPARING | {"remax"} and ":" not in advantage.estimator:
+            raise ValueError(
+                f"{what}, but advantage.estimator {advantage.estimator} learns from groups with equal rewards too: set "
+                f"equal_rewards: keep, or one of {', '.join(sorted(COMPARING | {'remax'}))}"
+            )
+        if advantage.rewards != "outcome":
+            raise ValueError(
+                f"{what}, but advantage.rewards is {advantage.rewards}: turns may differ where outcomes are equal, and "
+                "the replay stage sees outcomes only. Set equal_rewards: keep"
+            )
+        if self.groups.n_rollout == 1 and not advantage.orders_greedy:
+            raise ValueError(f"{what}, but groups.n_rollout is 1: the rewards of every group are equal")
 
     def _check_adapters(self) -> None:
         if self.publish.lora == "merged":
