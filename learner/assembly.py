@@ -160,11 +160,16 @@ class GroupAssembler:
 
         Raises :class:`TrainingError` when the update is not ready.
         """
+        groups = self.look(update)
+        for group in self._of(update):
+            group.taken = True
+        return groups
+
+    def look(self, update: int) -> tuple[Group, ...]:
+        """What :meth:`take` would give now; nothing changes. Raises :class:`TrainingError` as that does."""
         if not self.ready(update):
             raise TrainingError(f"expected all groups of update {update}, got {self.progress(update)}")
         groups = sorted(self._of(update), key=lambda g: g.plan.group_id)
-        for group in groups:
-            group.taken = True
         return tuple(
             Group(g.plan, tuple(g.members[i] for i in range(g.plan.delivered)), dict(g.replays))
             for g in groups

@@ -5,7 +5,8 @@ the next update, and for the publication of the version before the last; *unbloc
 answer, or the end of the run.
 
 Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the training
-of the next update; at most one publication is under way. A checkpoint is copied in memory and written by
+of the next update; at most one publication is under way. The next batch is built beside the training too
+(:mod:`learner.preparing`). A checkpoint is copied in memory and written by
 :class:`learner.saving.CheckpointWriter`: the loop waits for the disk only when the write before is not through.
 """
 
@@ -22,13 +23,15 @@ import anyio.to_thread
 from torch import Tensor
 
 from learner.checkpoint import CheckpointState, take_image
-from learner.choice import Choice, choose_replays
+from learner.choice import Choice
+from learner.groups import Group
 from learner.metrics_log import MetricsLog
+from learner.preparing import Prepared, Preparer, prepare
 from learner.publisher.base import Publication
 from learner.publisher.factory import weights_to_publish
 from learner.recording import StepTimes, record_step, step_line, trained_facts
 from learner.report import StepReport
-from learner.rows import Batch, build_batch
+from learner.rows import Batch
 from learner.saving import CheckpointWriter
 from learner.sessions import LearnerSessions
 from learner.trainer import Trainer
@@ -73,6 +76,7 @@ class LearnerLoop:
         self._lines = lines
         self._saved_updates = session.standing.durable_updates
         self._published: dict[str, Any] = {}
+        self._preparer = Preparer(session, self._config.replay)
         self._idle = anyio.Event()
         self._idle.set()
 
@@ -95,7 +99,12 @@ class LearnerLoop:
         groups = await self._wait_for_groups(update)
         waited = time.perf_counter() - started
         self._ctx.report("training", "", step=update + 1, groups=len(groups))
-        batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups)
+        made = self._preparer.take(update, groups)
+        async with anyio.create_task_group() as beside:
+            if update + 1 < self._config.run.total_steps:
+                beside.start_soon(self._preparer.ahead, update + 1)
+            batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, made)
+            beside.cancel_scope.cancel()
         await self._session.consumed(update, trained_facts(batch, report, choice))
         self.version += 1
         blocked = time.perf_counter()
@@ -109,16 +118,12 @@ class LearnerLoop:
         if self._trainer.updates % self._config.checkpoint.every == 0:
             await self._checkpoint()
 
-    def _train(self, update: int, groups: Any) -> tuple[Batch, StepReport, Choice]:
-        start = time.perf_counter()
-        choice = choose_replays(groups, self._config.replay, self._trainer.mean_entropies)
-        chosen = time.perf_counter()
-        batch = build_batch(update, choice.groups)
-        built = time.perf_counter()
-        report = self._trainer.train(batch, self.version)
-        report.seconds["choose"] += chosen - start
-        report.seconds["prepare"] += built - chosen
-        return batch, report, choice
+    def _train(self, update: int, groups: tuple[Group, ...], made: Prepared | None) -> tuple[Batch, StepReport, Choice]:
+        made = made or prepare(update, groups, self._config.replay, self._trainer.mean_entropies)
+        report = self._trainer.train(made.batch, self.version)
+        report.seconds["choose"] += made.choose_seconds
+        report.seconds["prepare"] += made.build_seconds
+        return made.batch, report, made.choice
 
     async def _wait_for_groups(self, update: int) -> Any:
         """The groups of the update, saying meanwhile what is missing."""
