@@ -130,18 +130,18 @@ class RankGroup:
         """Header and arrays of every rank, in order of rank."""
         return [unpack(message) for message in self._everyones(pack(header, arrays))]
 
+    def told(self, name: str) -> str:
+        """``name`` of rank 0, on all ranks. Goes by the connections of the checkpoint writers."""
+        message = np.frombuffer(bytearray(name.encode()), np.uint8)
+        return _broadcast(None if self.rank else message, self.saving).tobytes().decode()
+
     def _tell(self, message: npt.NDArray[np.uint8]) -> None:
-        dist.broadcast(torch.tensor([len(message)]), 0, group=self._arrays)
-        dist.broadcast(torch.from_numpy(message), 0, group=self._arrays)
+        _broadcast(message, self._arrays)
 
     def hear(self) -> npt.NDArray[np.uint8]:
         """The next order of rank 0, for the others. Raises :class:`RuntimeError` when it is gone or silent for the
         timeout."""
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._arrays)
-        message = torch.zeros(int(length), dtype=torch.uint8)
-        dist.broadcast(message, 0, group=self._arrays)
-        return message.numpy()
+        return _broadcast(None, self._arrays)
 
     def _reduced(self, array: npt.NDArray[Any], how: Any) -> npt.NDArray[Any]:
         tensor = torch.from_numpy(array.copy())
@@ -157,6 +157,15 @@ class RankGroup:
         found = [torch.zeros_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self._arrays)
         return [part.numpy()[:n] for part, n in zip(found, sizes.tolist(), strict=True)]
+
+
+def _broadcast(message: npt.NDArray[np.uint8] | None, group: dist.ProcessGroup) -> npt.NDArray[np.uint8]:
+    """``message`` of rank 0; the others have none."""
+    length = torch.tensor([0 if message is None else len(message)])
+    dist.broadcast(length, 0, group=group)
+    data = torch.zeros(int(length), dtype=torch.uint8) if message is None else torch.from_numpy(message)
+    dist.broadcast(data, 0, group=group)
+    return data.numpy()
 
 
 def sum_gradients(root: torch.nn.Module) -> None:

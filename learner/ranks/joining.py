@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from learner.policy import resolve_device
 from pipeline.config.learner import LearnerConfig
@@ -42,9 +43,9 @@ def place_of(config: LearnerConfig, environment: dict[str, str] | None = None) -
     return Place(rank, size, local)
 
 
-def join(place: Place, config: LearnerConfig) -> torch.device:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT: gloo for the CPU, and NCCL where the device is a GPU. Returns
-    the device of this rank. Blocks until all are there.
+def join(place: Place, config: LearnerConfig, store: Store | None = None) -> torch.device:
+    """Meet the other ranks at ``store``, else at MASTER_ADDR:MASTER_PORT: gloo for the CPU, NCCL where the device is
+    a GPU. Returns the device of this rank. Blocks until all are there.
 
     Raises :class:`TrainingError` when they are not within ``learner.ranks_timeout_seconds``.
     """
@@ -59,13 +60,14 @@ def join(place: Place, config: LearnerConfig) -> torch.device:
         device, backend = torch.device("cuda", place.local), "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(
-            backend, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=config.ranks_timeout_seconds)
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=config.ranks_timeout_seconds),
         )
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(
-            f"rank {place.rank} of {place.size} did not meet the others at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')}: {error}"
-        ) from error
+        raise TrainingError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
     return device
 
 

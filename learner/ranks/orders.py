@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from learner.backbone import Interrupted
+from learner.checkpoint import CheckpointState, take_image
 from learner.evidence import Evidence
 from learner.ranks.group import RankGroup
 from learner.ranks.wire import unpack_order
@@ -42,6 +44,37 @@ def follow(trainer: Trainer, group: RankGroup, image: Callable[[int], None]) -> 
                 _HANDLERS[order](trainer, facts, rows, evidence)
         except Interrupted:
             log.info("rank %d gave up %s: the learner is stopping", group.rank, order)
+
+
+class Saver:
+    """Writes this rank's part of each checkpoint in a thread, so that the next order need not wait. Use as a context
+    manager: its end waits for the last write, and raises what went wrong in it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._last: Future[None] | None = None
+
+    def image(self, updates: int) -> None:
+        """Copy, and begin to write."""
+        self.wait()
+        shards = take_image(self._trainer, CheckpointState(updates, 0, {})).shards
+        assert shards is not None, "one rank has no orders"
+        self._last = self._threads.submit(shards.write, None)
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _next(group: RankGroup) -> Any:
