@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
+
 from learner.backbone import DTYPES, Backbone, read_model
 from learner.checkpoint import adapter_folder
 from learner.critic import Critic
+from learner.demonstrations import load_demonstrations
 from learner.policy import Policy
 from learner.ranks.group import RankGroup
 from learner.ranks.sharding import shard
@@ -30,13 +33,7 @@ def make_trainer(
 
     Raises :class:`ConfigurationError` or :class:`StoreError`.
     """
-    learner, trust = config.learner, config.model.trust_remote_code
-    if learner.lora.rank:
-        adapters = None if checkpoint is None else adapter_folder(checkpoint)
-        policy = Policy.load(initial_model, learner, trust_remote_code=trust, adapter_folder=adapters)
-    else:
-        folder = initial_model if checkpoint is None else checkpoint / "model"
-        policy = Policy.load(folder, learner, trust_remote_code=trust)
+    policy = make_policy(config, initial_model, checkpoint)
     if group is not None:
         _refuse_what_ranks_cannot(config)
         policy.interrupt = group.interrupt
@@ -44,7 +41,22 @@ def make_trainer(
     needed = needed_by(config)
     reference = make_reference(config, policy, initial_model, group) if "reference" in needed else None
     critic = make_critic(config, policy, initial_model, group) if "values" in needed else None
-    return Trainer(policy, config, reference, critic)
+    supervised = config.loss.supervised
+    demonstrations = None
+    if supervised.weight and supervised.demonstrations is not None:
+        demonstrations = load_demonstrations(supervised.demonstrations, config, initial_model)
+    if policy.ranks.rank:
+        torch.manual_seed(config.run.seed + policy.ranks.rank)
+    return Trainer(policy, config, reference, critic, demonstrations)
+
+
+def make_policy(config: RunConfig, initial_model: Path, checkpoint: Path | None) -> Policy:
+    """Weights of the checkpoint, or of the initial model; adapters always lie over the latter."""
+    learner, trust = config.learner, config.model.trust_remote_code
+    if learner.lora.rank:
+        adapters = None if checkpoint is None else adapter_folder(checkpoint)
+        return Policy.load(initial_model, learner, trust_remote_code=trust, adapter_folder=adapters)
+    return Policy.load(initial_model if checkpoint is None else checkpoint / "model", learner, trust_remote_code=trust)
 
 
 def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:

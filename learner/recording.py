@@ -70,6 +70,7 @@ def record_step(
     metrics.loss.labels(term="policy").set(report.policy_loss)
     metrics.loss.labels(term="entropy").set(report.entropy_loss)
     metrics.loss.labels(term="kl").set(report.kl_loss)
+    metrics.loss.labels(term="supervised").set(report.supervised_loss)
     if report.critic is not None:
         metrics.loss.labels(term="value").set(report.critic.loss)
     metrics.grad_norm.set(report.grad_norm)
@@ -181,6 +182,8 @@ def step_line(
         "kl_reference": s.all.reference_kl.value,
         "kl_coefficient": report.kl_coefficient,
         "kl_loss": report.kl_loss,
+        "supervised_loss": report.supervised_loss,
+        "supervised_tokens": report.supervised_tokens,
         "learning_rate": report.learning_rate,
         "optimizer_steps": report.optimizer_steps,
         "nonfinite": dict(report.nonfinite),

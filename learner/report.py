@@ -87,6 +87,10 @@ class StepReport:
     """Sampled tokens whose advantage is exactly 0: scored for the statistics, without a backward pass."""
     kl_loss: float = 0.0
     """The KL term of the loss, as ``entropy_loss``; 0 where the KL is not in the loss."""
+    supervised_loss: float = 0.0
+    """Mean cross-entropy over supervised tokens before the step, nats, without its weight; 0 without any."""
+    supervised_tokens: int = 0
+    """Of the last optimizer step."""
     overlong: int = 0
     """Trajectories whose reward lost the overlong penalty."""
     kl_coefficient: float = 0.0

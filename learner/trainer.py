@@ -20,14 +20,17 @@ from learner.advantages import needed_evidence as needed_by_estimator
 from learner.advantages.shaping import overlong_count
 from learner.batching import MicroBatch, collate, token_numbers, token_weights
 from learner.critic import Critic
+from learner.demonstrations import Demonstrations
 from learner.ema import WeightAverage
 from learner.estimation import with_advantages
 from learner.evidence import Evidence
 from learner.hints import hinted_logprobs
+from learner.imitation import add_gradients
 from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
 from learner.losses.kl import KLController, kl_penalty
 from learner.losses.policy import LossRules, LossTokens, policy_loss
 from learner.losses.registry import needed_evidence as needed_by_loss
+from learner.losses.supervised import cross_entropy, imported_share, is_imported
 from learner.offpolicy import step_factor, token_weights_of
 from learner.optimizer import clip_gradients, make_optimizer, set_rate
 from learner.passes import idle_part, shares, token_pass
@@ -65,7 +68,14 @@ class _Tally:
     entropy: float = 0.0
     kl: float = 0.0
     grad_norm: float = 0.0
+    supervised: float = 0.0
+    """Mean cross-entropy of the present optimizer step."""
+    supervised_tokens: int = 0
+    supervised_share: float = 0.0
+    """Weight of a token of an imported demonstration in the present optimizer step; 0: there are none."""
     optimizer_steps: int = 0
+    begun: int = 0
+    """Optimizer steps, skipped ones too: each takes other demonstrations."""
     microbatches: int = 0
     padding: int = 0
     ratios: Weights = field(default_factory=Weights)
@@ -84,13 +94,21 @@ class Trainer:
     """
 
     def __init__(
-        self, policy: Policy, config: RunConfig, reference: Reference | None = None, critic: Critic | None = None
+        self,
+        policy: Policy,
+        config: RunConfig,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
+        demonstrations: Demonstrations | None = None,
     ) -> None:
         self.policy = policy
         self.reference = reference
         self.critic = critic
+        self.demonstrations = demonstrations
+        """What ``loss.supervised`` draws from; None: nothing."""
         self.updates = 0
         self.torn = False
+        self.seed = config.run.seed
         self._config = config
         self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
         self.kl = KLController.of(config.loss)
@@ -113,6 +131,31 @@ class Trainer:
         return replace(
             report, overlong=overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
         )
+
+    def imitate(self, rows: Sequence[Row], rate: float) -> StepReport:
+        """One optimizer step on the mean cross-entropy over the sampled tokens of ``rows``; counts as an update.
+
+        Raises :class:`Interrupted` when asked to stop.
+        """
+        started, tally = time.time(), _Tally(Stopwatch(self.policy.device), Evidence())
+        try:
+            self._imitate(rows, 1.0, tally)
+            set_rate(self.optimizer, rate)
+            with tally.watch.stage("optimize"):
+                self._apply(tally)
+        except NonFiniteStep as error:
+            tally.nonfinite[error.where] += 1
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        report = self._report(Batch(self.updates - 1, (), tuple(rows)), 0, rate, tally, started)
+        trained = tally.supervised_tokens
+        return replace(report, loss=tally.supervised, tokens_trained=trained, tokens_masked=tokens_of(rows) - trained)
+
+    def _imitate(self, rows: Sequence[Row], weight: float, tally: _Tally) -> None:
+        tokens_max, idle = self._config.learner.tokens_per_microbatch, partial(self._idle, learn=True)
+        loss = add_gradients(self.policy, rows, weight, tokens_max, tally.watch, self._agree, idle)
+        tally.supervised, tally.supervised_tokens = loss, sum(row.n_sampled for row in rows)
 
     def _penalties(self, evidence: Evidence) -> FloatArray | None:
         """What ``loss.kl: reward`` takes off the rewards, float32 ``[S]``."""
@@ -281,10 +324,19 @@ class Trainer:
         they are scored without a backward pass, and only for the statistics."""
         weights = token_weights(rows, self._config.loss.aggregation, self._config.loss.aggregation_length)
         waits = self.critic is not None and self.critic.only_critic(self.updates)
-        with_signal = [not waits and (row.has_signal or not self._rules.needs_signal) for row in rows]
+        supervised = self._config.loss.supervised
+        of_replayed = supervised.weight if supervised.source == "replayed" and not waits else 0.0
+        tally.supervised_share = imported_share(rows, of_replayed)
+        with_signal = [
+            not waits
+            and (row.has_signal or not self._rules.needs_signal or (tally.supervised_share > 0 and is_imported(row)))
+            for row in rows
+        ]
         guard = self._config.replay.ess_guard
+        tally.begun += 1
         tally.ratios = Weights()
-        tally.loss = tally.policy_loss = tally.entropy = tally.kl = tally.grad_norm = 0.0
+        tally.loss = tally.policy_loss = tally.entropy = tally.kl = tally.grad_norm = tally.supervised = 0.0
+        tally.supervised_tokens = sum(row.n_sampled for row in rows if is_imported(row)) if of_replayed else 0
         for learn in (True, False):
             chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
             if not chosen or not (learn or record or guard.enabled):
@@ -297,16 +349,28 @@ class Trainer:
                     self._idle(learn=learn)
                 else:
                     self._microbatch(part, known, tally, learn=learn, record=record)
-        sums = [tally.loss, tally.policy_loss, tally.entropy, tally.kl]
-        tally.loss, tally.policy_loss, tally.entropy, tally.kl = self.policy.ranks.summed(sums)
+        sums = [tally.loss, tally.policy_loss, tally.entropy, tally.kl, tally.supervised]
+        tally.loss, tally.policy_loss, tally.entropy, tally.kl, tally.supervised = self.policy.ranks.summed(sums)
         if guard.enabled:
             tally.ratios = self.policy.ranks.ratios(tally.ratios)
-        if any(with_signal):
+        drawn = not waits and self._supervise(tally)
+        if any(with_signal) or drawn:
             factor = step_factor(tally.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
             set_rate(self.optimizer, rate * factor)
             with tally.watch.stage("optimize"):
                 self._apply(tally)
             tally.factors.append(factor)
+
+    def _supervise(self, tally: _Tally) -> bool:
+        """Add the gradient of the demonstrations that this optimizer step draws; whether there are any."""
+        if self.demonstrations is None:
+            return False
+        learner, supervised = self._config.learner, self._config.loss.supervised
+        step = self.updates * learner.epochs * learner.minibatches + tally.begun - 1
+        rows = self.demonstrations.draw((self._config.run.seed, 1), step, supervised.batch)
+        self._imitate(rows, supervised.weight, tally)
+        tally.loss += supervised.weight * tally.supervised
+        return True
 
     def _microbatch(self, part: MicroBatch, known: Known, tally: _Tally, *, learn: bool, record: bool) -> None:
         with tally.watch.stage("forward"), torch.set_grad_enabled(learn):
@@ -320,12 +384,18 @@ class Trainer:
                 tally.ratios += token_weights_of(
                     values.logprobs, values.behaviour, values.trained & values.recorded, self._rules.log_ratio_max
                 )
-            value = float(terms.loss.detach())
+            loss = terms.loss
+            if tally.supervised_share:
+                imported = torch.from_numpy(part.replayed_S & ~part.recorded_S).to(loss.device)
+                extra = cross_entropy(logprobs, imported, tally.supervised_share)
+                tally.supervised += float(extra.detach()) / self._config.loss.supervised.weight
+                loss = loss + extra
+            value = float(loss.detach())
             finite = bool(torch.isfinite(tokens.logprobs.detach()).all())
             self._agree(1 if not finite else 2 if not np.isfinite(value) else 0)
         if learn:
             with tally.watch.stage("backward"):
-                terms.loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
         tally.microbatches += 1
         tally.padding += part.n_padded - part.n_real
         tally.loss += value
@@ -407,6 +477,8 @@ class Trainer:
             entropy_loss=-self._rules.entropy_bonus * tally.entropy,
             kl_loss=self._rules.kl_coef * tally.kl if self._rules.kl_in_loss else 0.0,
             kl_coefficient=self._rules.kl_coef,
+            supervised_loss=tally.supervised,
+            supervised_tokens=tally.supervised_tokens,
             grad_norm=tally.grad_norm,
             learning_rate=rate * (tally.factors[-1] if tally.factors else 1.0),
             guard_lr_factor=float(np.mean(tally.factors)) if tally.factors else 1.0,
@@ -415,7 +487,7 @@ class Trainer:
             n_rows=len(batch.rows),
             n_microbatches=tally.microbatches,
             tokens_trained=trained,
-            tokens_masked=sum(len(row) for row in batch.rows) - trained,
+            tokens_masked=tokens_of(batch.rows) - trained,
             tokens_padding=tally.padding,
             tokens_without_signal=sum(row.n_sampled for row in batch.rows if not row.has_signal),
             critic=tally.critic,
@@ -423,6 +495,11 @@ class Trainer:
             started_at=started,
             finished_at=time.time(),
         )
+
+
+def tokens_of(rows: Sequence[Row]) -> int:
+    """All of them, context included."""
+    return sum(len(row) for row in rows)
 
 
 def needed_by(config: RunConfig) -> frozenset[str]:

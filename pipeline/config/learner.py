@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.warm_start import WarmStartConfig
 
 
 class LoraConfig(Section):
@@ -126,6 +127,7 @@ class LearnerConfig(Section):
     lora: LoraConfig = LoraConfig()
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
 
     @model_validator(mode="after")
     def _parts_agree(self) -> LearnerConfig:

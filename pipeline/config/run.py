@@ -113,6 +113,7 @@ class RunConfig(Section):
         self._check_replay()
         self._check_adapters()
         self._check_advantage()
+        self._check_demonstrations()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "
@@ -129,6 +130,24 @@ class RunConfig(Section):
             )
         if self.groups.equal_rewards != "keep":
             self._check_equal_rewards()
+
+    def _check_demonstrations(self) -> None:
+        learner, supervised = self.learner, self.loss.supervised
+        if learner.warm_start.demonstrations is not None and self.publish.lora == "adapter":
+            raise ValueError(
+                "learner.warm_start is merged into the weights that adapters begin from, but publish.lora is adapter "
+                "and engines would put the adapters on the initial model: set publish.lora: merged"
+            )
+        if learner.warm_start.demonstrations is not None and learner.ranks > 1:
+            raise ValueError(
+                f"learner.warm_start is for one rank, but learner.ranks is {learner.ranks}: warm-start a run with "
+                "learner.ranks: 1 and give its model folder (checkpoints/warm_start/…/model) as model.source"
+            )
+        if supervised.weight and supervised.source == "replayed" and not self.replay.enabled:
+            raise ValueError(
+                "loss.supervised.source is replayed, but replay.enabled is false: nothing would be replayed. Set "
+                "replay.enabled: true, or source: file"
+            )
 
     def _check_equal_rewards(self) -> None:
         """Groups with equal rewards may be left out only where they teach nothing."""

@@ -25,7 +25,7 @@ REJECTIONS = (
     "nonfinite",
     "second_moment",
 )
-TERMS = ("policy", "kl", "entropy", "value")
+TERMS = ("policy", "kl", "entropy", "value", "supervised")
 NONFINITE = ("loss", "gradient", "ratio", "value")
 _P = "afterplay_learner_"
 
@@ -169,7 +169,9 @@ class LearnerMetrics:
 
     def _build_optimisation(self, r: CollectorRegistry, env: dict[str, tuple[str, ...]]) -> None:
         self.entropy_nats = gauge(r, _P + "entropy_nats", "Mean token entropy of the last batch.")
-        self.loss = gauge(r, _P + "loss", "Last batch; term = policy, kl, entropy or value.", {"term": TERMS})
+        self.loss = gauge(
+            r, _P + "loss", "Last batch; term = policy, kl, entropy, value or supervised.", {"term": TERMS}
+        )
         self.grad_norm = gauge(r, _P + "grad_norm", "Global gradient norm before clipping.")
         self.learning_rate = gauge(r, _P + "learning_rate", "Learning rate of the last step.")
         self.reward_mean = gauge(r, _P + "reward_mean", "Mean reward of the last batch's fresh trajectories.", env)
