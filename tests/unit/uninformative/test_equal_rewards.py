@@ -227,3 +227,29 @@ def test_a_late_answer_to_a_group_that_was_left_out_is_a_duplicate(stage) -> Non
 def test_run_files_that_would_lose_signal_are_refused(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         RunConfig.model_validate({"groups": groups("drop"), **sections})
+
+
+@pytest.mark.parametrize("what", ["drop", "refill"])
+def test_successes_of_a_group_that_is_left_out_stay_in_the_pool(stage, what: str) -> None:
+    """A replay group whose fresh rollouts succeed like its replay teaches nothing, but what it played is stored."""
+    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 1.0, "trajectories_per_task": 1, "max_age": None,
+              "window": 0, "retire_after": None, "ess_guard": {"enabled": False}}  # fmt: skip
+    s = stage(groups=groups(what, n=3, per_step=1), replay=replay, environments={"a": {"tasks": 1, "max_seconds": 10}})
+    s.play(0, 0, 1)
+    s.train()
+    assert len(s.core.experience) == 1
+    left_out = s.play(1, 1)
+    assert len(s.core.experience) == 3 and s.core.records[int(left_out[1:])].state != GroupState.TRAINED
+    pooled = {entry.seq for entry in s.core.experience.entries}
+    assert pooled <= s.core.payloads.held
+    s.restart()
+    assert {entry.seq for entry in s.core.experience.entries} == pooled <= s.core.payloads.held
+    if what == "drop":
+        s.train()
+    s.play(0, 0)
+    s.train()
+    s.tell(Kind.CHECKPOINTED, updates=s.updates)
+    s.restart()
+    ledger = s.ledger()
+    assert ledger.trajectories["dropped.uninformative"] == 2 and ledger.pool["saved"] == 3
+    assert ledger.replays["trained"] == 1
