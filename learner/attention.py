@@ -10,7 +10,7 @@ Dimensions: N tokens laid, K keys read, R runs, H query heads, G key heads, D he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,26 +36,31 @@ class Runs:
     keys_from: Tensor
     """int32 ``[R+1]``, in K."""
     keys_K: Tensor | None
-    masks: list[Tensor | None]
-    """bool ``[queries, keys]`` of runs that share; None: plainly causal. Empty on a GPU, which needs none."""
+    varlen: bool
+    """One call does all runs."""
+    masks: dict[torch.dtype, list[Tensor | None]] = field(default_factory=dict)
+    """``[queries, keys]`` of each run, 0 or minus infinity; None: plainly causal. Made once for all layers."""
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device, *, varlen: bool) -> Runs:
         queries, keys = layout.query_lengths_R.tolist(), layout.key_lengths_R.tolist()
-        masks: list[Tensor | None] = []
-        if not varlen:
-            masks = [
-                None if q == k else torch.ones(q, k, dtype=torch.bool, device=device).tril_(k - q)
-                for q, k in zip(queries, keys, strict=True)
-            ]
         return cls(
             queries,
             keys,
             _starts(layout.query_lengths_R, device),
             _starts(layout.key_lengths_R, device),
             None if layout.keys_K is None else torch.from_numpy(layout.keys_K).to(device),
-            masks,
+            varlen,
         )
+
+    def masks_of(self, like: Tensor) -> list[Tensor | None]:
+        """Masks of the type and on the device of ``like``."""
+        if like.dtype not in self.masks:
+            self.masks[like.dtype] = [
+                None if q == k else like.new_full((q, k), -torch.inf).triu_(k - q + 1)
+                for q, k in zip(self.query_lengths, self.key_lengths, strict=True)
+            ]
+        return self.masks[like.dtype]
 
 
 def packed_attention(
@@ -79,13 +84,13 @@ def packed_attention(
         return _causal(query, key, value, None, scaling, grouped).transpose(1, 2).contiguous(), None
     if runs.keys_K is not None:
         key, value = key.index_select(2, runs.keys_K), value.index_select(2, runs.keys_K)
-    if not runs.masks:
+    if runs.varlen:
         return _varlen(query, key, value, runs, scaling, grouped), None
     parts = zip(
         torch.split(query, runs.query_lengths, dim=2),
         torch.split(key, runs.key_lengths, dim=2),
         torch.split(value, runs.key_lengths, dim=2),
-        runs.masks,
+        runs.masks_of(query.detach()),
         strict=True,
     )
     out = torch.cat([_causal(q, k, v, mask, scaling, grouped) for q, k, v, mask in parts], dim=2)
