@@ -22,7 +22,7 @@ _PER_ROW = tuple(f.name for f in fields(Row) if f.name not in (*_PER_TOKEN, "adv
 
 def pack(header: Mapping[str, Any], arrays: Arrays) -> npt.NDArray[np.uint8]:
     """uint8 ``[N]``: length of the header (8 bytes), the header, the arrays one after the other."""
-    parts = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    parts = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     shapes = [[name, array.dtype.str, list(array.shape)] for name, array in parts.items()]
     head = orjson.dumps([dict(header), shapes], option=orjson.OPT_SERIALIZE_NUMPY)
     whole = b"".join([len(head).to_bytes(_LENGTH, "little"), head, *(array.tobytes() for array in parts.values())])
