@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.demonstrations import Demonstrations
+from learner.imitation import add_gradients
 from learner.losses.supervised import cross_entropy, imported_share
 from learner.policy import Policy
+from learner.ranks.base import Alone
+from learner.ranks.division import divide
+from learner.report import Stopwatch
 from learner.rows import Batch
 from learner.trainer import Trainer
 from pipeline.config import RunConfig
@@ -158,3 +162,38 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(kit) -> None:
 def test_run_files_that_contradict_themselves_are_refused(sections, words) -> None:
     with pytest.raises(ValueError, match=words):
         RunConfig.model_validate(sections)
+
+
+class _OneOf(Alone):
+    """One of several ranks, without the others: what it adds up is its own share."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def mine(self, rows):
+        return divide([len(row) for row in rows], self.size)[self.rank]
+
+    def padded(self, parts):
+        return [*parts, None]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_shares_of_all_ranks_add_up_to_the_gradient_of_one(kit, size) -> None:
+    rows = ones(kit.make_rows(4))
+    trainer, idle = trainer_of(kit), []
+    total = 0.0
+    for rank in range(size):
+        trainer.policy.ranks = _OneOf(rank, size)
+        total += add_gradients(
+            trainer.policy,
+            rows,
+            1.0,
+            20,
+            Stopwatch(trainer.policy.device),
+            lambda code: None,
+            lambda: idle.append(rank),
+        )
+    loss, expected = slow_reference(kit, rows)
+    assert total == pytest.approx(loss, rel=1e-5) and idle == list(range(size))
+    for name, p in trainer.policy.named_parameters:
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-6)
