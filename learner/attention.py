@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from learner.packing import Layout
 
@@ -72,18 +74,19 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     runs: Runs | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """``[1, N, H, D]`` from query ``[1, H, N, D]`` and key and value ``[1, G, N, D]``. Without ``runs`` plain causal
-    attention of ``[B, …]``."""
+    """``[1, N, H, D]`` from query ``[1, H, N, D]`` and key and value ``[1, G, N, D]``. Without ``runs``: what
+    transformers' own scaled dot-product attention gives, so that the model can be called as any other."""
+    if runs is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+        return out, None
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     grouped = key.shape[1] != query.shape[1]
-    if runs is None:
-        return _causal(query, key, value, None, scaling, grouped).transpose(1, 2).contiguous(), None
     if runs.keys_K is not None:
-        key, value = key.index_select(2, runs.keys_K), value.index_select(2, runs.keys_K)
+        key, value = (_Gather.apply(x, runs.keys_K) for x in (key, value))  # type: ignore[no-untyped-call]
     if runs.varlen:
         return _varlen(query, key, value, runs, scaling, grouped), None
     parts = zip(
@@ -95,6 +98,35 @@ def packed_attention(
     )
     out = torch.cat([_causal(q, k, v, mask, scaling, grouped) for q, k, v, mask in parts], dim=2)
     return out.transpose(1, 2), None
+
+
+def packed_inputs(layout: Layout, device: torch.device, *, varlen: bool) -> dict[str, Any]:
+    """Arguments of a model's forward pass over a layout. The mask is none: being of four dimensions it keeps
+    transformers from making one of ``[N, N]``, and packed attention does not read it."""
+    return {
+        "input_ids": torch.from_numpy(layout.token_ids_N).to(device)[None],
+        "position_ids": torch.from_numpy(layout.positions_N).to(device)[None],
+        "attention_mask": torch.zeros(1, 1, 1, 1, device=device),
+        "runs": Runs.of(layout, device, varlen=varlen),
+        "use_cache": False,
+    }
+
+
+class _Gather(torch.autograd.Function):
+    """Keys or values ``[1, G, K, D]`` of each run. The gradients of those that many rows share are added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys_K: Tensor) -> Tensor:
+        ctx.save_for_backward(keys_K)
+        ctx.tokens = x.shape[2]
+        return x.index_select(2, keys_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (keys_K,) = grads, ctx.saved_tensors
+        shape = (*grad.shape[:2], ctx.tokens, grad.shape[3])
+        total = torch.zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device)
+        return total.index_add_(2, keys_K, grad.to(total.dtype)).to(grad.dtype), None
 
 
 def can_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -137,3 +169,4 @@ def _starts(lengths: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

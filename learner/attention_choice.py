@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.attention import NAME, Runs, can_varlen
+from learner.attention import NAME, can_varlen, packed_inputs
 from learner.packing import SHARED_TOKENS_MIN, Form, Layout, lay_out
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
@@ -100,10 +100,5 @@ def _probe(
 
 
 def _hidden(model: Any, layout: Layout, device: torch.device, varlen: bool) -> Tensor:
-    hidden: Tensor = model.base_model(
-        input_ids=torch.from_numpy(layout.token_ids_N).to(device)[None],
-        position_ids=torch.from_numpy(layout.positions_N).to(device)[None],
-        runs=Runs.of(layout, device, varlen=varlen),
-        use_cache=False,
-    ).last_hidden_state
+    hidden: Tensor = model.base_model(**packed_inputs(layout, device, varlen=varlen)).last_hidden_state
     return hidden[0]

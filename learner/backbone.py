@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from learner.attention import Runs
+from learner.attention import packed_inputs
 from learner.attention_choice import choose_form, packs_by_varlen
 from learner.batching import MicroBatch
 from learner.packing import Form
@@ -95,13 +95,13 @@ class Backbone:
         return max(lists, key=len, default=[])
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
-        tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
-        packed: dict[str, Any] = {}
         if batch.layout is not None:
-            packed["position_ids"] = torch.from_numpy(batch.layout.positions_N).to(self.device)[None]
-            packed["runs"] = Runs.of(batch.layout, self.device, varlen=self._varlen)
+            inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen)
+        else:
+            tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
+            inputs = {"input_ids": tokens, "use_cache": False}
         with self._autocast():
-            hidden_BTH = self.model.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
+            hidden_BTH = self.model.base_model(**inputs).last_hidden_state
             predictors = torch.from_numpy(batch.predictors_S).to(self.device)
             hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
         return hidden_SH

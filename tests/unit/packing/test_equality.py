@@ -155,6 +155,34 @@ def test_half_precision_stays_near(policy_of):
             assert float((near - exact).abs().mean()) < 0.1
 
 
+def test_gradients_of_a_prompt_that_many_share_are_not_lost_in_half_precision(policy_of):
+    """Against float32: the prompt computed once is as near as the prompt computed for each row."""
+    rng = np.random.default_rng(11)
+    prompt = rng.integers(0, 23, 12)
+    rows = [row_of([*prompt, *rng.integers(0, 23, 4)], np.arange(16) >= 12, i) for i in range(64)]
+    exact = scores(policy_of(PADDED), rows)[2]
+
+    def error(form):
+        found = scores(policy_of(form, compute_dtype="bfloat16"), rows)[2]
+        return np.mean([float((found[n] - exact[n]).norm() / exact[n].norm()) for n in exact])
+
+    assert error(SHARED) < 1.2 * error(PADDED)
+
+
+def test_a_packed_model_is_called_as_any_other(kit, policy_of):
+    """With padding on the left and a mask, as generation calls it: the exchange of the attention is not seen."""
+    model = policy_of(SHARED).model
+    ids = torch.randint(0, 23, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        expected = kit.tiny_model()(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits[mask.bool()], expected)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        found = model.generate(ids, attention_mask=mask, **options)
+        assert torch.equal(found, kit.tiny_model().generate(ids, attention_mask=mask, **options))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: variable-length attention has no CPU form")
 def test_variable_length_attention_on_a_gpu(kit):
     from transformers import LlamaConfig, LlamaForCausalLM
