@@ -11,7 +11,6 @@ was stopped goes on from the newest, and one that finds the last has nothing to 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from pipeline.rundir import RunDirectory, read_json, write_json_atomically
 
 log = logging.getLogger(__name__)
 PHASE = "warm_start"
+SKIPPED_MAX = 10
+"""Warm-start steps in a row that may be skipped because a value was not finite."""
 DONE = "done.json"
 """Beside the last checkpoint: the warm start is over."""
 
@@ -71,6 +72,7 @@ class WarmStart:
         self._config, self._directory = _for_warm_start(config), directory
         self.demonstrations = demonstrations or load_demonstrations(section.demonstrations, config, directory.model)
         self.steps = section.length(len(self.demonstrations))
+        self._skipped = 0
         found = find_checkpoints(warm_folder(directory))
         checkpoint = found[0] if found else None
         self.trainer = Trainer(make_policy(self._config, directory.model, checkpoint), self._config)
@@ -84,15 +86,18 @@ class WarmStart:
         return self.trainer.updates >= self.steps
 
     def step(self) -> StepReport:
-        """One optimizer step. Raises :class:`Interrupted` when asked to stop, :class:`TrainingError` for a loss that is
-        not finite."""
+        """One optimizer step, skipped where a value is not finite. Raises :class:`Interrupted` when asked to stop,
+        :class:`TrainingError` when :data:`SKIPPED_MAX` steps in a row were skipped."""
         section = self._config.learner.warm_start
         rows = self.demonstrations.draw((self._config.run.seed, 0), self.trainer.updates, section.batch)
         report = self.trainer.imitate(rows, section.learning_rate)
-        if not math.isfinite(report.loss):
+        self._skipped = 0 if report.optimizer_steps else self._skipped + 1
+        if self._skipped:
+            log.warning("warm-start step %d was skipped: not finite %s", report.update + 1, dict(report.nonfinite))
+        if self._skipped >= SKIPPED_MAX:
             raise TrainingError(
-                f"the cross-entropy of warm-start step {report.update + 1} is {report.loss}: the model has tokens of "
-                "probability 0 in the demonstrations, or the weights are not finite"
+                f"{SKIPPED_MAX} warm-start steps in a row were not finite, up to step {report.update + 1}: lower "
+                "learner.warm_start.learning_rate, or look at the model and the demonstrations"
             )
         return report
 
@@ -159,7 +164,7 @@ def step_line(report: StepReport, steps: int) -> dict[str, Any]:
         "warm_step": report.update + 1,
         "warm_steps": steps,
         "time": time.time(),
-        "loss": report.loss,
+        "loss": report.loss if report.optimizer_steps else None,
         "grad_norm": report.grad_norm,
         "learning_rate": report.learning_rate,
         "optimizer_steps": report.optimizer_steps,

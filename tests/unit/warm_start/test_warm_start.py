@@ -14,6 +14,7 @@ from learner.metrics_log import MetricsLog
 from learner.models.prepare import prepare_model
 from learner.role import load
 from learner.warm_start import WarmStart, initial_model, is_due, step_line, warm_folder, warm_up
+from pipeline.errors import TrainingError
 from pipeline.role import RoleContext
 from pipeline.supervisor.progress import describe, read_lines
 
@@ -144,3 +145,22 @@ def test_nothing_is_due_without_demonstrations_or_once_rl_has_a_checkpoint(game,
         report = warm.step()
     assert step_line(report, 4)["warm_step"] == 4
     assert is_due(config, directory), "an end that was not saved is no end"
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_warm_start_when_they_do_not_stop(game) -> None:
+    _, _, warm = begin(game, steps=40)
+    weight = warm.trainer.policy.parameters[0]
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    report = warm.step()
+    assert step_line(report, 40)["loss"] is None and sum(report.nonfinite.values()) == 1
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert warm.step().optimizer_steps == 1
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="10 warm-start steps in a row"):
+        for _ in range(10):
+            warm.step()
+    assert warm.trainer.updates == 12
