@@ -64,8 +64,11 @@ class Children:
                 process.kill()
                 process.wait()
 
-    def gone(self) -> str:
-        """Words for the children that have ended; empty where none has."""
+    def gone(self, wait_seconds: float = 0.0) -> str:
+        """Words for the children that have ended, or do so in time; empty where none has."""
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_seconds)
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return "; ".join(f"rank {rank} ended ({_words(code)})" for rank, code in codes.items() if code is not None)
 

@@ -28,6 +28,8 @@ from pipeline.role import ExitCode
 log = logging.getLogger(__name__)
 LOSS_SECONDS = 15.0
 """After a loss, before the process is ended by force: training may be stuck in a collective."""
+REAP_SECONDS = 1.0
+"""Between the end of a child's connections and the end of the child."""
 
 
 class Lead:
@@ -71,21 +73,23 @@ class Lead:
             try:
                 await anyio.to_thread.run_sync(self.group.beat)
             except RuntimeError as error:
-                self._note(f"a rank does not answer: {error}")
-        raise TrainingError(self._words())
+                self._note(self._gone(REAP_SECONDS) or f"a rank does not answer: {error}")
+        raise TrainingError(self._words(self._loss))
 
     def end(self) -> None:
         """Send the others home, and wait for them a bounded time. Blocks."""
-        gone = self._loss or (self._children.gone() if self._children is not None else "")
-        if gone:
-            log.error("%s", self._words(gone))
-        else:
+        gone = self._gone() or self._loss
+        if not gone:
             try:
                 self.group.end()
             except RuntimeError as error:
-                log.error("%s", self._words(f"a rank does not answer: {error}"))
-                gone = "a rank does not answer"
+                gone = self._gone(REAP_SECONDS) or f"a rank does not answer: {error}"
+        if gone:
+            log.error("%s", self._words(gone))
         self._close(asked=not gone)
+
+    def _gone(self, wait_seconds: float = 0.0) -> str:
+        return "" if self._children is None else self._children.gone(wait_seconds)
 
     def _close(self, *, asked: bool) -> None:
         if self._force_later is not None:
@@ -106,12 +110,12 @@ class Lead:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._lost.set)
 
-    def _words(self, loss: str = "") -> str:
+    def _words(self, loss: str) -> str:
         return (
-            f"the learner has lost a rank: {loss or self._loss}. All ranks end; started again, the learner goes on "
+            f"the learner has lost a rank: {loss}. All ranks end; started again, the learner goes on "
             "from its newest checkpoint"
         )
 
     def _force(self) -> None:
-        os.write(2, f"learner: {self._words()} (training was stuck for {LOSS_SECONDS:g} s)\n".encode())
+        os.write(2, f"learner: {self._words(self._loss)} (training was stuck for {LOSS_SECONDS:g} s)\n".encode())
         os._exit(ExitCode.FAILED)

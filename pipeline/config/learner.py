@@ -118,10 +118,11 @@ class LearnerConfig(Section):
     """Rows of the ``[tokens, vocabulary]`` matrix held at once."""
     gradient_checkpointing: bool = False
     ranks: int = Field(1, ge=1, le=1024)
-    """Processes that share the model and each update (FSDP2): gloo on CPUs, NCCL with a GPU for each. The learner is rank
-    0 and starts the others on its machine. Under torchrun leave it out: the learner has as many as torchrun starts."""
+    """Processes that share the model and each update (FSDP2): gloo on CPUs, NCCL with a GPU for each. The learner is
+    rank 0 and starts the others on its machine. Under torchrun leave it out: there are as many as torchrun starts."""
     ranks_timeout_seconds: float = Field(600.0, gt=0)
-    """After which a rank gives the others up, and the learner ends with an error. Longer than the longest micro-batch."""
+    """After which a rank gives the others up, and the learner ends with an error. More than the longest micro-batch
+    takes, and than a checkpoint takes to be written."""
     prefetch_batches: int = Field(1, ge=1, le=64)
     """Batches that may wait decoded at the learner beyond the one in training."""
     lora: LoraConfig = LoraConfig()
