@@ -19,6 +19,10 @@ IntArray = npt.NDArray[np.int64]
 SHARED_TOKENS_MIN = 16
 """A shorter common beginning (a first token, the opening of a chat template) is not worth the gathering of keys."""
 
+SHARED_KEYS_MAX = 4
+"""Keys that the runs of one pass may read, over the tokens that it may lay. Runs keep their keys until the backward
+pass, those of a shared beginning too; so memory stays bounded by the tokens of a pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -86,22 +90,23 @@ def plan_packs(rows: Sequence[npt.NDArray[np.int32]], tokens_max: int, shared_mi
     always give the same plan.
 
     Without sharing the longest row goes first, each into the first pass that has room. With sharing rows that begin
-    alike stay together.
+    alike stay together, as far as :data:`SHARED_KEYS_MAX` allows.
     """
     if shared_min is None:
         return _first_fit([len(row) - 1 for row in rows], tokens_max)
     plan: list[list[int]] = []
-    used = 0
+    used = keys = 0
     before: int | None = None
     for i in lexicographic(rows):
         row = rows[i][:-1]
         common = 0 if before is None else worth_sharing(common_beginning(rows[before][:-1], row), shared_min)
-        if plan and used + len(row) - common <= tokens_max:
+        fits = used + len(row) - common <= tokens_max and keys + len(row) <= SHARED_KEYS_MAX * tokens_max
+        if plan and fits:
             plan[-1].append(i)
-            used += len(row) - common
+            used, keys = used + len(row) - common, keys + len(row)
         else:
             plan.append([i])
-            used = len(row)
+            used = keys = len(row)
         before = i
     return plan
 

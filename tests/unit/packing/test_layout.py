@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.batching import collate, plan_rows, token_numbers
-from learner.packing import Form, common_beginning, lay_out, plan_packs
+from learner.packing import SHARED_KEYS_MAX, Form, common_beginning, lay_out, plan_packs
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9).map(lambda x: np.array(x, np.int32)), min_size=1)
@@ -41,6 +41,7 @@ def test_a_plan_holds_each_row_once_within_the_budget(rows, shared_min, tokens_m
     for part in plan:
         laid = len(lay_out([rows[i] for i in part], shared_min).token_ids_N)
         assert laid <= tokens_max or len(part) == 1
+        assert sum(len(rows[i]) - 1 for i in part) <= SHARED_KEYS_MAX * tokens_max or len(part) == 1
 
 
 def test_predictors_point_at_the_token_before_the_target():
