@@ -54,6 +54,8 @@ class MicroBatch:
     """Tokens that are not padding."""
     layout: Layout | None = None
     """Of packed rows; None: the rows are padded."""
+    n_shared: int = 0
+    """Tokens that are not computed because another row computes them."""
 
     @property
     def n_padded(self) -> int:
@@ -165,4 +167,5 @@ def collate(
         ),
         n_real=int(token_ids.size) if layout is not None else sum(len(row) for row in rows),
         layout=layout,
+        n_shared=0 if layout is None else sum(len(row) - 1 for row in rows) - int(token_ids.size),
     )

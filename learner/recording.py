@@ -190,6 +190,7 @@ def step_line(
         "tokens_trained": report.tokens_trained,
         "tokens_masked": tokens["masked"],
         "tokens_padding": tokens["padding"],
+        "tokens_shared": report.tokens_shared,
         "tokens_without_signal": report.tokens_without_signal,
         "tokens_per_second": report.tokens_per_second,
         "seconds": {"wait": times.wait, **report.seconds, "publish": times.publish, "step": times.total},

@@ -85,6 +85,8 @@ class StepReport:
     tokens_padding: int
     tokens_without_signal: int
     """Sampled tokens whose advantage is exactly 0: scored for the statistics, without a backward pass."""
+    tokens_shared: int = 0
+    """Tokens of rows that another row of the same forward pass computed: beginnings in common."""
     kl_loss: float = 0.0
     """The KL term of the loss, as ``entropy_loss``; 0 where the KL is not in the loss."""
     supervised_loss: float = 0.0
@@ -105,5 +107,5 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the forward pass (context included, padding not) over the time of the step."""
+        """Tokens of the rows (context and shared beginnings included, padding not) over the time of the step."""
         return (self.tokens_trained + self.tokens_masked) / max(1e-9, self.finished_at - self.started_at)

@@ -78,6 +78,7 @@ class _Tally:
     """Optimizer steps, skipped ones too: each takes other demonstrations."""
     microbatches: int = 0
     padding: int = 0
+    shared: int = 0
     ratios: Weights = field(default_factory=Weights)
     """Of the present optimizer step, for the ESS guard."""
     factors: list[float] = field(default_factory=list)
@@ -232,7 +233,8 @@ class Trainer:
         """Bring together what the ranks have seen of an update."""
         ranks = self.policy.ranks
         tally.values = ranks.values(tally.values)
-        tally.microbatches, tally.padding = (int(n) for n in ranks.summed([tally.microbatches, tally.padding]))
+        counts = ranks.summed([tally.microbatches, tally.padding, tally.shared])
+        tally.microbatches, tally.padding, tally.shared = (int(n) for n in counts)
 
     def _train(self, batch: Batch, tally: _Tally, rate: float) -> None:
         learner = self._config.learner
@@ -398,6 +400,7 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
         tally.microbatches += 1
         tally.padding += part.n_padded - part.n_real
+        tally.shared += part.n_shared
         tally.loss += value
         tally.policy_loss += float(terms.policy)
         tally.entropy += float(terms.entropy)
@@ -489,6 +492,7 @@ class Trainer:
             tokens_trained=trained,
             tokens_masked=tokens_of(batch.rows) - trained,
             tokens_padding=tally.padding,
+            tokens_shared=tally.shared,
             tokens_without_signal=sum(row.n_sampled for row in batch.rows if not row.has_signal),
             critic=tally.critic,
             seconds=tally.watch.seconds,

@@ -76,6 +76,7 @@ def test_loss_and_gradient_of_a_step_do_not_depend_on_the_layout(kit, policy_of,
     for name, (came, grads) in found.items():
         assert came.loss == pytest.approx(report.loss, rel=1e-5), name
         assert came.tokens_padding == 0
+        assert (came.tokens_shared > 0) == (name == "shared")
         for key in expected:
             torch.testing.assert_close(grads[key], expected[key], rtol=1e-3, atol=1e-5)
 
