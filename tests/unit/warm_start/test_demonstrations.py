@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from learner.demonstrations import Demonstrations, load_demonstrations
 from learner.models.prepare import prepare_model
 from pipeline.codec import encode_trajectory
+from pipeline.config import RunConfig
+from pipeline.config.resolve import resolve
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.replay.portable import Header, Portable, write_portable
 
@@ -85,3 +87,12 @@ def test_every_pass_takes_every_trajectory_once_and_a_step_depends_on_its_number
     again = found.draw((seed, 0), 3, batch)
     assert [row.trajectory_id for row in again] == drawn[3 * batch : 4 * batch]
     assert [row.sequence for row in again] == list(np.arange(batch)), "the branches of a trajectory share a number"
+
+
+def test_a_resolved_run_file_finds_its_demonstrations_from_any_folder(game, monkeypatch) -> None:
+    monkeypatch.chdir(game.file.parent)
+    supervised = {"weight": 0.1, "source": "file", "demonstrations": game.file.name}
+    config, _ = game.run(demonstrations=game.file.name, sections={"loss": {"supervised": supervised}})
+    found = resolve(config)
+    assert found.learner.warm_start.demonstrations == found.loss.supervised.demonstrations == game.file
+    assert RunConfig.model_validate(found.model_dump(mode="json")).learner.warm_start.demonstrations == game.file
