@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from learner.attention import NAME, can_varlen, packed_inputs
-from learner.packing import SHARED_TOKENS_MIN, Form, Layout, lay_out
+from learner.packing import SHARED_TOKENS_MIN, Form, lay_out
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative distance of hidden states of a packed row from those of the row alone."""
+"""Largest relative distance of hidden states and gradients of packed rows from those of the rows alone."""
 
 
 def packs_by_varlen(model: Any, device: torch.device, compute: torch.dtype) -> bool:
@@ -74,31 +75,54 @@ def _unfit(model: Any) -> str | None:
     return None
 
 
-@torch.no_grad()
 def _probe(
     model: Any, device: torch.device, autocast: AbstractContextManager[Any], compute: torch.dtype, varlen: bool
 ) -> str | None:
-    """Three short rows, two of which share their beginning, together and each alone: why they differ, or None."""
+    """Three short rows, two of which share their beginning, together and each alone: why hidden states, or gradients
+    to the embeddings, differ; None: they do not. No weight gets a gradient."""
     n = min(model.config.get_text_config().vocab_size, 1000)
     ids = np.random.default_rng(0).integers(0, n, 24).astype(np.int32)
     rows = [ids[:12], np.concatenate([ids[:6], ids[12:17]]), ids[17:]]
+    together = lay_out(rows, 4)
     try:
-        with autocast:
-            together = lay_out(rows, 4)
-            hidden = _hidden(model, together, device, varlen)
-            for row, places in zip(rows, together.places, strict=True):
-                alone = model.base_model(
-                    input_ids=torch.from_numpy(row[None, :-1].astype(np.int64)).to(device), use_cache=False
-                ).last_hidden_state[0]
-                packed = hidden[torch.from_numpy(places).to(device)]
-                distance = float((packed.float() - alone.float()).norm() / alone.float().norm())
-                if not distance <= _TOLERANCE[compute]:
-                    return f"packed rows of {type(model).__name__} differ from single ones by {distance:.3f}"
-    except (TypeError, ValueError, RuntimeError) as error:
+        with torch.enable_grad(), autocast:
+            packed = _passed(model, packed_inputs(together, device, varlen=varlen))
+            alone = [
+                _passed(model, {"input_ids": torch.from_numpy(row[None, :-1].astype(np.int64)).to(device)})
+                for row in rows
+            ]
+            places = [torch.from_numpy(at).to(device) for at in together.places]
+            hidden = torch.cat([packed.hidden.index_select(0, at) for at in places])
+            distances = [_distance(hidden, torch.cat([one.hidden for one in alone]))]
+        weights = torch.linspace(-1.0, 2.0, hidden.shape[-1], device=device)
+        (gradient,) = torch.autograd.grad((hidden.float() * weights).sum(), packed.embedded)
+        expected = torch.zeros_like(gradient)
+        for one, at in zip(alone, places, strict=True):
+            (part,) = torch.autograd.grad((one.hidden.float() * weights).sum(), one.embedded)
+            expected.index_add_(1, at, part)
+        distances.append(_distance(gradient, expected))
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"{type(model).__name__} failed with packed rows ({type(error).__name__}: {error})"
-    return None
+    if all(distance <= _TOLERANCE[compute] for distance in distances):
+        return None
+    return f"packed rows of {type(model).__name__} differ from single ones by {max(distances):.3f}"
 
 
-def _hidden(model: Any, layout: Layout, device: torch.device, varlen: bool) -> Tensor:
-    hidden: Tensor = model.base_model(**packed_inputs(layout, device, varlen=varlen)).last_hidden_state
-    return hidden[0]
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    embedded: Tensor
+    """``[1, N, H]``, a leaf."""
+    hidden: Tensor
+    """``[N, H]``."""
+
+
+def _passed(model: Any, inputs: dict[str, Any]) -> _Passed:
+    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+    hidden = model.base_model(**{**others, "inputs_embeds": embedded, "use_cache": False}).last_hidden_state
+    return _Passed(embedded, hidden[0])
+
+
+def _distance(came: Tensor, expected: Tensor) -> float:
+    came, expected = came.detach().float(), expected.detach().float()
+    return float((came - expected).norm() / expected.norm())

@@ -5,6 +5,7 @@ from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, Mistra
 from learner.attention import NAME, packed_attention
 from learner.packing import SHARED_TOKENS_MIN, Form
 from learner.policy import Policy
+from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
 
 
@@ -23,6 +24,29 @@ def test_full_attention_decoders_are_packed(kit):
     policy = policy_with(kit, kit.tiny_model())
     assert policy.form == Form(packed=True, shared_min=SHARED_TOKENS_MIN)
     assert policy_with(kit, kit.tiny_model(), share_prefixes=False).form == Form(packed=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_checkpointing": True}, {"compute_dtype": "bfloat16"}, {"lora": LoraConfig(rank=2)}]
+)
+def test_the_trial_passes_with_what_a_run_file_may_ask_for_and_leaves_no_gradient(kit, options):
+    policy = policy_with(kit, kit.tiny_model(), packing="packed", **options)
+    assert policy.form.packed
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_a_wrong_backward_pass_is_found(kit):
+    """Right values with a wrong gradient are not packed."""
+
+    def detached(*arguments, **options):
+        out, _ = packed_attention(*arguments, **options)
+        return (out.detach() if "runs" in options else out), None
+
+    AttentionInterface.register(NAME, detached)
+    try:
+        assert policy_with(kit, kit.tiny_model()).form == Form()
+    finally:
+        AttentionInterface.register(NAME, packed_attention)
 
 
 def test_padded_rows_leave_the_attention_as_it_is(kit):
