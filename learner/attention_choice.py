@@ -75,6 +75,7 @@ def _unfit(model: Any) -> str | None:
     return None
 
 
+@torch.enable_grad()
 def _probe(
     model: Any, device: torch.device, autocast: AbstractContextManager[Any], compute: torch.dtype, varlen: bool
 ) -> str | None:
@@ -85,7 +86,7 @@ def _probe(
     rows = [ids[:12], np.concatenate([ids[:6], ids[12:17]]), ids[17:]]
     together = lay_out(rows, 4)
     try:
-        with torch.enable_grad(), autocast:
+        with autocast:
             packed = _passed(model, packed_inputs(together, device, varlen=varlen))
             alone = [
                 _passed(model, {"input_ids": torch.from_numpy(row[None, :-1].astype(np.int64)).to(device)})
