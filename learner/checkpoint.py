@@ -105,7 +105,7 @@ def _image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     return CheckpointImage(
         state,
         policy.snapshot("float32"),
-        None if policy.adapters is None else policy.adapters.snapshot(torch.float32),
+        policy.adapter_snapshot(torch.float32),
         training,
         shards,
         policy,

@@ -98,5 +98,8 @@ def _refuse_what_ranks_cannot(config: RunConfig) -> None:
     learner = config.learner
     if learner.optimizer == "adamw_8bit":
         raise ConfigurationError("learner.optimizer adamw_8bit is for one rank: set adamw, or learner.ranks: 1")
-    if learner.lora.rank:
-        raise ConfigurationError("learner.lora is for one rank: set learner.lora.rank: 0, or learner.ranks: 1")
+    if learner.lora.rank and learner.reference.refresh_every is not None:
+        raise ConfigurationError(
+            "learner.reference.refresh_every with learner.lora is for one rank: leave one of them out, or set "
+            "learner.ranks: 1"
+        )

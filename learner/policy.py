@@ -125,6 +125,13 @@ class Policy(Backbone):
             copies[name] = tensor.detach().to(device="cpu", dtype=kind, copy=True).contiguous()
         return copies
 
+    def adapter_snapshot(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
+        """Copies of the adapters alone on the CPU, by the names of peft's files; None without adapters."""
+        if self.adapters is None:
+            return None
+        with self.ranks.together("adapters"):
+            return self.adapters.snapshot(dtype, self.ranks)
+
     def _head(self) -> Head:
         config, layer = self.model.config, self.model.get_output_embeddings()
         scaling = getattr(config, "logits_scaling", None)

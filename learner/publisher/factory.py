@@ -37,7 +37,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
 def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tensor]:
     """Copies of what ``publish.lora`` says: whole weights, or the adapters alone."""
     if config.lora == "adapter" and policy.adapters is not None:
-        return policy.adapters.snapshot(DTYPES[config.dtype])
+        return policy.adapter_snapshot(DTYPES[config.dtype]) or {}
     return policy.snapshot(config.dtype)
 
 

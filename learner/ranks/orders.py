@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from learner.backbone import Interrupted
 from learner.checkpoint import CheckpointState, take_image
 from learner.evidence import Evidence
@@ -104,7 +106,17 @@ def _snapshot(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...],
     trainer.policy.snapshot(facts["dtype"])
 
 
-_HANDLERS: dict[str, Handler] = {"step": _step, "gather": _gather, "score": _score, "snapshot": _snapshot}
+def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+    trainer.policy.adapter_snapshot(torch.float32)
+
+
+_HANDLERS: dict[str, Handler] = {
+    "step": _step,
+    "gather": _gather,
+    "score": _score,
+    "snapshot": _snapshot,
+    "adapters": _adapters,
+}
 
 
 def _first_line(error: Exception) -> str:

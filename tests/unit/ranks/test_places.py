@@ -32,7 +32,10 @@ def test_a_place_that_contradicts_is_refused_with_words(kit, environment, ranks,
         place_of(kit.learner_config(ranks=ranks), environment)
 
 
-@pytest.mark.parametrize("learner", [{"lora": {"rank": 2}}, {"optimizer": "adamw_8bit"}])
+@pytest.mark.parametrize(
+    "learner",
+    [{"lora": {"rank": 2}, "reference": {"source": "initial", "refresh_every": 2}}, {"optimizer": "adamw_8bit"}],
+)
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_divided(kit, tmp_path, learner):
     kit.tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="ranks"):
