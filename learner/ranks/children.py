@@ -8,7 +8,6 @@ stdin, and ends when stdin closes.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -34,12 +33,10 @@ class Children:
     def start(self) -> None:
         """Returns when they are started; they meet rank 0 at ``port``."""
         config, size = self._config.model_dump_json().encode(), self._config.learner.ranks
-        threads = {} if self._config.learner.device == "cuda" else {"OMP_NUM_THREADS": str(self._threads_each(size))}
         for rank in range(1, size):
             process = subprocess.Popen(
                 [sys.executable, "-m", "learner.ranks.follower", str(rank), str(size), str(self._port)],
                 stdin=subprocess.PIPE,
-                env={**threads, **os.environ},
             )
             assert process.stdin is not None
             process.stdin.write(config + b"\n")
@@ -76,9 +73,6 @@ class Children:
         code = process.wait()
         if not self._ending:
             self._on_loss(f"rank {rank} ended ({_words(code)})")
-
-    def _threads_each(self, size: int) -> int:
-        return max(1, self._config.learner.threads or (os.cpu_count() or 1) // size)
 
 
 def _words(code: int) -> str:

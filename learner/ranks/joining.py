@@ -45,7 +45,7 @@ def place_of(config: LearnerConfig, environment: dict[str, str] | None = None) -
 
 def join(place: Place, config: LearnerConfig, store: Store | None = None) -> torch.device:
     """Meet the other ranks at ``store``, else at MASTER_ADDR:MASTER_PORT: gloo for the CPU, NCCL where the device is
-    a GPU. Returns the device of this rank. Blocks until all are there.
+    a GPU. Returns the device of this rank; ranks on CPUs share the cores. Blocks until all are there.
 
     Raises :class:`TrainingError` when they are not within ``learner.ranks_timeout_seconds``.
     """
@@ -58,6 +58,8 @@ def join(place: Place, config: LearnerConfig, store: Store | None = None) -> tor
             )
         torch.cuda.set_device(place.local)
         device, backend = torch.device("cuda", place.local), "cpu:gloo,cuda:nccl"
+    elif config.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.size))
     try:
         dist.init_process_group(
             backend,
