@@ -43,7 +43,12 @@ async def main(ctx: RoleContext) -> None:
     vocabulary = _vocabulary(ctx.directory.model / "config.json")
     pool = EnginePool(
         [
-            EngineClient(url, request_seconds_max=config.engine.request_seconds_max, vocabulary=vocabulary)
+            EngineClient(
+                url,
+                request_seconds_max=config.engine.request_seconds_max,
+                vocabulary=vocabulary,
+                model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
+            )
             for url in config.engine.addresses()
         ],
         sessions_max=config.actor.sessions_max,

@@ -40,7 +40,8 @@ def make_rows(count: int, vocabulary: int, seed: int, shortest: int = 70, longes
                 behaviour_logprobs=np.where(mask, -8.0, 0.0).astype(np.float32),
                 policy_versions=np.where(mask, 0, -1).astype(np.int32),
                 temperatures=np.ones(length, dtype=np.float32),
-                advantage=1.0 if i % 2 else -1.0,
+                turns=np.zeros(len(mask), dtype=np.int32),
+                advantages=np.full(int(mask.sum()), 1.0 if i % 2 else -1.0, dtype=np.float32),
             )
         )
     return tuple(rows)

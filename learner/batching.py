@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.rows import Row
+from pipeline.errors import TrainingError
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,9 @@ class MicroBatch:
     policy_versions_S: npt.NDArray[np.int32]
     advantages_S: npt.NDArray[np.float32]
     weights_S: npt.NDArray[np.float32]
-    """Share of the token in the loss; sums to 1 over all micro-batches of an optimizer step."""
+    """Share of the token in the loss of the optimizer step (``token_weights``)."""
+    rows_S: npt.NDArray[np.int64]
+    """Number of the row in this micro-batch: what sequence-level ratios are taken over."""
     sequences_S: npt.NDArray[np.int32]
     replayed_S: npt.NDArray[np.bool_]
     guided_S: npt.NDArray[np.bool_]
@@ -73,12 +78,13 @@ def plan_microbatches(lengths: Sequence[int], tokens_max: int) -> list[list[int]
     return plan
 
 
-def token_weights(rows: Sequence[Row], aggregation: Literal["token_mean", "sequence_mean"]) -> list[float]:
-    """Weight of each sampled token of each row, for one optimizer step over ``rows``; all tokens' weights sum to 1.
+def token_weights(rows: Sequence[Row], aggregation: Aggregation, length: int | None = None) -> list[float]:
+    """Weight of each sampled token of each row, for one optimizer step over ``rows``. Tokens that the loss masks out
+    later do not change them. The branches of a trajectory are one sequence.
 
     ``token_mean``: one over the number of sampled tokens. ``sequence_mean``: one over (sequences × the sequence's own
-    sampled tokens); the branches of a trajectory are one sequence. Tokens that the loss masks out later do not change
-    them.
+    sampled tokens). Of both all tokens' weights sum to 1. ``sequence_sum``: one over sequences. ``sequence_sum_norm``:
+    one over (sequences × ``length``). Raises :class:`TrainingError` without a length there.
     """
     if aggregation == "token_mean":
         total = sum(row.n_sampled for row in rows)
@@ -86,6 +92,11 @@ def token_weights(rows: Sequence[Row], aggregation: Literal["token_mean", "seque
     of_sequence: dict[int, int] = {}
     for row in rows:
         of_sequence[row.sequence] = of_sequence.get(row.sequence, 0) + row.n_sampled
+    if aggregation in ("sequence_sum", "sequence_sum_norm"):
+        if aggregation == "sequence_sum_norm" and not length:
+            raise TrainingError("expected loss.aggregation_length for sequence_sum_norm, got none")
+        divisor = length if aggregation == "sequence_sum_norm" and length else 1
+        return [1.0 / (len(of_sequence) * divisor)] * len(rows)
     return [1.0 / (len(of_sequence) * of_sequence[row.sequence]) for row in rows]
 
 
@@ -116,8 +127,9 @@ def collate(rows: Sequence[Row], weights: Sequence[float], first_tokens: Sequenc
             [row.behaviour_logprobs[p] for row, p in zip(rows, positions, strict=True)]
         ),
         policy_versions_S=np.concatenate([row.policy_versions[p] for row, p in zip(rows, positions, strict=True)]),
-        advantages_S=per_token([row.advantage for row in rows], np.float32),  # type: ignore[arg-type]
+        advantages_S=np.concatenate([row.advantages for row in rows]),
         weights_S=per_token(list(weights), np.float32),  # type: ignore[arg-type]
+        rows_S=np.repeat(np.arange(len(rows)), counts),
         sequences_S=per_token([row.sequence for row in rows], np.int32),  # type: ignore[arg-type]
         replayed_S=per_token([row.replayed for row in rows], np.bool_),  # type: ignore[arg-type]
         guided_S=per_token([row.guided for row in rows], np.bool_),  # type: ignore[arg-type]

@@ -3,16 +3,20 @@
 ::
 
     checkpoints/u000010/
-      model/        loads in transformers: config, float32 safetensors, tokenizer
-      training.pt   optimizer and random state (tensors and plain values only)
+      model/        loads in transformers: config, float32 safetensors, tokenizer; adapters merged into the weights
+      adapter/      with learner.lora: the adapters alone, float32, as peft has them; what training goes on from
+      training.pt   optimizer and random state, and where there are such: critic, average of the weights, refreshed
+                    reference policy, adaptive KL coefficient (tensors and plain values only)
       state.json    counters and the size of every file; written last
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,15 @@ from typing import Any
 import numpy as np
 import orjson
 import torch
+from torch import Tensor
 
 from learner.consumed import Trained
 from learner.folder import atomic_folder
+from learner.policy import Policy
 from learner.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
 
+log = logging.getLogger(__name__)
 FORMAT = 1
 _NAME = re.compile(r"u(\d{6,})")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
@@ -59,26 +66,64 @@ def checkpoint_path(root: Path, updates: int) -> Path:
     return root / f"u{updates:06d}"
 
 
-def save_checkpoint(root: Path, trainer: Trainer, state: CheckpointState, initial_model: Path, keep: int) -> Path:
-    """Write a checkpoint and forget all but the newest ``keep``. The tokenizer comes from ``initial_model``.
+@dataclass(frozen=True, slots=True)
+class CheckpointImage:
+    """Everything of a checkpoint, copied into memory: training may go on while it is written."""
 
-    A kill at any moment leaves the older checkpoints readable. Raises :class:`TrainingError` when the weights hold a
-    part of an update.
-    """
+    state: CheckpointState
+    weights: dict[str, Tensor]
+    adapters: dict[str, Tensor] | None
+    training: dict[str, Any]
+    policy: Policy
+    """For configuration and names; its weights are not read."""
+
+    @property
+    def updates(self) -> int:
+        return self.state.updates
+
+
+def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
+    """Copy what a checkpoint needs. Raises :class:`TrainingError` when the weights hold a part of an update."""
     if trainer.torn:
         raise TrainingError("expected the weights of whole updates, got a part of one: nothing is saved")
-    target = checkpoint_path(root, state.updates)
+    policy = trainer.policy
+    training = {"optimizer": trainer.optimizer.state_dict(), "random": random_state()}
+    training |= {name: part for name, part in _parts(trainer).items() if part is not None}
+    return CheckpointImage(
+        state,
+        policy.snapshot("float32"),
+        None if policy.adapters is None else policy.adapters.snapshot(torch.float32),
+        _copied(training),
+        policy,
+    )
+
+
+def write_image(root: Path, image: CheckpointImage, initial_model: Path, keep: int) -> Path:
+    """Write a checkpoint and forget all but the newest ``keep``. The tokenizer comes from ``initial_model``.
+
+    A kill at any moment leaves the older checkpoints readable.
+    """
+    target = checkpoint_path(root, image.updates)
     with atomic_folder(target) as folder:
-        trainer.policy.model.save_pretrained(folder / "model")
+        image.policy.model.save_pretrained(folder / "model", state_dict=dict(image.weights))
         _copy_tokenizer(initial_model, folder / "model")
-        torch.save({"optimizer": trainer.optimizer.state_dict(), "random": random_state()}, folder / "training.pt")
+        if image.adapters is not None and image.policy.adapters is not None:
+            image.policy.adapters.save(folder / "adapter", image.adapters)
+        torch.save(image.training, folder / "training.pt")
         files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
         (folder / "state.json").write_bytes(
-            orjson.dumps({**state.as_json(), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+            orjson.dumps(
+                {**image.state.as_json(), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+            )
         )
     for path in find_checkpoints(root)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+def save_checkpoint(root: Path, trainer: Trainer, state: CheckpointState, initial_model: Path, keep: int) -> Path:
+    """:func:`take_image` and :func:`write_image` in one."""
+    return write_image(root, take_image(trainer, state), initial_model, keep)
 
 
 def find_checkpoints(root: Path) -> list[Path]:
@@ -105,10 +150,11 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
-    """Optimizer, counters and random state; the model itself is loaded from ``path / "model"`` by whoever made
-    ``trainer``.
+    """Optimizer, counters, random state and the parts beside the policy; the policy itself is loaded by whoever made
+    ``trainer``: from ``path / "model"``, or with adapters from the initial model and ``adapter_folder(path)``.
 
-    Raises :class:`StoreError` when the optimizer belongs to another model.
+    A part that the checkpoint does not have, because it was switched on since, begins anew. Raises
+    :class:`StoreError` when a part belongs to another model.
     """
     state = read_state(path)
     saved = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
@@ -116,9 +162,47 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
         trainer.optimizer.load_state_dict(saved["optimizer"])
     except (ValueError, KeyError) as error:
         raise StoreError(f"{path} belongs to another model ({error}): choose another run.name, or delete it") from error
+    for name, load in _loaders(trainer).items():
+        if name in saved:
+            load(saved[name])
+        else:
+            log.warning("%s holds no %s: it begins anew", path, name)
     set_random_state(saved["random"])
     trainer.updates = state.updates
     return state
+
+
+def adapter_folder(path: Path) -> Path:
+    """Where a checkpoint keeps adapters."""
+    return path / "adapter"
+
+
+def _parts(trainer: Trainer) -> dict[str, Any]:
+    """State of what a trainer has beside policy and optimizer; None where a part needs none."""
+    return {
+        "critic": None if trainer.critic is None else trainer.critic.state(),
+        "average": None if trainer.average is None else trainer.average.state(),
+        "reference": None if trainer.reference is None else trainer.reference.state(),
+        "kl": None if trainer.kl.target is None else trainer.kl.as_json(),
+    }
+
+
+def _loaders(trainer: Trainer) -> dict[str, Callable[[Any], None]]:
+    """How each of :func:`_parts` that has a state takes it back."""
+    parts = {"critic": trainer.critic, "average": trainer.average, "reference": trainer.reference}
+    loaders = {name: part.load for name, part in parts.items() if part is not None} | {"kl": trainer.kl.restore}
+    return {name: loaders[name] for name, state in _parts(trainer).items() if state is not None}
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with every tensor in it copied to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device="cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
 
 
 def random_state() -> dict[str, Any]:

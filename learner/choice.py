@@ -46,7 +46,7 @@ def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies
     failed: dict[str, str] = {}
     for group in open_groups:
         try:
-            found = [(t.trajectory_id, trajectory_rows(t, 0, 0.0, replay=group.replay(t))) for t in group.candidates]
+            found = [(t.trajectory_id, trajectory_rows(t, 0, replay=group.replay(t))) for t in group.candidates]
         except Exception as error:  # a candidate that cannot be scored may still be left out of the stored choice
             failed[group.group_id] = str(error)
             continue

@@ -17,11 +17,3 @@ def log_ratio(new_S: Tensor, old_S: Tensor, valid_S: Tensor, log_ratio_max: floa
     zero = torch.zeros((), dtype=new_S.dtype, device=new_S.device)
     difference = torch.where(valid_S, new_S, zero) - torch.where(valid_S, old_S, zero)
     return difference.clamp(-log_ratio_max, log_ratio_max)
-
-
-def truncated_weight(
-    old_S: Tensor, behaviour_S: Tensor, valid_S: Tensor, weight_max: float, log_ratio_max: float
-) -> Tensor:
-    """``min(π_old/μ, weight_max)``, without gradient: the correction factor of decoupled PPO (arXiv:2110.00641, eq. 6;
-    truncated as in AReaL, arXiv:2505.24298). 1 where not ``valid``."""
-    return log_ratio(old_S, behaviour_S, valid_S, log_ratio_max).exp().clamp(max=weight_max).detach()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from learner.batching import MicroBatch
-from learner.loss import LossRules, LossTerms, LossTokens
+from learner.losses.policy import LossRules, LossTerms, LossTokens
 from learner.offpolicy import second_moment_mask
 from learner.rows import Row
 from learner.statistics import TokenValues
-from pipeline.config.training import LossConfig
+from pipeline.config.loss import LossConfig
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -31,6 +31,8 @@ class Known:
     """log π before the first optimizer step; NaN where no token is anchored there. None: these are the weights."""
     kept: BoolArray | None = None
     """False where the second-moment mask rejects. None: nothing is."""
+    reference: FloatArray | None = None
+    """log π of the reference policy."""
 
 
 def logprobs_today(rows: Sequence[Row], rules: LossRules, score: Score) -> FloatArray | None:
@@ -88,7 +90,7 @@ def values_of(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: Kno
         behaviour=part.behaviour_logprobs_S,
         entropy=array(tokens.entropy),
         losses=array(terms.token_losses),
-        trained=(tokens.loss_mask & torch.isfinite(tokens.logprobs.detach())).cpu().numpy(),
+        trained=(terms.trained & torch.isfinite(tokens.logprobs.detach())).cpu().numpy(),
         clipped_low=terms.clipped_low.cpu().numpy(),
         clipped_high=terms.clipped_high.cpu().numpy(),
         versions=part.policy_versions_S,
@@ -98,4 +100,7 @@ def values_of(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: Kno
         discarded=part.discarded_S,
         off_policy=tokens.off_policy.cpu().numpy(),
         masked=np.zeros(part.n_sampled, np.bool_) if known.kept is None else ~known.kept[part.tokens_S],
+        reasons=terms.reasons.cpu().numpy(),
+        truncated=terms.truncated.cpu().numpy(),
+        reference_kl=array(terms.reference_kl),
     )

@@ -5,7 +5,8 @@ the next update, and for the publication of the version before the last; *unbloc
 answer, or the end of the run.
 
 Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the training
-of the next update; at most one publication is under way.
+of the next update; at most one publication is under way. A checkpoint is copied in memory and written by
+:class:`learner.saving.CheckpointWriter`: the loop waits for the disk only when the write before is not through.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -21,13 +21,15 @@ import anyio.abc
 import anyio.to_thread
 from torch import Tensor
 
-from learner.checkpoint import CheckpointState, save_checkpoint
+from learner.checkpoint import CheckpointState, take_image
 from learner.choice import Choice, choose_replays
 from learner.metrics_log import MetricsLog
 from learner.publisher.base import Publication
+from learner.publisher.factory import weights_to_publish
 from learner.recording import StepTimes, record_step, step_line, trained_facts
 from learner.report import StepReport
 from learner.rows import Batch, build_batch
+from learner.saving import CheckpointWriter
 from learner.sessions import LearnerSessions
 from learner.trainer import Trainer
 from pipeline.metrics.learner import LearnerMetrics
@@ -54,6 +56,7 @@ class LearnerLoop:
         trainer: Trainer,
         session: LearnerSessions,
         publisher: LivePublisher,
+        writer: CheckpointWriter,
         metrics: LearnerMetrics,
         lines: MetricsLog,
         version: int,
@@ -65,6 +68,7 @@ class LearnerLoop:
         self._trainer = trainer
         self._session = session
         self._publisher = publisher
+        self._writer = writer
         self._metrics = metrics
         self._lines = lines
         self._saved_updates = session.standing.durable_updates
@@ -77,7 +81,8 @@ class LearnerLoop:
         with."""
         total = self._config.run.total_steps
         async with anyio.create_task_group() as tasks:
-            await self._start_publication(tasks, None if initial else await self._snapshot())
+            served = initial and self._config.publish.lora == "merged"
+            await self._start_publication(tasks, None if served else await self._snapshot())
             while self._trainer.updates < total:
                 await self._step(tasks)
             self._ctx.report("publishing", "the engines to take the last version")
@@ -107,9 +112,9 @@ class LearnerLoop:
         start = time.perf_counter()
         choice = choose_replays(groups, self._config.replay, self._trainer.mean_entropies)
         chosen = time.perf_counter()
-        batch = build_batch(update, choice.groups, self._config.advantage)
+        batch = build_batch(update, choice.groups)
         built = time.perf_counter()
-        report = self._trainer.step(batch, self.version)
+        report = self._trainer.train(batch, self.version)
         report.seconds["choose"] += chosen - start
         report.seconds["prepare"] += built - chosen
         return batch, report, choice
@@ -138,7 +143,7 @@ class LearnerLoop:
         return found
 
     async def _snapshot(self) -> dict[str, Tensor]:
-        return await anyio.to_thread.run_sync(self._trainer.policy.snapshot, self._config.publish.dtype)
+        return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
     async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
         """Begin to publish the present version, once the one before is through."""
@@ -168,9 +173,11 @@ class LearnerLoop:
         log.info("version %d is live in %d engines after %.1f s", version, len(live), done.seconds)
 
     async def _checkpoint(self) -> None:
-        start = time.perf_counter()
+        """Copy everything and hand it to the writer, which tells the stage once it is durable."""
         updates = self._trainer.updates
-        self._ctx.report("saving", "", step=updates)
+        waiting = self._writer.writing
+        self._ctx.report("saving", "" if waiting is None else f"the checkpoint of step {waiting}", step=updates)
+        await self._writer.idle()
         standing = self._session.standing
         state = CheckpointState(
             updates,
@@ -178,25 +185,14 @@ class LearnerLoop:
             {u: list(ids) for u, ids in standing.unacknowledged.items()},
             trained=dict(standing.trained),
         )
-        directory = self._ctx.directory
-        await anyio.to_thread.run_sync(
-            partial(
-                save_checkpoint,
-                directory.checkpoints,
-                self._trainer,
-                state,
-                directory.model,
-                self._config.checkpoint.keep,
-            )
-        )
+        await self._writer.submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
-        self._metrics.checkpoint_duration_seconds.observe(time.perf_counter() - start)
-        self._metrics.checkpoint_timestamp_seconds.set(time.time())
-        await self._session.checkpointed(updates)
 
     async def _finish(self) -> None:
         if self._config.checkpoint.at_end and self._saved_updates < self._trainer.updates:
             await self._checkpoint()
+        self._ctx.report("saving", "the disk to take the last checkpoint", step=self._trainer.updates)
+        await self._writer.idle()
         self._ctx.report("finishing", "the replay stage to record the last update")
         with anyio.move_on_after(ACKNOWLEDGE_SECONDS_MAX):
             await self._session.acknowledged()

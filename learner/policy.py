@@ -6,71 +6,81 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from learner.backbone import DTYPES, Backbone, Interrupted, read_model
 from learner.batching import MicroBatch
 from learner.logprobs import Head, sampled_logprobs
-from pipeline.config.training import LearnerConfig
+from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from learner.lora import Adapters
+
+__all__ = ["Interrupted", "Policy", "resolve_device"]
 
 
-class Interrupted(Exception):
-    """The pass was given up because the process is stopping. Nothing was changed by it."""
-
-
-class Policy:
+class Policy(Backbone):
     """A causal language model and how to score sampled tokens with it.
 
-    ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
-    within a layer's time.
+    With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to go on from.
     """
 
-    def __init__(self, model: Any, config: LearnerConfig, device: torch.device) -> None:
-        self.model = model.to(device=device, dtype=torch.float32)
-        self._without_dropout()
-        self.device = device
-        self.interrupt = threading.Event()
-        self._config = config
-        self._compute = DTYPES[config.compute_dtype]
-        if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
-        for layer in self._layers():
-            layer.register_forward_hook(self._watch)
+    def __init__(
+        self,
+        model: Any,
+        config: LearnerConfig,
+        device: torch.device,
+        interrupt: threading.Event | None = None,
+        dtype: torch.dtype = torch.float32,
+        adapter_folder: Path | None = None,
+    ) -> None:
+        self.adapters: Adapters | None = None
+        if config.lora.rank:
+            from learner.lora import Adapters  # peft takes seconds to import
+
+            self.adapters = Adapters(model, config.lora, adapter_folder)
+        super().__init__(model, config, device, interrupt, dtype)
+        if config.lora.rank:
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(DTYPES[config.lora.frozen_dtype])
 
     @classmethod
-    def load(cls, folder: Path, config: LearnerConfig, *, trust_remote_code: bool = False) -> Policy:
+    def load(
+        cls,
+        folder: Path,
+        config: LearnerConfig,
+        *,
+        trust_remote_code: bool = False,
+        adapter_folder: Path | None = None,
+    ) -> Policy:
         """Weights of a Hugging Face folder, in float32. Raises :class:`ConfigurationError` when there is none."""
-        if not (folder / "config.json").is_file():
-            raise ConfigurationError(
-                f"expected a Hugging Face model folder with config.json, got {folder}: check model.source"
-            )
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        return cls(model, config, resolve_device(config.device))
+        model = read_model(folder, trust_remote_code=trust_remote_code)
+        return cls(model, config, resolve_device(config.device), adapter_folder=adapter_folder)
 
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The initial weights, while the block runs."""
+        if self.adapters is None:
+            raise ConfigurationError("expected a policy with adapters (learner.lora.rank), got one without")
+        with self.adapters.disabled():
+            yield
 
-    def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each.
+    def score(self, batch: MicroBatch, hidden_SH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each. ``hidden_SH``: what
+        :meth:`hidden` gave of the batch, where that is known.
 
         Only positions that predict a sampled token pass the output layer. With gradient where gradients are enabled.
         """
-        tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
-        with self._autocast():
-            hidden_BTH = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            predictors = torch.from_numpy(batch.predictors_S).to(self.device)
-            hidden_SH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
         return sampled_logprobs(
-            hidden_SH,
+            self.hidden(batch) if hidden_SH is None else hidden_SH,
             self._head(),
             torch.from_numpy(batch.targets_S).to(self.device),
             torch.from_numpy(batch.temperatures_S).to(self.device),
@@ -80,7 +90,7 @@ class Policy:
 
     def snapshot(self, dtype: Literal["bfloat16", "float32", "float16"]) -> dict[str, Tensor]:
         """Copies of all weights on the CPU in ``dtype``; tied weights once, under the name that the model loads them
-        by."""
+        by. Adapters are added to the weights they belong to, under the names of a model without them."""
         tied = set(
             getattr(self.model, "all_tied_weights_keys", None) or getattr(self.model, "_tied_weights_keys", None) or ()
         )
@@ -92,23 +102,12 @@ class Policy:
                 continue
             seen[place] = name
             kind = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
+            if self.adapters is not None:
+                if self.adapters.owns(name):
+                    continue
+                name, tensor = self.adapters.merged(name, tensor)
             copies[name] = tensor.detach().to(device="cpu", dtype=kind, copy=True).contiguous()
         return copies
-
-    def _without_dropout(self) -> None:
-        """The engine samples without dropout, so π is defined without it; train mode stays on for gradient
-        checkpointing."""
-        self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            elif hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._compute is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._compute)
 
     def _head(self) -> Head:
         config, layer = self.model.config, self.model.get_output_embeddings()
@@ -117,21 +116,6 @@ class Policy:
         return Head(
             layer.weight, getattr(layer, "bias", None), float(scale), getattr(config, "final_logit_softcapping", None)
         )
-
-    def _layers(self) -> list[torch.nn.Module]:
-        """The longest list of modules: the decoder layers of every architecture in transformers."""
-        lists = [list(m) for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
-        return max(lists, key=len, default=[])
-
-    def _watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self._stop_if_asked()
-        hidden = output[0] if isinstance(output, tuple) else output
-        if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(self._stop_if_asked)  # type: ignore[no-untyped-call]
-
-    def _stop_if_asked(self, gradient: Tensor | None = None) -> None:
-        if self.interrupt.is_set():
-            raise Interrupted
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from learner.choice import Choice
 from learner.consumed import Trained, TrainedGroup
-from learner.report import StepReport
+from learner.losses.corrections import REASONS
+from learner.report import CriticReport, StepReport
 from learner.rows import Batch
 from learner.statistics import SourceStatistics, Weights
 from pipeline.metrics.learner import LearnerMetrics
@@ -48,6 +49,8 @@ def record_step(
         _record_weights(metrics, level, weights)
     metrics.rejected_tokens_total.labels(reason="nonfinite").inc(s.all.rejected)
     metrics.rejected_tokens_total.labels(reason="second_moment").inc(s.all.masked)
+    for reason, count in masked_by(s.all).items():
+        metrics.rejected_tokens_total.labels(reason=reason).inc(count)
     metrics.staleness_versions.observe_many(s.staleness)
     metrics.replay_age_versions.observe_many(s.replay_ages)
     metrics.replay_token_ratio.set(s.replay_share)
@@ -66,6 +69,9 @@ def record_step(
     metrics.entropy_nats.set(_or_zero(s.all.entropy.value))
     metrics.loss.labels(term="policy").set(report.policy_loss)
     metrics.loss.labels(term="entropy").set(report.entropy_loss)
+    metrics.loss.labels(term="kl").set(report.kl_loss)
+    if report.critic is not None:
+        metrics.loss.labels(term="value").set(report.critic.loss)
     metrics.grad_norm.set(report.grad_norm)
     metrics.learning_rate.set(report.learning_rate)
     for where, count in report.nonfinite.items():
@@ -142,6 +148,7 @@ def step_line(
         "entropy": s.all.entropy.value,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
+        **_critic(report.critic),
         "clip_fraction": _or_zero(s.all.clipped_low.value) + _or_zero(s.all.clipped_high.value),
         **{
             f"clip_fraction_{name}": _or_zero(source.clipped_low.value) + _or_zero(source.clipped_high.value)
@@ -160,9 +167,20 @@ def step_line(
         "replay_share": s.replay_share,
         "off_share": s.off_share,
         "n_replayed": len(batch.replayed),
+        "overlong": report.overlong,
+        "hinted": sum(bool(t.hinted_contexts) for t in batch.trajectories),
+        "baseline_mean": _mean([g.plan.baseline for g in batch.groups if g.plan.baseline is not None]),
         "choice_failed": len(choice.failed) if choice is not None else 0,
         "sampled_tokens_fresh": sum(t.n_sampled for t in trajectories),
-        "rejected": {"nonfinite": s.all.rejected, "second_moment": s.all.masked},
+        "rejected": {"nonfinite": s.all.rejected, "second_moment": s.all.masked, **masked_by(s.all)},
+        "masked_fraction": {
+            reason: count / max(1, s.all.seen)
+            for reason, count in (("second_moment", s.all.masked), *masked_by(s.all).items())
+        },
+        "truncated_fraction": s.all.truncated.value,
+        "kl_reference": s.all.reference_kl.value,
+        "kl_coefficient": report.kl_coefficient,
+        "kl_loss": report.kl_loss,
         "learning_rate": report.learning_rate,
         "optimizer_steps": report.optimizer_steps,
         "nonfinite": dict(report.nonfinite),
@@ -202,6 +220,11 @@ def trained_facts(batch: Batch, report: StepReport, choice: Choice) -> Trained:
     return Trained(ess, groups, report.policy_version)
 
 
+def masked_by(source: SourceStatistics) -> dict[str, int]:
+    """Tokens that ``importance.masks`` rejected, by reason."""
+    return {reason: source.reasons[code] for code, reason in enumerate(REASONS) if code}
+
+
 def rewards_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean reward of each environment."""
     found: dict[str, list[float]] = {}
@@ -222,6 +245,18 @@ def first_signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in first.items():
             found.setdefault(name, []).append(value)
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def _critic(report: CriticReport | None) -> dict[str, float | None]:
+    """Of the last optimizer step of the critic; nothing without one."""
+    if report is None:
+        return {}
+    return {
+        "value_loss": report.loss,
+        "value_clip_fraction": report.clip_ratio,
+        "value_grad_norm": report.grad_norm,
+        "value_explained_variance": report.explained_variance,
+    }
 
 
 def _tokens(report: StepReport) -> dict[str, int]:

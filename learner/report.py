@@ -13,7 +13,7 @@ import torch
 from learner.statistics import BatchStatistics
 
 Stage = Literal["prepare", "choose", "forward", "backward", "optimize"]
-NonFinite = Literal["loss", "gradient", "ratio"]
+NonFinite = Literal["loss", "gradient", "ratio", "value"]
 
 
 class Stopwatch:
@@ -38,6 +38,21 @@ class Stopwatch:
             if self._cuda:
                 torch.cuda.synchronize()
             self.seconds[name] += time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class CriticReport:
+    """One optimizer step of the critic; of the last one where an update has several."""
+
+    loss: float
+    clip_ratio: float
+    """Share of tokens whose value left the clip range."""
+    grad_norm: float
+    """Before clipping; not finite where the step was skipped."""
+    explained_variance: float | None
+    """``1 - Var(R - V) / Var(R)`` with the values before the update; None where all returns are equal."""
+    skipped: bool = False
+    """Loss or gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +85,16 @@ class StepReport:
     tokens_padding: int
     tokens_without_signal: int
     """Sampled tokens whose advantage is exactly 0: scored for the statistics, without a backward pass."""
+    kl_loss: float = 0.0
+    """The KL term of the loss, as ``entropy_loss``; 0 where the KL is not in the loss."""
+    overlong: int = 0
+    """Trajectories whose reward lost the overlong penalty."""
+    kl_coefficient: float = 0.0
+    """That the update was made with; an adaptive controller may have changed it since."""
     guard_lr_factor: float = 1.0
     """What the ESS guard multiplied the learning rate with: mean over optimizer steps; 1 where it is off."""
+    critic: CriticReport | None = None
+    """None: there is none."""
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0

@@ -16,11 +16,13 @@ from transformers.utils import logging as transformers_logging
 from learner.checkpoint import find_checkpoints, restore_training
 from learner.folder import remove_leftovers
 from learner.loop import LearnerLoop
+from learner.making import make_trainer
 from learner.metrics_log import MetricsLog
 from learner.models.prepare import prepare_model
-from learner.policy import Interrupted, Policy
+from learner.policy import Interrupted
 from learner.publisher.factory import make_publisher
 from learner.publisher.publisher import published_versions
+from learner.saving import STOP_SHARE, CheckpointWriter
 from learner.session import Standing
 from learner.sessions import LearnerSessions
 from learner.trainer import Trainer
@@ -63,29 +65,43 @@ async def serve(ctx: RoleContext, *links: Link) -> None:
     ):
         config = ctx.config
         session = LearnerSessions(links, config.groups, credit_groups(config), start.standing, limits_of(config))
+        directory = ctx.directory
+        writer = CheckpointWriter(
+            directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
+        )
 
         async def stop_on_signal() -> None:
             await ctx.stopping.wait()
             interrupt.set()
+            await saved()
             tasks.cancel_scope.cancel()
+
+        async def saved() -> None:
+            with anyio.move_on_after(STOP_SHARE * config.supervisor.drain_seconds_max) as waiting:
+                await writer.idle()
+            if waiting.cancelled_caught:
+                log.warning(
+                    "the checkpoint of %s updates was not durable in time: the one before stays", writer.writing
+                )
 
         async def show_life() -> None:
             while True:
                 ctx.beat()
                 await anyio.sleep(1.0)
 
-        for task in (stop_on_signal, session.run, publisher.run, show_life):
+        for task in (stop_on_signal, session.run, publisher.run, writer.run, show_life):
             tasks.start_soon(task)
         ctx.report("connecting", f"{len(links)} replay stage(s) from {config.replay.address} on")
         recorded = await session.welcome()
         version = choose_version(start.standing, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         with MetricsLog(ctx.directory.metrics_file, start.trainer.updates) as lines:
-            loop = LearnerLoop(ctx, start.trainer, session, publisher, metrics, lines, version)
+            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version)
             try:
                 await loop.run(initial=start.checkpoint is None)
             except* Interrupted:
                 log.info("gave up the step that was under way: the process is stopping")
+                await saved()
         tasks.cancel_scope.cancel()
 
 
@@ -100,9 +116,7 @@ def load(config: RunConfig, directory: RunDirectory) -> Start:
     remove_leftovers(directory.checkpoints)
     found = find_checkpoints(directory.checkpoints)
     checkpoint = found[0] if found else None
-    folder = directory.model if checkpoint is None else checkpoint / "model"
-    policy = Policy.load(folder, config.learner, trust_remote_code=config.model.trust_remote_code)
-    trainer = Trainer(policy, config)
+    trainer = make_trainer(config, directory.model, checkpoint)
     if checkpoint is None:
         return Start(trainer, Standing(), None)
     state = restore_training(checkpoint, trainer)

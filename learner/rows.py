@@ -6,15 +6,13 @@ them. Context, and whatever an earlier branch sampled, is never trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from learner.advantages import group_advantages
 from learner.groups import Group, Replay
-from pipeline.config.training import AdvantageConfig
 from pipeline.errors import TrainingError
 from pipeline.schema import FlatTokens, TokenSpan, Trajectory
 
@@ -37,7 +35,10 @@ class Row:
     policy_versions: npt.NDArray[np.int32]
     temperatures: npt.NDArray[np.float32]
     """Temperature that each token's turn was sampled with."""
-    advantage: float
+    turns: npt.NDArray[np.int32]
+    """Index of the turn that each token belongs to."""
+    advantages: npt.NDArray[np.float32]
+    """``[n_sampled]``, of the tokens that are trained, in order; 0 until they are estimated."""
     replayed: bool = False
     """Taken from the pool: ``replay_mask`` is ``loss_mask`` on this row."""
     guided: bool = False
@@ -53,7 +54,7 @@ class Row:
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
-        for name in ("loss_mask", "behaviour_logprobs", "policy_versions", "temperatures"):
+        for name in ("loss_mask", "behaviour_logprobs", "policy_versions", "temperatures", "turns"):
             came = len(getattr(self, name))
             if came != n:
                 raise TrainingError(
@@ -63,6 +64,11 @@ class Row:
             raise TrainingError(f"expected {self.trajectory_id} to start with context, got a sampled first token")
         if not self.loss_mask.any():
             raise TrainingError(f"expected {self.trajectory_id} to have a sampled token in the branch, got none")
+        if self.advantages.shape != (self.n_sampled,):
+            raise TrainingError(
+                f"expected {self.n_sampled} advantages of {self.trajectory_id} (one per trained token), got shape "
+                f"{self.advantages.shape}"
+            )
         if not (self.temperatures[self.loss_mask] > 0).all():
             raise TrainingError(
                 f"expected {self.trajectory_id} to be sampled with a temperature > 0, got greedy tokens"
@@ -75,6 +81,11 @@ class Row:
     def n_sampled(self) -> int:
         """Tokens that are trained."""
         return int(self.loss_mask.sum())
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any of its tokens has an advantage that counts."""
+        return self.replay_weight != 0 and bool((self.advantages != 0).any())
 
     @property
     def replay_mask(self) -> npt.NDArray[np.bool_]:
@@ -113,9 +124,8 @@ class Batch:
         return sum(row.n_sampled for row in self.rows)
 
 
-def build_batch(update: int, groups: Sequence[Group], config: AdvantageConfig) -> Batch:
-    """Rows of the groups, in the order of groups, trajectories and branches. Fresh and replayed trajectories of a group
-    share its advantages.
+def build_batch(update: int, groups: Sequence[Group]) -> Batch:
+    """Rows of the groups, in the order of groups, trajectories and branches, without advantages.
 
     Raises :class:`TrainingError`, also for a group that holds more candidates than are trained.
     """
@@ -127,21 +137,18 @@ def build_batch(update: int, groups: Sequence[Group], config: AdvantageConfig) -
                 f"expected {group.plan.n_rollout} trajectories of {group.group_id}, got {len(group.trajectories)}: "
                 "choose its replays first"
             )
-        advantages = group_advantages([_reward(t) for t in group.trajectories], config)
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+        for trajectory in group.trajectories:
             replay = group.replay(trajectory) if group.replayed(trajectory) else None
-            rows += trajectory_rows(trajectory, sequence, float(advantage), replay=replay)
+            rows += trajectory_rows(trajectory, sequence, replay=replay)
             sequence += 1
     return Batch(update, tuple(groups), tuple(rows))
 
 
-def trajectory_rows(
-    trajectory: Trajectory, sequence: int, advantage: float, *, replay: Replay | None = None
-) -> list[Row]:
-    """One row per branch that has something to train. ``replay``: it comes from the pool; with a turn, only that turn's
-    completion is trained and everything else is context.
+def trajectory_rows(trajectory: Trajectory, sequence: int, *, replay: Replay | None = None) -> list[Row]:
+    """One row per branch that has something to train, advantages 0.
 
-    Raises :class:`TrainingError` when that turn sampled nothing, or a row cannot be trained.
+    ``replay``: it comes from the pool; with a turn, only that turn's completion is trained and everything else is
+    context. Raises :class:`TrainingError` when that turn sampled nothing, or a row cannot be trained.
     """
     guidance = trajectory.guidance
     discarded = guidance is not None and not guidance.keep
@@ -159,7 +166,8 @@ def trajectory_rows(
             ),
             policy_versions=tokens.policy_versions,
             temperatures=temperatures[tokens.turn_index],
-            advantage=advantage,
+            turns=tokens.turn_index,
+            advantages=np.zeros(int(tokens.loss_mask.sum()), dtype=np.float32),
             replayed=replay is not None,
             guided=guidance is not None,
             discarded=discarded,
@@ -183,14 +191,20 @@ def without_lessons(trajectory: Trajectory) -> Trajectory:
 
     Completions and their positions after the context stay. Raises :class:`TrainingError` for a turn that is not there.
     """
-    plain = trajectory.guidance.plain_contexts if trajectory.guidance is not None else {}
-    missing = [turn for turn in plain if turn >= len(trajectory.turns)]
+    guidance = trajectory.guidance
+    return with_contexts(trajectory, guidance.plain_contexts if guidance is not None else {})
+
+
+def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]]) -> Trajectory:
+    """The trajectory with these context ids, by turn, in place of the played ones; completions stay. Raises
+    :class:`TrainingError` for a turn that is not there."""
+    missing = [turn for turn in contexts if turn >= len(trajectory.turns)]
     if missing:
         raise TrainingError(
-            f"expected plain contexts of the {len(trajectory.turns)} turns of {trajectory.trajectory_id}, got {missing}"
+            f"expected contexts of the {len(trajectory.turns)} turns of {trajectory.trajectory_id}, got {missing}"
         )
     turns = [
-        replace(turn, context=TokenSpan.context(plain[i])) if i in plain else turn
+        replace(turn, context=TokenSpan.context(contexts[i])) if i in contexts else turn
         for i, turn in enumerate(trajectory.turns)
     ]
     return replace(trajectory, turns=tuple(turns))
@@ -214,11 +228,3 @@ def _trimmed(tokens: FlatTokens) -> FlatTokens:
         tokens.policy_versions[:stop],
         tokens.turn_index[:stop],
     )
-
-
-def _reward(trajectory: Trajectory) -> float:
-    if trajectory.reward is None:
-        raise TrainingError(
-            f"expected a reward on {trajectory.trajectory_id}, got None: only scored groups are dispatched"
-        )
-    return trajectory.reward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.config.training import LearnerConfig
+from pipeline.config.learner import LearnerConfig
 
 
 def learning_rate(update: int, config: LearnerConfig, total_steps: int) -> float:

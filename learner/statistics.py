@@ -6,6 +6,7 @@ Everything here is numpy in float64, without gradient. Dimensions: S sampled tok
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -110,6 +111,12 @@ class TokenValues:
     """Had the off-policy loss."""
     masked: BoolArray
     """Rejected by the second-moment mask."""
+    reasons: npt.NDArray[np.int8]
+    """Code of the mask of ``importance.masks`` that rejected the token; 0: none did."""
+    truncated: BoolArray
+    """The correction's weight was cut at its maximum."""
+    reference_kl: FloatArray
+    """Estimate of KL(π‖π_ref) at the token; NaN where there is none."""
 
     @classmethod
     def join(cls, parts: list[TokenValues]) -> TokenValues:
@@ -144,6 +151,13 @@ class SourceStatistics:
     """Tokens with a log-probability that is not finite."""
     masked: int = 0
     """Tokens rejected by the second-moment mask."""
+    reasons: Counter[int] = field(default_factory=Counter)
+    """Tokens that a mask of ``importance.masks`` rejected, by its code."""
+    seen: int = 0
+    """Tokens, rejected ones included: what shares of them are taken of."""
+    truncated: Mean = field(default_factory=Mean)
+    reference_kl: Mean = field(default_factory=Mean)
+    """Mean estimate of KL(π‖π_ref), nats per token."""
     ratios_S: FloatArray = field(default_factory=lambda: np.zeros(0))
     """For histograms; not part of the sum."""
     sequence_ratios: FloatArray = field(default_factory=lambda: np.zeros(0))
@@ -162,8 +176,9 @@ class SourceStatistics:
 
 def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatistics:
     """Statistics of the trained tokens of ``values``; rejected ones are only counted."""
-    masked = int(values.masked.sum())
-    rejected = int((~values.trained).sum()) - masked
+    masked, seen = int(values.masked.sum()), len(values)
+    reasons = Counter(values.reasons[(values.reasons > 0) & ~values.masked].tolist())
+    rejected = int((~values.trained).sum()) - masked - reasons.total()
     values = values.where(values.trained)
     known = values.where(values.recorded)
     d = np.asarray(known.logprobs, np.float64) - np.asarray(known.behaviour, np.float64)
@@ -183,6 +198,10 @@ def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatis
         loss=float(values.losses.sum()),
         rejected=rejected,
         masked=masked,
+        reasons=reasons,
+        seen=seen,
+        truncated=Mean.of(values.truncated),
+        reference_kl=Mean.of(values.reference_kl[np.isfinite(values.reference_kl)]),
         ratios_S=ratios,
         sequence_ratios=sequence_ratios,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,17 +16,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from learner.advantages import needed_evidence as needed_by_estimator
+from learner.advantages.shaping import overlong_count
 from learner.batching import MicroBatch, collate, plan_microbatches, token_numbers, token_weights
+from learner.critic import Critic
+from learner.ema import WeightAverage
+from learner.estimation import with_advantages
+from learner.evidence import Evidence
+from learner.hints import hinted_logprobs
 from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
-from learner.loss import LossRules, LossTokens, policy_loss
+from learner.losses.kl import KLController, kl_penalty
+from learner.losses.policy import LossRules, LossTokens, policy_loss
+from learner.losses.registry import needed_evidence as needed_by_loss
 from learner.offpolicy import step_factor, token_weights_of
+from learner.optimizer import clip_gradients, make_optimizer, set_rate
+from learner.passes import token_pass
 from learner.policy import Interrupted, Policy
-from learner.report import NonFinite, StepReport, Stopwatch
+from learner.reference import Reference
+from learner.report import CriticReport, NonFinite, StepReport, Stopwatch
 from learner.rows import Batch, Row
 from learner.schedule import learning_rate
 from learner.statistics import TokenValues, Weights, batch_statistics
 from pipeline.config import RunConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import ConfigurationError, TrainingError
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -44,10 +56,12 @@ class _Tally:
     """What the optimizer steps of one update add up to."""
 
     watch: Stopwatch
+    evidence: Evidence
     values: list[TokenValues] = field(default_factory=list)
     loss: float = 0.0
     policy_loss: float = 0.0
     entropy: float = 0.0
+    kl: float = 0.0
     grad_norm: float = 0.0
     optimizer_steps: int = 0
     microbatches: int = 0
@@ -56,7 +70,8 @@ class _Tally:
     """Of the present optimizer step, for the ESS guard."""
     factors: list[float] = field(default_factory=list)
     """What the guard did to each optimizer step."""
-    nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0})
+    nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0, "value": 0})
+    critic: CriticReport | None = None
 
 
 class Trainer:
@@ -66,23 +81,74 @@ class Trainer:
     update of several optimizer steps): such weights must not be saved.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig) -> None:
+    def __init__(
+        self, policy: Policy, config: RunConfig, reference: Reference | None = None, critic: Critic | None = None
+    ) -> None:
         self.policy = policy
+        self.reference = reference
+        self.critic = critic
         self.updates = 0
         self.torn = False
         self._config = config
         self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
+        self.kl = KLController.of(config.loss)
         learner = config.learner
-        self.optimizer = torch.optim.AdamW(
-            policy.parameters,
-            lr=learner.learning_rate,
-            betas=learner.betas,
-            weight_decay=learner.weight_decay,
-            fused=True,
+        self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
+        self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
+
+    def train(self, batch: Batch, policy_version: int) -> StepReport:
+        """Gather what the estimator needs, estimate advantages, and make the update. Raises as :meth:`step`."""
+        watch = Stopwatch(self.policy.device)
+        evidence = self.gather(batch.rows, watch)
+        if "hinted" in needed_by(self._config):
+            evidence = replace(evidence, hinted=hinted_logprobs(batch, partial(self.score, watch=watch)))
+        with watch.stage("prepare"):
+            penalties = self._penalties(evidence)
+            batch, evidence = with_advantages(batch, evidence, self._config.advantage, penalties)
+        report = self.step(batch, policy_version, evidence, watch)
+        return replace(
+            report, overlong=overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
         )
 
-    def step(self, batch: Batch, policy_version: int) -> StepReport:
-        """Train ``batch``; ``policy_version`` is the version of the weights before it.
+    def _penalties(self, evidence: Evidence) -> FloatArray | None:
+        """What ``loss.kl: reward`` takes off the rewards, float32 ``[S]``."""
+        loss = self._config.loss
+        if loss.kl != "reward" or evidence.logprobs is None or evidence.reference is None:
+            return None
+        maximum = self._config.importance.log_ratio_max
+        estimator = loss.kl_estimator or "k1"
+        penalties = kl_penalty(evidence.logprobs, evidence.reference, self.kl.coefficient, estimator, maximum)
+        return penalties.astype(np.float32)
+
+    def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
+        """The passes over ``rows`` that the configured estimator and loss need before the first optimizer step; those
+        that nothing asks for are not made. log π and entropy come out of the same pass, and values too where the critic
+        reads the policy's hidden states.
+
+        Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
+        """
+        watch = watch or Stopwatch(self.policy.device)
+        needed = needed_by(self._config)
+        logprobs = entropies = reference = values = None
+        if "values" in needed and self.critic is None:
+            raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
+        if needed & {"logprobs", "entropies"}:
+            if self.critic is not None and not self.critic.owns and "values" in needed:
+                logprobs, entropies, values = self._scores_and_values(rows, self.critic, watch)
+            else:
+                logprobs, entropies = self._scores(rows, watch)
+        if "reference" in needed:
+            if self.reference is None:
+                raise ConfigurationError("estimator or loss need a reference policy, and the trainer was given none")
+            reference = self.reference.logprobs(rows, watch)
+        if "values" in needed and values is None and self.critic is not None:
+            values = self.critic.values(rows, watch)
+        return Evidence(logprobs, entropies, reference, values)
+
+    def step(
+        self, batch: Batch, policy_version: int, evidence: Evidence | None = None, watch: Stopwatch | None = None
+    ) -> StepReport:
+        """Train ``batch`` with the advantages on its rows; ``policy_version`` is the version of the weights before it.
 
         Raises :class:`TrainingError` when the batch is not that of the next update or has no rows,
         :class:`Interrupted` when asked to stop.
@@ -92,33 +158,39 @@ class Trainer:
                 f"expected rows for update {self.updates}, got {len(batch.rows)} for update {batch.update}"
             )
         started = time.time()
-        tally = _Tally(Stopwatch(self.policy.device))
+        tally = _Tally(watch or Stopwatch(self.policy.device), evidence or Evidence())
+        self._rules = replace(self._rules, kl_coef=self.kl.coefficient)
         rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
         try:
             self._train(batch, tally, rate)
         except Interrupted:
             self.optimizer.zero_grad(set_to_none=True)
-            self.torn = tally.optimizer_steps > 0
+            self.torn = tally.optimizer_steps > 0 or tally.critic is not None
             raise
         self.updates += 1
+        if self.reference is not None:
+            self.reference.updated(self.updates)
         return self._report(batch, policy_version, rate, tally, started)
 
     def _train(self, batch: Batch, tally: _Tally, rate: float) -> None:
         learner = self._config.learner
         numbers = token_numbers(batch.rows)
         several = learner.epochs * learner.minibatches > 1
-        today = logprobs_today(batch.rows, self._rules, partial(self.score, watch=tally.watch)) if several else None
+        today = tally.evidence.logprobs
+        if today is None and several:
+            today = logprobs_today(batch.rows, self._rules, partial(self.score, watch=tally.watch))
         for epoch in range(learner.epochs):
             for chosen in self._minibatches(batch.rows, epoch):
                 rows, first = [batch.rows[i] for i in chosen], [int(numbers[i]) for i in chosen]
                 try:
                     kept = self._kept(rows, first, batch.n_sampled, tally.watch)
-                    known = Known(today, kept)
+                    known = Known(today, kept, tally.evidence.reference)
                     self._optimizer_step(rows, first, known, tally, rate, record=epoch == 0)
                 except NonFiniteStep as error:
                     tally.nonfinite[error.where] += 1
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
+                self._critic_step(rows, first, tally, rate)
 
     def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> FloatArray:
         """log π of all sampled tokens of ``rows`` with today's weights, float32 ``[S]``, rows in order."""
@@ -134,16 +206,20 @@ class Trainer:
     def _scores(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> tuple[FloatArray, FloatArray]:
         """log π and entropy of all sampled tokens of ``rows``, float32 ``[S]`` each, without gradient."""
         watch = watch or Stopwatch(self.policy.device)
-        numbers = token_numbers(rows)
-        logprobs = np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32)
-        entropies = np.zeros_like(logprobs)
-        with torch.no_grad():
-            for part in self._microbatches(rows, [int(n) for n in numbers], [0.0] * len(rows), watch):
-                with watch.stage("forward"):
-                    scored, entropy = self.policy.score(part)
-                    logprobs[part.tokens_S] = scored.float().cpu().numpy()
-                    entropies[part.tokens_S] = entropy.float().cpu().numpy()
+        logprobs, entropies = token_pass(rows, self.policy.score, 2, self._config.learner.tokens_per_microbatch, watch)
         return logprobs, entropies
+
+    def _scores_and_values(
+        self, rows: Sequence[Row], critic: Critic, watch: Stopwatch
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """log π, entropy and value of all sampled tokens from one pass of the policy, float32 ``[S]`` each."""
+
+        def score(part: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+            hidden_SH = self.policy.hidden(part)
+            return *self.policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
+
+        logprobs, entropies, values = token_pass(rows, score, 3, self._config.learner.tokens_per_microbatch, watch)
+        return logprobs, entropies, values
 
     def _kept(
         self, rows: Sequence[Row], first: Sequence[int], n_tokens: int, watch: Stopwatch
@@ -179,11 +255,12 @@ class Trainer:
     ) -> None:
         """Gradients of the whole mini-batch, then one optimizer step. Rows without advantage have gradient exactly 0:
         they are scored without a backward pass, and only for the statistics."""
-        weights = token_weights(rows, self._config.loss.aggregation)
-        with_signal = [row.advantage * row.replay_weight != 0 or self._rules.entropy_bonus > 0 for row in rows]
+        weights = token_weights(rows, self._config.loss.aggregation, self._config.loss.aggregation_length)
+        waits = self.critic is not None and self.critic.only_critic(self.updates)
+        with_signal = [not waits and (row.has_signal or not self._rules.needs_signal) for row in rows]
         guard = self._config.replay.ess_guard
         tally.ratios = Weights()
-        tally.loss = tally.policy_loss = tally.entropy = tally.grad_norm = 0.0
+        tally.loss = tally.policy_loss = tally.entropy = tally.kl = tally.grad_norm = 0.0
         for learn in (True, False):
             chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
             if not chosen or not (learn or record or guard.enabled):
@@ -195,8 +272,7 @@ class Trainer:
                 self._microbatch(part, known, tally, learn=learn, record=record)
         if any(with_signal):
             factor = step_factor(tally.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * factor
+            set_rate(self.optimizer, rate * factor)
             with tally.watch.stage("optimize"):
                 self._apply(tally)
             tally.factors.append(factor)
@@ -226,6 +302,7 @@ class Trainer:
         tally.loss += value
         tally.policy_loss += float(terms.policy)
         tally.entropy += float(terms.entropy)
+        tally.kl += float(terms.kl)
 
     def _loss_tokens(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: Known) -> LossTokens:
         def tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -243,27 +320,39 @@ class Trainer:
             loss_mask=tensor(usable if known.kept is None else usable & known.kept[part.tokens_S]),
             replay_mask=tensor(part.replayed_S),
             off_policy=tensor(off),
+            rows=tensor(part.rows_S),
+            reference=None if known.reference is None else tensor(known.reference[part.tokens_S]),
             recorded=tensor(part.recorded_S),
             factors=tensor(part.factors_S),
         )
 
     def _apply(self, tally: _Tally) -> None:
-        parameters = [p for p in self.policy.parameters if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = clip_gradients(self.policy.parameters, self._config.learner.grad_clip)
         if not np.isfinite(norm):
             raise NonFiniteStep("gradient")
-        limit = self._config.learner.grad_clip
-        if norm > limit:
-            torch._foreach_mul_(gradients, limit / norm)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         tally.grad_norm = norm
         tally.optimizer_steps += 1
+
+    def _critic_step(self, rows: Sequence[Row], first: Sequence[int], tally: _Tally, rate: float) -> None:
+        """The critic learns from the same mini-batch as the policy, where the estimator gave returns."""
+        values, returns = tally.evidence.values, tally.evidence.returns
+        if self.critic is None or values is None or returns is None:
+            return
+        learner = self._config.learner
+        parts = self._microbatches(rows, first, [0.0] * len(rows), tally.watch)
+        tally.critic = self.critic.learn(
+            parts, values, returns, learner.critic.learning_rate * rate / learner.learning_rate, tally.watch
+        )
+        tally.nonfinite["value"] += tally.critic.skipped
 
     def _report(self, batch: Batch, policy_version: int, rate: float, tally: _Tally, started: float) -> StepReport:
         values = TokenValues.join(tally.values)
         statistics = batch_statistics(values, policy_version, self._rules.log_ratio_max)
         trained = statistics.all.tokens
+        self.kl.update(statistics.all.reference_kl.value, len({row.sequence for row in batch.rows}))
         return StepReport(
             update=batch.update,
             policy_version=policy_version,
@@ -271,6 +360,8 @@ class Trainer:
             loss=tally.loss,
             policy_loss=tally.policy_loss,
             entropy_loss=-self._rules.entropy_bonus * tally.entropy,
+            kl_loss=self._rules.kl_coef * tally.kl if self._rules.kl_in_loss else 0.0,
+            kl_coefficient=self._rules.kl_coef,
             grad_norm=tally.grad_norm,
             learning_rate=rate * (tally.factors[-1] if tally.factors else 1.0),
             guard_lr_factor=float(np.mean(tally.factors)) if tally.factors else 1.0,
@@ -281,8 +372,14 @@ class Trainer:
             tokens_trained=trained,
             tokens_masked=sum(len(row) for row in batch.rows) - trained,
             tokens_padding=tally.padding,
-            tokens_without_signal=sum(row.n_sampled for row in batch.rows if row.advantage * row.replay_weight == 0),
+            tokens_without_signal=sum(row.n_sampled for row in batch.rows if not row.has_signal),
+            critic=tally.critic,
             seconds=tally.watch.seconds,
             started_at=started,
             finished_at=time.time(),
         )
+
+
+def needed_by(config: RunConfig) -> frozenset[str]:
+    """Passes before an update that estimator and loss ask for: names of fields of :class:`Evidence`."""
+    return needed_by_estimator(config.advantage) | needed_by_loss(config.loss, config.importance)

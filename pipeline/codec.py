@@ -118,6 +118,8 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
         header["recorded"] = False
     if trajectory.guidance is not None:
         header["guidance"] = _guidance_header(trajectory.guidance)
+    if trajectory.hinted_contexts:
+        header["hinted"] = [[turn, list(ids)] for turn, ids in trajectory.hinted_contexts.items()]
     try:
         json = orjson.dumps(header)
     except TypeError as error:
@@ -169,6 +171,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
             timings=_decode_plain(Timings, header.get("timings") or {}, int, float),
             recorded=bool(header.get("recorded", True)),
             guidance=_decode_guidance(header["guidance"]) if header.get("guidance") else None,
+            hinted_contexts={int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("hinted", ())},
             schema_version=version,
         )
     except SchemaError:
@@ -179,7 +182,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
 
 def encode_order(order: Order) -> dict[str, Any]:
     """Header of an ORDER message."""
-    return {
+    header = {
         "order_id": order.order_id,
         "group_id": order.group_id,
         "task": _task_header(order.task),
@@ -188,6 +191,9 @@ def encode_order(order: Order) -> dict[str, Any]:
         "policy_version": order.policy_version,
         "seconds_max": order.seconds_max,
     }
+    if order.greedy:
+        header["greedy"] = True
+    return header
 
 
 def decode_order(header: Mapping[str, Any]) -> Order:
@@ -197,7 +203,7 @@ def decode_order(header: Mapping[str, Any]) -> Order:
 
 def encode_plan(plan: GroupPlan) -> dict[str, Any]:
     """Header of a PLAN message."""
-    return {
+    header = {
         "group_id": plan.group_id,
         "task": _task_header(plan.task),
         "n_rollout": plan.n_rollout,
@@ -207,6 +213,9 @@ def encode_plan(plan: GroupPlan) -> dict[str, Any]:
         "attempt": plan.attempt,
         "admitted_update": plan.admitted_update,
     }
+    if plan.baseline is not None:
+        header["baseline"] = plan.baseline
+    return header
 
 
 def decode_plan(header: Mapping[str, Any]) -> GroupPlan:
@@ -225,7 +234,7 @@ def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Reco
 
 
 def _turn_header(turn: Turn) -> dict[str, Any]:
-    return {
+    header = {
         "n": [len(turn.context), len(turn.completion), len(turn.completion.version_spans)],
         "messages": turn.context_messages,
         "completion": turn.completion_message,
@@ -234,6 +243,9 @@ def _turn_header(turn: Turn) -> dict[str, Any]:
         "signals": dict(turn.signals),
         "branch": turn.branch,
     }
+    if turn.reward is not None:
+        header["reward"] = turn.reward
+    return header
 
 
 def _task_header(task: Task) -> dict[str, Any]:

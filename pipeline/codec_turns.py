@@ -60,6 +60,7 @@ def decode_turns(
                 header["temperature"],
                 header.get("signals") or {},
                 header.get("branch", 0),
+                header.get("reward"),
             )
         )
         at_id, at_logprob, at_span = end, end_logprob, end_span

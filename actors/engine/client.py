@@ -33,11 +33,20 @@ class EngineClient:
     """One engine at ``url`` (``http://host:port``). Use inside an event loop and ``await close()`` it, or ``async
     with``.
 
-    ``vocabulary``: size of the model's vocabulary, when known; ids at or above it are refused as garbage.
+    ``vocabulary``: size of the model's vocabulary, when known; ids at or above it are refused as garbage. ``model``:
+    name that requests ask for; None: what the engine serves.
     """
 
-    def __init__(self, url: str, *, request_seconds_max: float = 120.0, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_seconds_max: float = 120.0,
+        vocabulary: int | None = None,
+        model: str | None = None,
+    ) -> None:
         self._url = url.rstrip("/")
+        self._named: dict[str, Any] = {} if model is None else {"model": model}
         self._vocabulary = vocabulary
         self._request_timeout = aiohttp.ClientTimeout(total=request_seconds_max, sock_connect=CONNECT_SECONDS_MAX)
         self._probe_timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS_MAX)
@@ -67,7 +76,7 @@ class EngineClient:
         caches."""
         parameters = _sampling_parameters(sampling)
         if self._has_generate:
-            body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": parameters}
+            body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": parameters, **self._named}
             if cache_salt:
                 body["cache_salt"] = cache_salt
             status, answer = await self._post(GENERATE, body, session_id)
@@ -82,7 +91,7 @@ class EngineClient:
         before = await self.weight_version()
         if before is None:
             raise EngineUnavailable(f"engine {self._url} has weights that nobody stamped")
-        body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters}
+        body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters, **self._named}
         if cache_salt:
             body["cache_salt"] = cache_salt
         status, answer = await self._post(COMPLETIONS, body, session_id)

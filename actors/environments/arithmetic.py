@@ -42,6 +42,7 @@ class ArithmeticEpisode(Episode):
         self.messages = (Message("user", f"What is {a} + {b}? Reply with only the number."),)
         self._options = options
         self._answer = a + b
+        self.hint = f"The answer is {a + b}."
         self._attempt = 0
 
     def step(self, reply: Reply) -> Step:

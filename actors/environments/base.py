@@ -69,6 +69,9 @@ class Episode(ABC):
 
     messages: tuple[Message, ...]
     """The start of the conversation, set before :meth:`Environment.start` returns."""
+    hint: str | None = None
+    """What would help to solve the task, or its solution, set before :meth:`Environment.start` returns. The policy
+    never sees it: with ``advantage.estimator: cpo`` the learner scores replies under a prompt that holds it."""
 
     @abstractmethod
     def step(self, reply: Reply) -> Step | Awaitable[Step]:

@@ -54,6 +54,9 @@ class EnvironmentHost:
             messages = self._messages(START, getattr(episode, "messages", None), "Episode.messages")
             if not messages:
                 raise self._wrong(START, "Episode.messages to hold at least one message", messages)
+            hint = getattr(episode, "hint", None)
+            if hint is not None and not isinstance(hint, str):
+                raise self._wrong(START, "Episode.hint to be text or None", hint)
             episode.messages = messages
         except BaseException:
             with anyio.CancelScope(shield=True):

@@ -43,6 +43,7 @@ class NumberGuessEpisode(Episode):
         self.messages = (Message("user", "guess" if options.compact else text),)
         self._options = options
         self._hidden = hidden
+        self.hint = str(hidden) if options.compact else f"The number is {hidden}."
         self._turn = 0
         self._nearest = options.high - options.low + 1
 

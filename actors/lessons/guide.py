@@ -12,13 +12,14 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import anyio
 
 from actors.lessons.recall import Search
 from actors.lessons.slots import guided, kept
 from actors.rendering.renderer import Completed, Conversation, Renderer
+from actors.rendering.shadow import Shadow
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import AfterplayError
 from pipeline.lessons.records import QUERY_CHARACTERS_MAX, Lesson, first_user
@@ -42,9 +43,8 @@ class Guided:
     lessons: tuple[Lesson, ...]
     keep: bool
     query: str
-    plain: Conversation
+    plain: Shadow
     """The conversation without lessons, as far as it was played."""
-    contexts: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def extended(
         self,
@@ -57,24 +57,12 @@ class Guided:
         forked: bool,
     ) -> None:
         """``played`` is the prompt of ``turn``; follow it without lessons."""
-        if self.keep:
-            return
-        before = self.plain
-        after = renderer.extend(before, completion_ids, completed, new)
-        if forked:
-            self.contexts[turn] = after.prompt_ids
-            after = replace(after, branch=played.branch)
-        elif after.branch != before.branch:
-            # the engine's prompt went on where the plain one would have begun anew: the row goes on too
-            ids = (*before.prompt_ids, *completion_ids, *played.added_ids)
-            after = replace(after, prompt_ids=ids, added_ids=played.added_ids, branch=before.branch)
-        elif after.added_ids != played.added_ids:
-            self.contexts[turn] = after.added_ids
-        self.plain = after
+        if not self.keep:
+            self.plain.follow(renderer, played, turn, completion_ids, completed, new, forked)
 
     def guidance(self, n_turns: int) -> Guidance:
         """What the trajectory says of it, of the turns that were kept."""
-        contexts = {} if self.keep else {turn: ids for turn, ids in self.contexts.items() if turn < max(1, n_turns)}
+        contexts = {} if self.keep else self.plain.first(max(1, n_turns))
         return Guidance(tuple(lesson.lesson_id for lesson in self.lessons), self.keep, contexts, self.query)
 
 
@@ -136,8 +124,7 @@ class Guide:
             guided_messages = [*messages[:user], replace(original, content=content), *messages[user + 1 :]]
             conversation = renderer.start(guided_messages)
             if len(conversation.prompt_ids) - len(plain.prompt_ids) <= room:
-                contexts = {} if keep else {0: plain.prompt_ids}
-                return Guided(conversation, chosen, keep, original.content, plain, contexts)
+                return Guided(conversation, chosen, keep, original.content, Shadow.of(plain))
         return None
 
     def _text(self, lesson: Lesson) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.engine.base import Engine, Generation
+from actors.engine.base import Engine, Generation, Sampling
 from actors.engine.pool import NoEngineFit
 from actors.loop.services import Services
 from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
@@ -27,19 +27,26 @@ class Completion:
 
 
 async def complete(
-    services: Services, session: str, prompt_ids: Sequence[int], tokens_max: int, version_min: int
+    services: Services,
+    session: str,
+    prompt_ids: Sequence[int],
+    tokens_max: int,
+    version_min: int,
+    *,
+    greedy: bool = False,
 ) -> Completion:
     """Sample one completion, trying again (on another engine, where there is one) up to ``actor.retries`` times.
 
-    Every try waits for an engine whose policy version is at least ``version_min``. Tokens of a try that did not count
-    are counted as discarded. Raises :class:`EngineRefused` at once, and the last :class:`EngineError` when all tries
-    failed."""
+    ``greedy``: take the likeliest tokens instead. Every try waits for an engine whose policy version is at least
+    ``version_min``. Tokens of a try that did not count are counted as discarded. Raises :class:`EngineRefused` at once,
+    and the last :class:`EngineError` when all tries failed."""
+    sampling = replace(greedily(services.sampling) if greedy else services.sampling, max_tokens=tokens_max)
     avoid: frozenset[str] = frozenset()
     failure: EngineError | None = None
     for _ in range(services.retries + 1):
         async with services.pool.lease(session, version_min, avoid) as engine:
             try:
-                return await _request(services, engine, session, prompt_ids, tokens_max, version_min)
+                return await _request(services, engine, session, prompt_ids, sampling, version_min)
             except EngineRefused:
                 services.metrics.engine_errors_total.labels(kind="refused").inc()
                 raise
@@ -55,9 +62,8 @@ async def complete(
 
 
 async def _request(
-    services: Services, engine: Engine, session: str, prompt_ids: Sequence[int], tokens_max: int, version_min: int
+    services: Services, engine: Engine, session: str, prompt_ids: Sequence[int], sampling: Sampling, version_min: int
 ) -> Completion:
-    sampling = replace(services.sampling, max_tokens=tokens_max)
     started = time.perf_counter()
     generation = await engine.generate(
         prompt_ids, sampling, session_id=session, cache_salt=f"v{services.pool.version_of(engine.name)}"
@@ -79,8 +85,13 @@ async def _request(
     return Completion(generation, engine.name, seconds)
 
 
+def greedily(sampling: Sampling) -> Sampling:
+    """The same limits and stops, without sampling."""
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+
+
 def _discard(services: Services, generation: Generation) -> None:
     services.metrics.tokens_total.labels(kind="discarded").inc(len(generation.token_ids))
 
 
-__all__ = ["Completion", "NoEngineFit", "complete"]
+__all__ = ["Completion", "NoEngineFit", "complete", "greedily"]

@@ -31,9 +31,11 @@ from actors.environments.host import EnvironmentHost
 from actors.lessons.guide import Guided
 from actors.lessons.recall import Search
 from actors.loop.generate import Completion, complete
+from actors.loop.hints import hinted
 from actors.loop.limits import Budget, Limit
 from actors.loop.services import Services
 from actors.rendering.renderer import Completed, Conversation
+from actors.rendering.shadow import Shadow
 from pipeline.errors import (
     AfterplayError,
     ConfigurationError,
@@ -67,6 +69,7 @@ class Rollout:
         self._services = services
         self._stage = stage
         self._guided: Guided | None = None
+        self._hinted: Shadow | None = None
         self._turns: list[Turn] = []
         self._judged = 0
         self._score = 0.0
@@ -133,12 +136,14 @@ class Rollout:
             ids = completion.generation.token_ids.tolist()
             said = renderer.completed(ids)
             self._turns.append(self._turn(conversation, added, completion, said))
+            if self._hinted is not None:
+                self._hinted.sampled(len(ids))
             started = time.perf_counter()
             step = await host.step(episode, Reply(said.text, completion.generation.finish_reason))
             seconds = time.perf_counter() - started
             self._environment_seconds += seconds
             services.metrics.env_step_duration_seconds.labels(env=host.section).observe(seconds)
-            self._turns[-1] = replace(self._turns[-1], signals=step.signals)
+            self._turns[-1] = replace(self._turns[-1], signals=step.signals, reward=step.reward)
             self._judged = len(self._turns)
             self._score += step.reward
             if step.done:
@@ -151,6 +156,8 @@ class Rollout:
             forked = conversation.branch != forked_from
             if self._guided is not None:
                 self._guided.extended(renderer, conversation, len(self._turns), ids, said, added, forked)
+            if self._hinted is not None:
+                self._hinted.follow(renderer, conversation, len(self._turns), ids, said, added, forked)
             if forked:
                 added = conversation.messages
 
@@ -160,12 +167,22 @@ class Rollout:
         if services.guide is not None:
             context_max = min(services.model_length_max, host.config.max_tokens)
             self._guided = await services.guide.guide(self.order, episode.messages, context_max, self._stage)
-        return self._guided.conversation if self._guided else services.renderer.start(episode.messages)
+        if self._guided is not None:
+            return self._guided.conversation
+        hint = getattr(episode, "hint", None)
+        if services.hint_template is not None and hint is not None and not self.order.greedy:
+            self._hinted = hinted(services.renderer, episode.messages, hint, services.hint_template)
+        return services.renderer.start(episode.messages)
 
     async def _complete(self, conversation: Conversation, tokens_max: int) -> Completion:
         self._asking_engine = True
         completion = await complete(
-            self._services, self.order.order_id, conversation.prompt_ids, tokens_max, self._version
+            self._services,
+            self.order.order_id,
+            conversation.prompt_ids,
+            tokens_max,
+            self._version,
+            greedy=self.order.greedy,
         )
         self._asking_engine = False
         self._version = max(self._version, completion.generation.version_spans[-1].policy_version)
@@ -184,7 +201,7 @@ class Rollout:
             context_messages=added,
             completion_message=Message("assistant", said.text),
             finish_reason=generation.finish_reason,
-            temperature=self._services.sampling.temperature,
+            temperature=0.0 if self.order.greedy else self._services.sampling.temperature,
             branch=conversation.branch,
         )
 
@@ -210,7 +227,14 @@ class Rollout:
             engine=EngineRecord(self._services.backend, self._services.model, tuple(self._engines)),
             timings=Timings(self._started_at, self._services.now(), self._generate_seconds, self._environment_seconds),
             guidance=self._guided.guidance(len(self._turns)) if self._guided is not None else None,
+            hinted_contexts=self._hinted_contexts(),
         )
+
+    def _hinted_contexts(self) -> dict[int, tuple[int, ...]]:
+        """None of them where the episode with the hint is longer than the model takes."""
+        if self._hinted is None or self._hinted.longest > self._services.model_length_max:
+            return {}
+        return self._hinted.first(len(self._turns))
 
 
 def _classified(error: Exception) -> Failure:

@@ -35,6 +35,8 @@ class Services:
     metrics: ActorMetrics
     guide: Guide | None = None
     """None: lessons are off."""
+    hint_template: str | None = None
+    """How a hint stands in a prompt that the learner scores; None: no estimator asks for hints."""
     now: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -72,4 +74,5 @@ class Services:
             environments=environments,
             metrics=metrics,
             guide=Guide(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
+            hint_template=config.advantage.hint_template if config.advantage.wants_hints else None,
         )

@@ -45,6 +45,19 @@ class EngineControl:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         await self._call("POST", "/collective_rpc", body)
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Serve the adapters of a folder under ``name``: the first time by vLLM's own route, from then on in place in
+        the workers (``actors.engine.servers.vllm_adapters`` says why)."""
+        listed = await self._call("GET", "/v1/models", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
+        served = {model.get("id") for model in listed.get("data", ()) if isinstance(model, dict)}
+        path = str(folder.absolute())
+        if name in served:
+            body = {"method": "reload_adapter", "kwargs": {"name": name, "folder": path}}
+            await self._call("POST", "/collective_rpc", body)
+        else:
+            body = {"lora_name": name, "lora_path": path}
+            await self._call("POST", "/v1/load_lora_adapter", body, json_answer=False)
+
     async def stamp(self, version: str) -> None:
         """Tokens sampled from now on carry ``version``."""
         await self._call("POST", "/update_weight_version", {"new_version": version})
@@ -58,7 +71,13 @@ class EngineControl:
         return size
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        seconds: float | None = None,
+        *,
+        json_answer: bool = True,
     ) -> dict[str, Any]:
         seconds = seconds or self._timeout_seconds
         what = f"{method} {self.url}{path}"
@@ -77,7 +96,7 @@ class EngineControl:
             raise EngineRefused(f"{what} was refused with {response.status}: {shown}{hint}")
         if response.status != 200:
             raise EngineProtocolError(f"expected 200 from {what}, got {response.status}: {shown}")
-        if not text.strip():
+        if not text.strip() or not json_answer:
             return {}
         try:
             answer = orjson.loads(text)

@@ -7,9 +7,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import anyio
@@ -24,6 +23,9 @@ from learner.publisher.keeper import EngineKeeper
 from pipeline.config.training import PublishConfig
 from pipeline.rundir import RunDirectory
 
+if TYPE_CHECKING:
+    from learner.lora import Adapters
+
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"v(\d{6,})")
 
@@ -37,6 +39,18 @@ class FolderLoader:
         await engine.reload(target.folder)
 
 
+class AdapterLoader:
+    """Engines read the folder of an adapter and serve it as ``name``: vLLM with LoRA switched on."""
+
+    reads_memory = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def load(self, engine: EngineControl, target: Target) -> None:
+        await engine.load_adapter(self._name, target.folder)
+
+
 class Publisher:
     """Keeps the contract of :class:`learner.publisher.base.WeightPublisher`. Use as an async context manager."""
 
@@ -48,11 +62,12 @@ class Publisher:
         model: Any,
         loader: WeightLoader | None = None,
         on_failure: Callable[[], None] = lambda: None,
+        write: Callable[[Path, Mapping[str, Tensor]], int] | None = None,
     ) -> None:
         self._addresses = tuple(addresses)
         self._directory = directory
         self._config = config
-        self._model = model
+        self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors, config.dtype))
         self._loader = loader or FolderLoader()
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession | None = None
@@ -84,9 +99,7 @@ class Publisher:
             target, n_bytes = Target(version, self._directory.model, initial=True), 0
         else:
             folder = self._directory.weights(version)
-            n_bytes = await anyio.to_thread.run_sync(
-                partial(write_weights, folder, self._model, tensors, self._config.dtype)
-            )
+            n_bytes = await anyio.to_thread.run_sync(self._write, folder, tensors)
             target = Target(version, folder, tensors=tensors if self._loader.reads_memory else None)
         prompt = [keeper for keeper in self.keepers.values() if keeper.prompt]
         for keeper in self.keepers.values():
@@ -154,4 +167,11 @@ def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor], dtype
         config = orjson.loads((scratch / "config.json").read_bytes())
         config["dtype"] = dtype
         (scratch / "config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+        return sum(path.stat().st_size for path in scratch.iterdir())
+
+
+def write_adapters(adapters: Adapters, folder: Path, tensors: Mapping[str, Tensor]) -> int:
+    """An adapter folder as peft and vLLM read it; bytes written."""
+    with atomic_folder(folder) as scratch:
+        adapters.save(scratch, tensors)
         return sum(path.stat().st_size for path in scratch.iterdir())

@@ -7,20 +7,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from pipeline.config.advantage import AdvantageConfig
 from pipeline.config.base import Section
+from pipeline.config.learner import LearnerConfig
+from pipeline.config.loss import ImportanceConfig, LossConfig
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
 from pipeline.config.replay import LessonsConfig, ReplayConfig
-from pipeline.config.training import (
-    AdvantageConfig,
-    CheckpointConfig,
-    GroupsConfig,
-    ImportanceConfig,
-    LearnerConfig,
-    LossConfig,
-    PublishConfig,
-    ScorerConfig,
-    StalenessConfig,
-)
+from pipeline.config.training import CheckpointConfig, GroupsConfig, PublishConfig, ScorerConfig, StalenessConfig
 
 
 class RunSection(Section):
@@ -118,12 +111,33 @@ class RunConfig(Section):
                 f"({self.model.max_length}): the prompt needs room"
             )
         self._check_replay()
+        self._check_adapters()
+        self._check_advantage()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "
                 f"{self.groups.trajectories_per_step} trajectories of a step"
             )
         return self
+
+    def _check_advantage(self) -> None:
+        advantage, n = self.advantage, self.groups.n_rollout
+        if advantage.estimator == "pass_at_k" and advantage.pass_k > n:
+            raise ValueError(
+                f"advantage.pass_k ({advantage.pass_k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
+                "taken from a group"
+            )
+
+    def _check_adapters(self) -> None:
+        if self.publish.lora == "merged":
+            return
+        if not self.learner.lora.rank:
+            raise ValueError("publish.lora is adapter, but learner.lora.rank is 0: there are no adapters to publish")
+        if self.engine.kind == "embedded" or self.engine.weight_transfer != "files":
+            raise ValueError(
+                "publish.lora is adapter, which vLLM servers take as files: set engine.kind to vllm or external and "
+                "engine.weight_transfer to files, or publish.lora: merged"
+            )
 
     def _check_replay(self) -> None:
         replay, n = self.replay, self.groups.n_rollout

@@ -1,4 +1,4 @@
-"""Sections about learning: groups, staleness, advantages, loss, optimizer, publication, checkpoints."""
+"""Sections about a run's updates: groups, staleness, publication, checkpoints, rewards."""
 
 from __future__ import annotations
 
@@ -32,75 +32,6 @@ class StalenessConfig(Section):
     weight, or drop its group. Both are counted."""
 
 
-class AdvantageConfig(Section):
-    estimator: Literal["grpo"] = "grpo"
-    """GRPO (Shao et al. 2024, arXiv:2402.03300): reward minus the group's mean, over its standard deviation."""
-    normalize_std: bool = True
-    """False is Dr. GRPO (arXiv:2503.20783): no division by the standard deviation."""
-    epsilon: float = Field(1e-6, gt=0)
-
-
-class ImportanceConfig(Section):
-    anchor: Literal["behaviour", "proximal"] = "behaviour"
-    """π_old of fresh tokens: ``behaviour`` takes μ as the engine recorded it; ``proximal`` recomputes it with the
-    learner's weights before the step, corrects with truncated w = π_old/μ, and clips π/π_old (decoupled PPO)."""
-    weight_max: float = Field(2.0, gt=0)
-    """Truncation of w in the proximal form."""
-    log_ratio_max: float = Field(20.0, gt=0)
-    """log-ratios are clamped to ± this before exp."""
-
-
-class LossConfig(Section):
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0)
-    dual_clip: float | None = Field(3.0, gt=1)
-    """Bound on the loss of tokens with negative advantage, as a multiple of |A| (arXiv:1912.09729). None: no bound."""
-    off_clip_low: float | None = Field(None, ge=0, lt=1)
-    """Lower clip of off-policy tokens (replayed; guided as ``off_clip_guided`` says). None: ``clip_low``."""
-    off_clip_high: float = Field(1.0, ge=0)
-    """Upper clip of off-policy tokens: 1.0 lets their ratio reach 2. Larger than the fresh clip, so that what the
-    policy has half forgotten can be learned back."""
-    off_clip_guided: Literal["none", "discarded", "all"] = "discarded"
-    """Which trajectories whose prompt held lessons use the off-policy loss: none, those trained without the lessons
-    (``lessons.train_mode``), or all."""
-    off_policy: Literal["clip", "shaped", "second_moment"] = "clip"
-    """Loss of off-policy tokens: clipped like fresh ones but with the off clip; ``shaped``: ``-A f(ratio)`` with
-    ``f(x) = x / (x + off_shape_beta)`` (LUFFY, arXiv:2504.14945; ExGRPO, arXiv:2510.02245); ``second_moment``: no clip,
-    but tokens whose log-ratios push the batch's second moment over ``second_moment_max`` are masked (M2PO,
-    arXiv:2510.01161)."""
-    off_shape_beta: float = Field(0.1, gt=0)
-    second_moment_max: float = Field(0.04, gt=0)
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Denominator over the whole batch: all response tokens, or sequences of token means."""
-    entropy_bonus: float = Field(0.0, ge=0)
-
-
-class LearnerConfig(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = Field(None, ge=1)
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Autocast type of the forward and backward pass; master weights are float32."""
-    learning_rate: float = Field(1e-6, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, to 0 at ``run.total_steps`` for linear and cosine."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
-    epochs: int = Field(1, ge=1)
-    """Optimizer passes over each batch."""
-    minibatches: int = Field(1, ge=1)
-    """Optimizer steps per pass."""
-    tokens_per_microbatch: int = Field(4096, ge=1)
-    """Padded tokens of one forward pass; memory follows it."""
-    logits_tokens_max: int = Field(1024, ge=1)
-    """Rows of the ``[tokens, vocabulary]`` matrix held at once."""
-    gradient_checkpointing: bool = False
-    prefetch_batches: int = Field(1, ge=1, le=64)
-    """Batches that may wait decoded at the learner beyond the one in training."""
-
-
 class PublishConfig(Section):
     """How new weights reach the engines."""
 
@@ -108,6 +39,11 @@ class PublishConfig(Section):
     """Weight folders kept."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Type of the published weights; engines cast to their own on load."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """With adapters (``learner.lora.rank``): ``merged`` publishes whole weights, for every engine; ``adapter`` only the
+    adapters, for vLLM servers, which then serve them under a name of their own."""
+    adapter_name: str = Field("adapter", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
+    """Name under which engines serve published adapters; actors ask for it."""
     timeout_seconds: float = Field(120.0, gt=0)
     """An engine that takes longer to load a version is left behind (and tried again) while the run goes on."""
 

@@ -16,9 +16,17 @@ STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publi
 LEVELS = ("token", "sequence")
 STATISTICS = ("mean", "min", "max")
 SIDES = ("low", "high")
-REJECTIONS = ("ratio_cap", "stale", "sequence_mask", "nonfinite", "second_moment")
+REJECTIONS = (
+    "ratio_cap",
+    "stale",
+    "sequence_mask",
+    "geometric_mask",
+    "any_token_mask",
+    "nonfinite",
+    "second_moment",
+)
 TERMS = ("policy", "kl", "entropy", "value")
-NONFINITE = ("loss", "gradient", "ratio")
+NONFINITE = ("loss", "gradient", "ratio", "value")
 _P = "afterplay_learner_"
 
 
@@ -78,7 +86,8 @@ class LearnerMetrics:
         self.rejected_tokens_total = counter(
             r,
             _P + "rejected_tokens_total",
-            "Tokens masked out of the loss; reason = ratio_cap, stale, sequence_mask, nonfinite or second_moment.",
+            "Tokens masked out of the loss; reason = ratio_cap, stale, sequence_mask, geometric_mask, any_token_mask, "
+            "nonfinite or second_moment.",
             {"reason": REJECTIONS},
         )
         self.staleness_versions = histogram(
@@ -168,7 +177,7 @@ class LearnerMetrics:
         self.nonfinite_steps_total = counter(
             r,
             _P + "nonfinite_steps_total",
-            "Steps skipped for a non-finite value; where = loss, gradient or ratio.",
+            "Steps skipped for a non-finite value; where = loss, gradient, ratio or value (the critic's step).",
             {"where": NONFINITE},
         )
 

@@ -21,7 +21,7 @@ from pipeline.metrics.base import (
 DROPS = ("stale", "capacity", "duplicate", "corrupt", "schema")
 OPERATIONS = ("insert", "sample", "ack", "stats")
 PEERS = ("actor", "learner")
-TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped")
+TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline")
 GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")

@@ -61,7 +61,8 @@ class Arrivals:
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer's answer to a :class:`Score` effect."""
         if verdict.reward is not None:
-            self._s.journal.observe("sampled_reward", verdict.reward)
+            if not self._is_greedy(record):
+                self._s.journal.observe("sampled_reward", verdict.reward)
         else:
             why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
             log.warning("trajectory %s has no reward: %s", record.key.text, why)
@@ -71,14 +72,20 @@ class Arrivals:
     def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
         journal = self._s.journal
         journal.count(f"inserted.{trajectory.task.environment}")
-        journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
-        journal.observe("sampled_tokens", record.facts.n_sampled)
-        journal.observe("sampled_age", record.age_insert)
-        journal.observe("sampled_duration", record.facts.duration_seconds)
+        if not self._is_greedy(record):
+            journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
+            journal.observe("sampled_tokens", record.facts.n_sampled)
+            journal.observe("sampled_age", record.age_insert)
+            journal.observe("sampled_duration", record.facts.duration_seconds)
         if self._score_now is not None:
             self.scored(record, self._score_now(trajectory))
         else:
             journal.effect(Score(record, trajectory))
+
+    def _is_greedy(self, record: TrajectoryRecord) -> bool:
+        """Greedy rollouts are never meant to be trained: the bias audit does not compare with them."""
+        group = self._s.groups.get(record.key.group)
+        return group is not None and group.is_greedy(record.key)
 
     def _is_late(self, order: OrderRecord, version_min: int) -> bool:
         late = version_min < order.policy_version

@@ -20,7 +20,7 @@ from pipeline.replay.groups import Groups
 from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
 from pipeline.replay.leases import Leases
 from pipeline.replay.payloads import PayloadHolds
-from pipeline.replay.records import CancelReason, GroupRecord, GroupState, TrajectoryRecord
+from pipeline.replay.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
 from pipeline.replay.replays import Replays
 from pipeline.replay.report import UpdateReport
 from pipeline.replay.sharding import WHOLE, Shard
@@ -219,12 +219,18 @@ class StageCore:
         if meta.get("shape") != shape:
             s.journal.meta("shape", shape)
         for group in [g for g in s.groups.values() if g.open]:
+            without = s.config.advantage.orders_greedy and group.greedy is None
             if lost:
                 self._cancel(group, CancelReason.LOST)
             elif group.task.environment not in s.config.environments:
                 self._cancel(group, CancelReason.RECONFIGURED)
+            elif without and group.state is GroupState.PLAYING:
+                group.greedy = Slot()
+                self.groups.want(group, group.greedy_index)
+            elif without:
+                self._cancel(group, CancelReason.RECONFIGURED)
         for group in s.groups.values():
-            for slot in group.slots:
+            for slot in group.places:
                 if slot.trajectory is not None and slot.trajectory.reward is None:
                     s.journal.effect(Score(slot.trajectory))
 

@@ -251,6 +251,7 @@ class Dispatch:
             candidates=candidates,
             attempt=group.attempt,
             admitted_update=group.admitted_update,
+            baseline=group.baseline,
         )
         s.journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))
         for index, record in enumerate(self._members(group)):

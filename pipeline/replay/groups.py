@@ -44,9 +44,7 @@ class Groups:
         self._pending = []
         for group in self._s.groups.values():
             if group.state is GroupState.PLAYING:
-                for index, slot in enumerate(group.slots):
-                    if not slot.leased and slot.trajectory is None:
-                        self.want(group, index)
+                self._want_all(group)
 
     def plan(self, planned: Planned) -> GroupRecord:
         """Admit a new group (the caller has checked the capacity)."""
@@ -57,12 +55,20 @@ class Groups:
         slots = [Slot() for _ in range(s.config.groups.n_rollout - planned.k)]
         group = s.groups[number] = GroupRecord(number, planned.task, admitted, s.wall, slots)
         self._replays.pin(group, planned.candidates, planned.k)
+        if s.config.advantage.orders_greedy:
+            group.greedy = Slot()
         s.journal.group(group)
         s.journal.meta("next_group", s.next_group)
         s.journal.count("groups.planned")
-        for index in range(len(slots)):
-            self.want(group, index)
+        self._want_all(group)
         return group
+
+    def _want_all(self, group: GroupRecord) -> None:
+        for index, slot in enumerate(group.slots):
+            if not slot.leased and slot.trajectory is None:
+                self.want(group, index)
+        if group.greedy is not None and not group.greedy.leased and group.greedy.trajectory is None:
+            self.want(group, group.greedy_index)
 
     def want(self, group: GroupRecord, slot: int) -> None:
         """The slot needs an order. Older groups are served first."""
@@ -74,7 +80,7 @@ class Groups:
             _, number, index = heapq.heappop(self._pending)
             group = self._s.groups.get(number)
             if group is not None and group.state is GroupState.PLAYING:
-                slot = group.slots[index]
+                slot = group.place(index)
                 if not slot.leased and slot.trajectory is None:
                     return group, index
         return None
@@ -84,7 +90,7 @@ class Groups:
         s = self._s
         group = s.groups[order.key.group]
         record = self._record(order, facts)
-        group.slots[order.key.slot].trajectory = record
+        group.place(order.key.slot).trajectory = record
         group.late |= late
         s.end_order(order, OrderState.DELIVERED)
         s.journal.trajectory(record, frames)
@@ -121,7 +127,7 @@ class Groups:
             return
         record.reward, record.rewards = reward, dict(rewards)
         if reward is None:
-            slot = group.slots[record.key.slot]
+            slot = group.place(record.key.slot)
             slot.trajectory = None
             slot.failures += 1
             order = group.orders[record.key]
@@ -130,6 +136,8 @@ class Groups:
             self._drop(record, Drop.UNSCORED)
             self._again(order)
             return
+        if group.is_greedy(record.key):
+            self._keep_as_baseline(record)
         s.journal.trajectory(record)
         if group.state is GroupState.PLAYING and group.complete:
             group.state = GroupState.READY
@@ -152,8 +160,8 @@ class Groups:
         stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
         for order in stopped:
             s.end_order(order, OrderState.CANCELLED, reason.value)
-        for slot in group.slots:
-            if slot.trajectory is not None:
+        for slot in group.places:
+            if slot.trajectory is not None and slot.trajectory.state is TrajectoryState.HELD:
                 self._drop(slot.trajectory, Drop.CANCELLED)
                 slot.trajectory = None
         return stopped
@@ -162,11 +170,12 @@ class Groups:
         group = self._s.groups[order.key.group]
         if group.state is not GroupState.PLAYING:
             return
-        if group.slots[order.key.slot].failures < self._s.config.groups.attempts_max:
+        failures = group.place(order.key.slot).failures
+        if failures < self._s.config.groups.attempts_max:
             self.want(group, order.key.slot)
         else:
             log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
-                        group.slots[order.key.slot].failures)  # fmt: skip
+                        failures)  # fmt: skip
             self.given_up.append(group)
             self.brake.failed(self._s.now)
 
@@ -176,6 +185,14 @@ class Groups:
         record.age_insert = max(0, s.policy_version - facts.version_min) if facts.n_sampled else 0
         s.next_seq += 1
         return record
+
+    def _keep_as_baseline(self, record: TrajectoryRecord) -> None:
+        """Of a scored greedy rollout only the reward is needed."""
+        s = self._s
+        record.state = TrajectoryState.BASELINE
+        s.payloads.release(record.seq, record.facts.n_bytes)
+        s.journal.count("trajectories.held", -1)
+        s.journal.count("trajectories.baseline")
 
     def _drop(self, record: TrajectoryRecord, drop: Drop) -> None:
         s = self._s

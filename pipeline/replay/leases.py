@@ -86,7 +86,7 @@ class Leases:
     def issue(self, group: GroupRecord, index: int, actor: Actor) -> None:
         """Send one order for a slot."""
         s = self._s
-        slot = group.slots[index]
+        slot = group.place(index)
         key = OrderKey(group.number, index, slot.serial)
         order = OrderRecord(key, actor.name, slot.failures, s.policy_version, s.wall)
         slot.serial += 1
@@ -98,7 +98,14 @@ class Leases:
         s.journal.count("orders.in_flight")
         header = encode_order(
             Order(
-                key.text, group.group_id, group.task, index, slot.failures, s.policy_version, self._seconds_max(group)
+                key.text,
+                group.group_id,
+                group.task,
+                index,
+                slot.failures,
+                s.policy_version,
+                self._seconds_max(group),
+                greedy=group.is_greedy(key),
             )
         )
         s.journal.effect(Send(actor.name, Kind.ORDER, header))

@@ -21,10 +21,10 @@ class Ledger:
     """Counts since the start of the run, over all restarts.
 
     ``orders``: ``issued``, :data:`ORDER_ENDS`, ``in_flight``. ``trajectories``: ``received``, ``trained``, ``held``,
-    ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``, ``rolled_back``,
-    ``rescued``, ``cancelled.<reason>`` and ``playing``, ``ready``, ``placed``. ``pool``: ``saved``, ``imported``,
-    ``left.<reason>``, ``held``. ``replays``: ``planned``, ``trained``, ``rolled_back``, ``choice_failed``. ``tasks``:
-    ``retired``, ``returned``.
+    ``baseline`` (greedy rollouts), ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``,
+    ``rolled_back``, ``rescued``, ``cancelled.<reason>`` and ``playing``, ``ready``, ``placed``. ``pool``: ``saved``,
+    ``imported``, ``left.<reason>``, ``held``. ``replays``: ``planned``, ``trained``, ``rolled_back``,
+    ``choice_failed``. ``tasks``: ``retired``, ``returned``.
     """
 
     orders: Mapping[str, int] = field(default_factory=dict)
@@ -41,11 +41,11 @@ class Ledger:
     def audit(self) -> list[str]:
         """Every sum that does not add up, in words; empty when all do."""
         o, t, g, p = self.orders, self.trajectories, self.groups, self.pool
-        dropped = _sum(t, "dropped.")
+        ended = t.get("trained", 0) + t.get("baseline", 0) + _sum(t, "dropped.")
         cancelled = _sum(g, "cancelled.")
         sums = [
             ("orders issued", o.get("issued", 0), sum(o.get(k, 0) for k in ORDER_ENDS) + o.get("in_flight", 0)),
-            ("trajectories received", t.get("received", 0), t.get("trained", 0) + t.get("held", 0) + dropped),
+            ("trajectories received", t.get("received", 0), t.get("held", 0) + ended),
             (
                 "groups planned",
                 g.get("planned", 0),
@@ -63,7 +63,7 @@ class Ledger:
             return []
         pairs = [("orders", k, self.orders.get(k, 0), self.rows["orders"].get(k, 0)) for k in ORDER_ENDS]
         pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
-        for k in ("trained", "held"):
+        for k in ("trained", "held", "baseline"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
         for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.replaced"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))

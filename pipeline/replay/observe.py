@@ -11,6 +11,7 @@ from pipeline.replay.records import CancelReason, Drop
 
 _TERMINAL = {
     "trajectories.trained": "trained",
+    "trajectories.baseline": "baseline",
     f"trajectories.dropped.{Drop.FAILED}": "error",
     f"trajectories.dropped.{Drop.ABORTED}": "aborted",
     f"trajectories.dropped.{Drop.UNSCORED}": "unscored",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pipeline.replay.experience.records import PoolEntry
 from pipeline.replay.journal import Journal
-from pipeline.replay.records import GroupRecord, GroupState
+from pipeline.replay.records import GroupRecord, GroupState, TrajectoryState
 
 
 class PayloadHolds:
@@ -19,8 +19,8 @@ class PayloadHolds:
     def restore(self, groups: Iterable[GroupRecord], entries: Iterable[PoolEntry]) -> None:
         """Count again after a restart."""
         for group in groups:
-            for slot in group.slots:
-                if slot.trajectory is not None:
+            for slot in group.places:
+                if slot.trajectory is not None and slot.trajectory.state is not TrajectoryState.BASELINE:
                     self._hold(slot.trajectory.seq)
             if group.state is not GroupState.CANCELLED:
                 for replay in group.replays:

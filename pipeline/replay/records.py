@@ -50,6 +50,9 @@ class TrajectoryState(StrEnum):
     """Terminal: an update was made from it."""
     DROPPED = "dropped"
     """Terminal: ``reason`` is one of :class:`Drop`."""
+    BASELINE = "baseline"
+    """Terminal: a greedy rollout that was scored. Its reward is what its group is compared with; it is never trained
+    and its payload is not kept."""
     IMPORTED = "imported"
     """Came from a file instead of an order: it lives in the pool only."""
 
@@ -239,6 +242,8 @@ class GroupRecord:
     """What these may be chosen from, the stage's own choice first."""
     rescued: bool = False
     """All its fresh rollouts failed and one gave its place to a replay."""
+    greedy: Slot | None = None
+    """Place of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
 
     @property
     def group_id(self) -> str:
@@ -259,7 +264,32 @@ class GroupRecord:
 
     @property
     def complete(self) -> bool:
-        return all(slot.trajectory is not None and slot.trajectory.reward is not None for slot in self.slots)
+        return all(slot.trajectory is not None and slot.trajectory.reward is not None for slot in self.places)
+
+    @property
+    def places(self) -> list[Slot]:
+        """All that are ordered: the fresh ones and the greedy one."""
+        return [*self.slots, self.greedy] if self.greedy is not None else self.slots
+
+    @property
+    def greedy_index(self) -> int:
+        """Number of the greedy place: behind all of the group, so that a rescue does not move it."""
+        return self.n_rollout
+
+    def place(self, index: int) -> Slot:
+        """By the number that orders tell. Raises :class:`IndexError`."""
+        if self.greedy is not None and index == self.greedy_index:
+            return self.greedy
+        return self.slots[index]
+
+    def is_greedy(self, key: OrderKey) -> bool:
+        """Whether the order is that of the greedy rollout."""
+        return self.greedy is not None and key.slot == self.greedy_index
+
+    @property
+    def baseline(self) -> float | None:
+        """Reward of the greedy rollout, once it is scored."""
+        return None if self.greedy is None or self.greedy.trajectory is None else self.greedy.trajectory.reward
 
     @property
     def open(self) -> bool:

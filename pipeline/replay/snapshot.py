@@ -75,16 +75,18 @@ def build(rows: Rows, meta: Mapping[str, Any], counters: dict[str, int], next_se
             order = _order(row)
             group = found[order.key.group]
             group.orders[order.key] = order
-            if order.key.slot >= len(group.slots) and group.rescued:
+            if order.key.slot == group.greedy_index and group.greedy is None:
+                group.greedy = Slot()
+            if not group.is_greedy(order.key) and order.key.slot >= len(group.slots) and group.rescued:
                 continue
-            slot = group.slots[order.key.slot]
+            slot = group.place(order.key.slot)
             slot.serial = max(slot.serial, order.key.serial + 1)
             slot.failures += order.failure
             slot.leased |= order.state is OrderState.LEASED
         for row in rows.trajectories:
             record = _trajectory(row)
             if record.state is not TrajectoryState.DROPPED:
-                found[record.key.group].slots[record.key.slot].trajectory = record
+                found[record.key.group].place(record.key.slot).trajectory = record
         for row in rows.replays:
             found[row[0]].replays.append(_replay(row, found[row[0]].task, pooled))
     except (KeyError, IndexError, ValueError, TypeError) as error:

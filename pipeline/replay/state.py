@@ -46,7 +46,7 @@ class StageState:
         """Move a leased order into a terminal state and free its slot."""
         assert order.state is OrderState.LEASED, order
         order.state, order.reason, order.failure, order.ended_at = state, reason, failure, self.wall
-        slot = self.groups[order.key.group].slots[order.key.slot]
+        slot = self.groups[order.key.group].place(order.key.slot)
         slot.leased = False
         slot.failures += failure
         self.journal.order(order)

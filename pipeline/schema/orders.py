@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.schema.checks import require, require_id
+from pipeline.schema.checks import require, require_finite, require_id
 from pipeline.schema.task import Task
 
 
@@ -19,13 +19,15 @@ class Order:
     group_id: str
     task: Task
     slot: int
-    """Place in the group, 0 to n_rollout - 1."""
+    """Place in the group, 0 to n_rollout - 1; n_rollout for the greedy rollout."""
     attempt: int
     """0 for the first try of the slot; a failed rollout is ordered again with attempt + 1."""
     policy_version: int
     """Newest published version when the order was issued: engines older than this may not play it."""
     seconds_max: float
     """Wall time the actor may spend on it, seconds."""
+    greedy: bool = False
+    """Play it without sampling (temperature 0): its reward is the baseline of its group, and it is never trained."""
 
     def __post_init__(self) -> None:
         require_id("order_id", self.order_id)
@@ -54,9 +56,13 @@ class GroupPlan:
     """How many rollouts of this group were ordered again."""
     admitted_update: int = 0
     """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
+    baseline: float | None = None
+    """Reward of the group's greedy rollout; None: none was ordered."""
 
     def __post_init__(self) -> None:
         require_id("group_id", self.group_id)
+        if self.baseline is not None:
+            require_finite("baseline", self.baseline)
         require(self.n_rollout >= 1, "n_rollout >= 1", self.n_rollout)
         require(0 <= self.n_fresh <= self.n_rollout, f"n_fresh in 0..{self.n_rollout}", self.n_fresh)
         require(

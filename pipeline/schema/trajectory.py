@@ -72,6 +72,9 @@ class Turn:
     """Numbers the environment reports about this turn, for metrics; they are not rewards."""
     branch: int = 0
     """Rises by one when the template could not extend the conversation without changing earlier ids."""
+    reward: float | None = None
+    """What the environment gave for this turn, unweighted. None: nobody recorded it. The episode's score, in
+    ``Trajectory.rewards``, is what counts as the outcome."""
 
     def __post_init__(self) -> None:
         if self.context.source is not SpanSource.CONTEXT:
@@ -82,6 +85,8 @@ class Turn:
             raise SchemaError(f"expected temperature >= 0, got {self.temperature!r}")
         for name, value in self.signals.items():
             require_finite(f"signal {name!r}", value)
+        if self.reward is not None:
+            require_finite("reward of a turn", self.reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +174,9 @@ class Trajectory:
     nothing, and its policy version is 0."""
     guidance: Guidance | None = None
     """None: no lessons were in the prompt."""
+    hinted_contexts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By turn, the context token ids in place of the played ones, had the first prompt held the environment's hint.
+    The policy never saw them; empty: no hint was given or asked for."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -186,6 +194,8 @@ class Trajectory:
         for name, value in self.rewards.items():
             if value is not None:
                 require_finite(f"reward {name!r}", value)
+        for index, ids in self.hinted_contexts.items():
+            require(0 <= index < len(self.turns) and all(i >= 0 for i in ids), "hinted turns and ids >= 0", index)
         branch = 0
         for turn in self.turns:
             if turn.branch not in (branch, branch + 1):
@@ -206,6 +216,12 @@ class Trajectory:
     def n_tokens(self) -> int:
         """Number of tokens stored."""
         return sum(len(turn.context) + len(turn.completion) for turn in self.turns)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...] | None:
+        """Reward of each turn; None where a turn has none."""
+        rewards = tuple(turn.reward for turn in self.turns if turn.reward is not None)
+        return rewards if len(rewards) == len(self.turns) else None
 
     def version_range(self) -> tuple[int, int] | None:
         """Oldest and newest policy version that sampled a token, or None where nothing was sampled."""

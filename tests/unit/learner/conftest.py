@@ -13,7 +13,7 @@ from learner.groups import Group
 from learner.policy import Policy
 from learner.rows import Row
 from pipeline.config import RunConfig
-from pipeline.config.training import LearnerConfig
+from pipeline.config.learner import LearnerConfig
 from pipeline.schema import (
     FinishReason,
     GroupPlan,
@@ -129,7 +129,8 @@ def make_rows(
                 behaviour_logprobs=np.where(mask, -rng.uniform(0.5, 5.0, length), 0.0).astype(np.float32),
                 policy_versions=np.where(mask, 0, -1).astype(np.int32),
                 temperatures=np.full(length, 0.8, dtype=np.float32),
-                advantage=float(rng.normal()) if advantages is None else advantages[i],
+                turns=np.zeros(length, dtype=np.int32),
+                advantages=np.full(mask.sum(), rng.normal() if advantages is None else advantages[i], dtype=np.float32),
                 replayed=bool(replayed[i]) if replayed is not None else False,
             )
         )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from learner.loss import ClipRange, LossRules, LossTokens, policy_loss
-from pipeline.config.training import ImportanceConfig, LossConfig
+from learner.losses.policy import ClipRange, LossRules, LossTokens, policy_loss
+from pipeline.config.loss import ImportanceConfig, LossConfig
 
 
 def rules(**options) -> LossRules:

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from learner.advantages import group_advantages
+from learner.advantages import Played, estimate
 from learner.batching import collate, plan_microbatches, token_numbers, token_weights
+from learner.estimation import with_advantages
+from learner.evidence import Evidence
 from learner.rows import build_batch, trajectory_rows
 from learner.schedule import learning_rate
 from learner.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics
-from pipeline.config.training import AdvantageConfig, LearnerConfig
+from pipeline.config.advantage import AdvantageConfig
+from pipeline.config.learner import LearnerConfig
 from pipeline.errors import TrainingError
 
 weights = hnp.arrays(np.float64, st.integers(1, 30), elements=st.floats(1e-3, 1e3))
@@ -77,6 +80,9 @@ def values(n=6, seed=0, replayed=None):
         discarded=np.zeros(n, bool),
         off_policy=np.zeros(n, bool) if replayed is None else replayed,
         masked=np.zeros(n, bool),
+        reasons=np.zeros(n, np.int8),
+        truncated=np.zeros(n, bool),
+        reference_kl=np.full(n, np.nan),
     )
 
 
@@ -117,6 +123,12 @@ def test_a_batch_of_only_rejected_tokens_has_no_statistics():
     assert batch_statistics(v, 5, 20).all.ratio.mean is None
 
 
+def group_advantages(rewards, config):
+    """One advantage for each reward of one group."""
+    played = [Played(0, float(r), np.zeros(1, np.int32)) for r in rewards]
+    return np.concatenate(estimate(played, config).advantages)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_group_of_one_and_equal_rewards_have_advantage_exactly_zero(normalize):
     config = AdvantageConfig(normalize_std=normalize)
@@ -135,7 +147,7 @@ def test_advantages_are_centred_ordered_and_of_unit_spread(rewards):
 
 @pytest.mark.parametrize("rewards", [[], [float("nan")], [1.0, float("inf")]])
 def test_rewards_that_are_not_finite_are_refused(rewards):
-    with pytest.raises(TrainingError, match="finite"):
+    with pytest.raises(TrainingError, match=r"finite|at least one trajectory"):
         group_advantages(rewards, AdvantageConfig())
 
 
@@ -169,7 +181,7 @@ def test_branches_of_a_trajectory_are_one_sequence(kit):
     rng = np.random.default_rng(0)
     forked = kit.make_trajectory("a", turns=[kit.make_turn(rng, 3, 2), kit.make_turn(rng, 6, 4, branch=1)])
     plain = kit.make_trajectory("b", turns=[kit.make_turn(rng, 3, 3)])
-    rows = trajectory_rows(forked, 0, 1.0) + trajectory_rows(plain, 1, -1.0)
+    rows = trajectory_rows(forked, 0) + trajectory_rows(plain, 1)
     assert [len(row) for row in rows] == [5, 10, 6]
     np.testing.assert_allclose(token_weights(rows, "sequence_mean"), [1 / 12, 1 / 12, 1 / 6])
 
@@ -177,17 +189,17 @@ def test_branches_of_a_trajectory_are_one_sequence(kit):
 def test_rows_follow_the_schema_and_carry_the_temperature_of_their_turn(kit):
     rng = np.random.default_rng(0)
     turns = [kit.make_turn(rng, 3, 2, version=4, temperature=0.5), kit.make_turn(rng, 2, 3, version=5, temperature=1.5)]
-    (row,) = trajectory_rows(kit.make_trajectory("a", turns=turns), 0, 0.3)
+    (row,) = trajectory_rows(kit.make_trajectory("a", turns=turns), 0)
     assert row.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 3
     assert row.policy_versions.tolist() == [-1, -1, -1, 4, 4, -1, -1, 5, 5, 5]
     assert row.temperatures.tolist() == [0.5] * 5 + [1.5] * 5
-    assert row.advantage == 0.3
+    assert row.advantages.shape == (row.n_sampled,) and not row.advantages.any()
 
 
 def test_context_after_the_last_sampled_token_is_not_computed(kit):
     rng = np.random.default_rng(0)
     turns = [kit.make_turn(rng, 3, 2), kit.make_turn(rng, 9, 0)]
-    (row,) = trajectory_rows(kit.make_trajectory("a", turns=turns), 0, 1.0)
+    (row,) = trajectory_rows(kit.make_trajectory("a", turns=turns), 0)
     assert len(row) == 5
 
 
@@ -203,7 +215,7 @@ def test_lengths_that_disagree_are_an_error(name, kit):
 def test_greedy_tokens_are_refused(kit):
     rng = np.random.default_rng(0)
     with pytest.raises(TrainingError, match="temperature"):
-        trajectory_rows(kit.make_trajectory("a", turns=[kit.make_turn(rng, 2, 2, temperature=0.0)]), 0, 1.0)
+        trajectory_rows(kit.make_trajectory("a", turns=[kit.make_turn(rng, 2, 2, temperature=0.0)]), 0)
 
 
 def test_predictors_point_at_the_position_before_each_sampled_token(kit):
@@ -217,7 +229,8 @@ def test_predictors_point_at_the_position_before_each_sampled_token(kit):
 
 
 def test_replayed_trajectories_share_the_advantage_group_and_keep_their_mask(kit):
-    batch = build_batch(0, [kit.make_group("g", [1.0, 0.0, 0.0, 1.0], replay=[3])], AdvantageConfig())
+    batch = build_batch(0, [kit.make_group("g", [1.0, 0.0, 0.0, 1.0], replay=[3])])
+    batch, _ = with_advantages(batch, Evidence(), AdvantageConfig())
     assert [row.replayed for row in batch.rows] == [False, False, False, True]
-    assert batch.rows[3].advantage == batch.rows[0].advantage > 0
+    assert batch.rows[3].advantages[0] == batch.rows[0].advantages[0] > 0
     assert batch.rows[3].loss_mask.any()

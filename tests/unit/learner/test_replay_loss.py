@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from learner.loss import ClipRange, LossRules, LossTokens, policy_loss
+from learner.losses.policy import ClipRange, LossRules, LossTokens, policy_loss
 from learner.offpolicy import second_moment_mask, step_factor, token_weights_of
-from pipeline.config.training import ImportanceConfig, LossConfig
+from pipeline.config.loss import ImportanceConfig, LossConfig
 
 FORMS = ("clip", "shaped", "second_moment")
 F = torch.float64

@@ -12,11 +12,13 @@ from learner.assembly import GroupAssembler
 from learner.checkpoint import CheckpointState
 from learner.choice import choose_replays, ranked
 from learner.consumed import Trained, TrainedGroup
+from learner.estimation import with_advantages
+from learner.evidence import Evidence
 from learner.groups import Group, Replay
 from learner.policy import Interrupted
 from learner.rows import build_batch, trajectory_rows
+from pipeline.config.advantage import AdvantageConfig
 from pipeline.config.replay import ReplayConfig
-from pipeline.config.training import AdvantageConfig
 from pipeline.errors import TrainingError
 from pipeline.schema import GroupPlan, Guidance, Task
 
@@ -147,7 +149,7 @@ def test_the_trainer_scores_candidates_with_its_own_weights(kit):
     choice = choose_replays([group], config.replay, trainer.mean_entropies)
     exact = {}
     for t in group.candidates:
-        (row,) = trajectory_rows(t, 0, 0.0)
+        (row,) = trajectory_rows(t, 0)
         with torch.no_grad():
             z = trainer.policy.model(torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0].double()
         log_p = torch.log_softmax(z, -1)
@@ -158,15 +160,15 @@ def test_the_trainer_scores_candidates_with_its_own_weights(kit):
 
 def test_an_unsettled_group_is_not_trained(kit):
     with pytest.raises(TrainingError, match="choose"):
-        build_batch(0, [group_of(kit)], AdvantageConfig())
+        build_batch(0, [group_of(kit)])
 
 
 def test_fresh_and_chosen_share_one_advantage_group_with_the_stored_reward(kit):
     group = group_of(kit, weight=0.25).as_stored()
-    batch = build_batch(0, [group], AdvantageConfig())
+    batch, _ = with_advantages(build_batch(0, [group]), Evidence(), AdvantageConfig())
     assert [row.replayed for row in batch.rows] == [False, False, True]
     assert [row.replay_weight for row in batch.rows] == [1.0, 1.0, 0.25]
-    assert batch.rows[2].advantage > 0 > batch.rows[0].advantage
+    assert batch.rows[2].advantages.min() > 0 > batch.rows[0].advantages.max()
     assert [len(part) for part in (batch.fresh, batch.replayed)] == [2, 1]
 
 
@@ -182,7 +184,7 @@ def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, d
     plain = {i: (7,) * int(rng.integers(1, 4)) for i in range(n_turns) if rng.random() < 0.5} or {0: (7, 7)}
     guidance = data.draw(st.sampled_from([None, Guidance(("l",), keep, {} if keep else plain)]))
     t = replace(kit.make_trajectory("t", turns=turns), guidance=guidance)
-    rows = trajectory_rows(t, 0, 1.0, replay=Replay(turn=only) if replayed else None)
+    rows = trajectory_rows(t, 0, replay=Replay(turn=only) if replayed else None)
     trained = [i for i in range(n_turns) if only is None or i == only]
     for name, field in (("token_ids", "token_ids"), ("behaviour_logprobs", "behaviour_logprobs")):
         came = np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])
@@ -206,7 +208,7 @@ def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, d
 
 def test_a_turn_that_is_not_there_is_an_error(kit):
     with pytest.raises(TrainingError, match="turn 7"):
-        trajectory_rows(kit.make_trajectory(), 0, 1.0, replay=Replay(turn=7))
+        trajectory_rows(kit.make_trajectory(), 0, replay=Replay(turn=7))
 
 
 def test_facts_are_told_shard_by_shard_and_survive_a_checkpoint_and_json():

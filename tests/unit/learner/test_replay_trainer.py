@@ -62,7 +62,7 @@ def reference(kit, rows, form, use_recorded=True, bound=math.inf):
         row, new, mu = e
         if id(e) in dropped:
             continue
-        anchor, a = mu, row.advantage
+        anchor, a = mu, float(row.advantages[0])
         if row.replayed and not (row.recorded and use_recorded):
             anchor = 0.0 if form == "shaped" and use_recorded else new.detach()
         rho, off = (new - anchor).exp(), row.replayed or row.discarded
@@ -109,7 +109,7 @@ def test_splitting_permuting_and_padding_change_nothing_with_every_kind_of_row(k
 
 
 def test_tokens_masked_by_the_second_moment_are_rejected_and_keep_their_share_of_the_denominator(kit):
-    rows = [replace(row, replayed=True, advantage=1.0) for row in kit.make_rows(5)]
+    rows = [replace(row, replayed=True) for row in kit.make_rows(5, advantages=[1.0] * 5)]
     report, came = gradients(trainer_of(kit, loss={"off_policy": "second_moment", "second_moment_max": 1e-12}), rows)
     n = sum(row.n_sampled for row in rows)
     assert (report.statistics.all.masked, report.statistics.all.tokens, report.loss) == (n, 0, 0.0)
@@ -130,7 +130,7 @@ def test_poison_outside_the_mask_of_replayed_rows_changes_nothing(kit):
 
 
 def test_several_optimizer_steps_anchor_demonstrations_at_the_policy_before_the_first(kit):
-    rows = [replace(row, replayed=True, recorded=False, advantage=1.0) for row in kit.make_rows(4)]
+    rows = [replace(row, replayed=True, recorded=False) for row in kit.make_rows(4, advantages=[1.0] * 4)]
     trainer = trainer_of(kit, {"epochs": 3, "learning_rate": 0.5})
     before = trainer.score(rows)
     seen = []

@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 import torch
 
+from learner.estimation import with_advantages
+from learner.evidence import Evidence
 from learner.policy import Interrupted, Policy
 from learner.rows import Batch, build_batch, trajectory_rows
 from learner.trainer import Trainer
-from pipeline.config.training import AdvantageConfig
+from pipeline.config.advantage import AdvantageConfig
 from pipeline.errors import TrainingError
 from pipeline.schema import FinishReason, Message, TokenSpan, Turn
 
@@ -60,7 +62,7 @@ def test_gradient_equals_a_full_logits_reference(kit):
         log_p = torch.log_softmax(logits.double(), -1)
         for t in np.flatnonzero(row.loss_mask):
             ratio = (log_p[t - 1, int(row.token_ids[t])] - float(row.behaviour_logprobs[t])).exp()
-            a = row.advantage
+            a = float(row.advantages[0])
             token_loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28))
             loss = loss + (token_loss.clamp(max=-a * 3.0) if a < 0 else token_loss) / total
     loss.backward()
@@ -107,7 +109,7 @@ def test_rows_without_advantage_are_scored_but_change_no_gradient(kit):
         torch.testing.assert_close(grads[name], slow[name], rtol=1e-5, atol=1e-7)
     report = trainer_of(kit).step(Batch(0, (), rows), 0)
     assert report.statistics.all.tokens == sum(row.n_sampled for row in rows)
-    assert report.tokens_without_signal == sum(row.n_sampled for row in rows if row.advantage == 0)
+    assert report.tokens_without_signal == sum(row.n_sampled for row in rows if not row.has_signal)
 
 
 def test_a_batch_without_any_advantage_changes_no_weight(kit):
@@ -155,7 +157,7 @@ def test_nonfinite_step_is_skipped_counted_and_leaves_the_weights(kit, where):
     trainer = trainer_of(kit)
     rows = kit.make_rows(3)
     if where == "loss":
-        rows = (replace(rows[0], advantage=float("nan")), *rows[1:])
+        rows = (replace(rows[0], advantages=rows[0].advantages * float("nan")), *rows[1:])
     else:
         trainer.policy.model.model.norm.weight.register_hook(lambda g: g * float("inf"))
     before = trainer.policy.snapshot("float32")
@@ -280,7 +282,7 @@ def play_bandit(trainer, rng, update, pulls=32):
                 )
             )
         groups.append(Group(GroupPlan(name, Task(f"t{c}", "bandit", c), pulls, pulls), tuple(trajectories)))
-    return build_batch(update, groups, AdvantageConfig())
+    return with_advantages(build_batch(update, groups), Evidence(), AdvantageConfig())[0]
 
 
 @pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
@@ -298,7 +300,7 @@ def test_it_learns_a_contextual_bandit(kit, anchor):
 def test_rows_of_a_forked_trajectory_train_each_sampled_token_once(kit):
     rng = np.random.default_rng(0)
     forked = kit.make_trajectory("a", turns=[kit.make_turn(rng, 3, 2), kit.make_turn(rng, 6, 4, branch=1)])
-    rows = trajectory_rows(forked, 0, 1.0)
+    rows = [replace(row, advantages=row.advantages + 1) for row in trajectory_rows(forked, 0)]
     report = trainer_of(kit).step(Batch(0, (), tuple(rows)), 0)
     assert report.tokens_trained == forked.n_sampled
 

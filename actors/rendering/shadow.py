@@ -1,0 +1,61 @@
+"""A conversation that was not played: what the engine would have seen around the very same sampled ids.
+
+It begins with another first prompt (without the lessons, or with a hint) and is followed turn by turn; where its
+context differs from the played one (in the first turn, and in a turn that begins a new branch) the context is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from actors.rendering.renderer import Completed, Conversation, Renderer
+from pipeline.schema import Message
+
+
+@dataclass(slots=True)
+class Shadow:
+    """``conversation`` is the one that was not played, as far as the episode has come."""
+
+    conversation: Conversation
+    contexts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By turn, the context ids that differ from the played ones."""
+    longest: int = 0
+    """Tokens of its longest branch so far, sampled ones included."""
+
+    @classmethod
+    def of(cls, conversation: Conversation) -> Shadow:
+        """Of an episode's first prompt."""
+        return cls(conversation, {0: conversation.prompt_ids})
+
+    def sampled(self, n_tokens: int) -> None:
+        """The turn sampled so many tokens."""
+        self.longest = max(self.longest, len(self.conversation.prompt_ids) + n_tokens)
+
+    def follow(
+        self,
+        renderer: Renderer,
+        played: Conversation,
+        turn: int,
+        completion_ids: Sequence[int],
+        completed: Completed,
+        new: Sequence[Message],
+        forked: bool,
+    ) -> None:
+        """``played`` is the prompt of ``turn``, in a new branch where ``forked``."""
+        before = self.conversation
+        after = renderer.extend(before, completion_ids, completed, new)
+        if forked:
+            self.contexts[turn] = after.prompt_ids
+            after = replace(after, branch=played.branch)
+        elif after.branch != before.branch:
+            # the engine's prompt went on where this one would have begun anew: the row goes on too
+            ids = (*before.prompt_ids, *completion_ids, *played.added_ids)
+            after = replace(after, prompt_ids=ids, added_ids=played.added_ids, branch=before.branch)
+        elif after.added_ids != played.added_ids:
+            self.contexts[turn] = after.added_ids
+        self.conversation = after
+
+    def first(self, n_turns: int) -> dict[int, tuple[int, ...]]:
+        """The contexts of the first turns."""
+        return {turn: ids for turn, ids in self.contexts.items() if turn < n_turns}

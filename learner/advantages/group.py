@@ -1,0 +1,141 @@
+"""Advantages from comparing the trajectories of a group: returns ``[G]`` in, one advantage per trajectory out.
+
+Every rule gives exactly 0 to a group whose returns are all equal, and so to a group of one: there is nothing to compare
+it with, and the raw reward in its place would push every answer up or down. Fresh, replayed and imported trajectories
+of a group are compared together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from learner.advantages.base import Estimates, Estimator, FloatArray, Played, groups_of
+from learner.advantages.rewards import group_returns
+from pipeline.config.advantage import AdvantageConfig
+from pipeline.errors import TrainingError
+
+GroupRule = Callable[[FloatArray, AdvantageConfig], FloatArray]
+"""Returns ``[G]`` of one group to one advantage per trajectory ``[G]``."""
+WeightedRule = Callable[[FloatArray, FloatArray, AdvantageConfig], FloatArray]
+"""The same from returns and lengths ``[G]`` in trained tokens."""
+
+
+def by_group(rule: GroupRule) -> Estimator:
+    """An estimator that compares one group at a time, and gives all tokens of a trajectory the same advantage; or all
+    tokens of a turn, where ``advantage.rewards`` is not ``outcome`` (see ``group_returns``)."""
+    return by_group_and_length(lambda returns_G, _, config: rule(returns_G, config))
+
+
+def by_group_and_length(rule: WeightedRule) -> Estimator:
+    """As :func:`by_group`, of a rule that also looks at lengths."""
+
+    def estimate(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+        advantages: list[FloatArray] = [np.zeros(0)] * len(played)
+        for members in groups_of(played):
+            group = [played[i] for i in members]
+            returns_GK = group_returns(group, config)
+            lengths_G = np.asarray([p.n_tokens for p in group], dtype=np.float64)
+            estimates_GK = np.stack([_ruled(rule, column, lengths_G, config) for column in returns_GK.T], axis=1)
+            for i, p, estimates_K in zip(members, group, estimates_GK, strict=True):
+                turns = np.zeros_like(p.turns) if config.rewards == "outcome" else p.turns
+                advantages[i] = estimates_K[turns]
+        return Estimates(tuple(advantages))
+
+    return estimate
+
+
+def _ruled(rule: WeightedRule, returns_G: FloatArray, lengths_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+    if not np.isfinite(returns_G).all():
+        raise TrainingError(f"expected finite returns of a group, got {returns_G}: check rewards and penalties")
+    if returns_G.max() == returns_G.min():
+        return np.zeros_like(returns_G)
+    return np.asarray(rule(returns_G, lengths_G, config), dtype=np.float64)
+
+
+def grpo(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+    """``(R - mean) / (std + epsilon)`` with the population standard deviation of the group (arXiv:2402.03300, eq. 3).
+
+    Without ``normalize_std`` it is ``R - mean`` (Dr. GRPO, arXiv:2503.20783).
+
+    >>> grpo(np.array([1.0, 0.0, 0.0, 1.0]), AdvantageConfig(normalize_std=False))
+    array([ 0.5, -0.5, -0.5,  0.5])
+    """
+    scale = float(returns_G.std()) + config.epsilon if config.normalize_std else 1.0
+    return np.asarray((returns_G - returns_G.mean()) / scale)
+
+
+def rloo(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+    """``R_i`` minus the mean of the others, which is ``G / (G - 1) · (R_i - mean)`` (arXiv:2402.14740).
+
+    As the baseline does not depend on the i-th answer, the gradient of the expected reward is met without bias.
+    """
+    n = len(returns_G)
+    return np.asarray((returns_G - returns_G.mean()) * (n / (n - 1)))
+
+
+def opo(returns_G: FloatArray, lengths_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+    """``R_i - b`` with the mean weighted by length, ``b = Σ l R / Σ l``: the baseline of least variance where the
+    squared gradient of an answer grows with its length (arXiv:2505.23585)."""
+    return returns_G - float(lengths_G @ returns_G) / float(lengths_G.sum())
+
+
+def maxrl(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+    """``(R - mean) / (mean + epsilon)`` (arXiv:2602.02710).
+
+    Of rewards 0 and 1 its expectation is ``Σ_{k=1..G-1} (1 - p)^(k-1) ∇p``, the gradient of log p(success) to order
+    G - 1: hard tasks count more than in the gradient of p. Raises :class:`TrainingError` for a negative return, of
+    which no share of successes can be taken.
+    """
+    if returns_G.min() < 0:
+        raise TrainingError(
+            f"expected returns >= 0 for the estimator maxrl, got {returns_G}: leave out penalties, or take another"
+        )
+    return np.asarray((returns_G - returns_G.mean()) / (float(returns_G.mean()) + config.epsilon))
+
+
+def pass_at_k(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+    """What it does to the best of k to have the i-th answer among them: over all sets of k of the group,
+    ``(mean of the best of the sets with i - mean of the best of all sets) / (std of the best of all sets + epsilon)``.
+
+    For rewards 0 and 1 this is the closed form of arXiv:2508.10751 (section 2.4); for others the best of a set stands
+    for its success, as in arXiv:2505.15201. Only ranks are counted: with returns in ascending order the j-th is the
+    best of ``C(j-1, k-1)`` sets, and of ``C(j-2, k-2)`` sets that hold a given worse one.
+    Raises :class:`TrainingError` for a group smaller than k.
+    """
+    n, k = len(returns_G), config.pass_k
+    if n < k:
+        raise TrainingError(f"expected groups of at least advantage.pass_k ({k}) trajectories, got {n}")
+    order = np.argsort(returns_G, kind="stable")
+    ascending = returns_G[order] - returns_G.max()
+    if ascending[k - 1] == 0:  # every set of k holds one of the best
+        return np.zeros(n)
+    best = np.asarray([_chosen(j, k - 1) / math.comb(n, k) for j in range(n)])
+    mean = float(best @ ascending)
+    std = math.sqrt(float(best @ (ascending - mean) ** 2))
+    sets_with_one = math.comb(n - 1, k - 1)
+    above = np.asarray([_chosen(j - 1, k - 2) / sets_with_one for j in range(n)]) * ascending
+    beaten = np.append(np.cumsum(above[::-1])[::-1][1:], 0.0)
+    own = np.asarray([_chosen(i, k - 1) / sets_with_one for i in range(n)]) * ascending
+    out = np.zeros(n)
+    out[order] = (own + beaten - mean) / (std + config.epsilon)
+    return out
+
+
+def _chosen(n: int, k: int) -> int:
+    return math.comb(n, k) if n >= 0 and k >= 0 else 0
+
+
+centred = by_group(lambda returns_G, config: returns_G - returns_G.mean())
+"""``R - mean`` of the group."""
+
+
+def gpg(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+    """``α (R - mean)`` with ``α = N / (N - M)``, where M of the N trajectories of the update are in groups that teach
+    nothing: their zeros do not dilute the step (arXiv:2504.02546, with F_norm = 1)."""
+    advantages = centred(played, config).advantages
+    idle = sum(len(m) for m in groups_of(played) if not any(advantages[i].any() for i in m))
+    alpha = len(played) / max(1, len(played) - idle)
+    return Estimates(tuple(a * alpha for a in advantages))

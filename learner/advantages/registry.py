@@ -1,0 +1,65 @@
+"""Names of estimators, what each needs, and a user's own by import path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from learner.advantages.base import Estimator
+from learner.advantages.group import by_group, by_group_and_length, gpg, grpo, maxrl, opo, pass_at_k, rloo
+from learner.advantages.hints import cpo
+from learner.advantages.returns import gae, reinforce_pp, reinforce_pp_baseline, remax
+from pipeline.config.advantage import AdvantageConfig
+from pipeline.errors import ConfigurationError
+from pipeline.scorer.resolve import resolve
+
+EVIDENCE = frozenset({"logprobs", "entropies", "reference", "values", "hinted"})
+"""Fields of :class:`learner.evidence.Evidence` that the trainer can gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An estimator and the passes over the update that it needs."""
+
+    estimate: Estimator
+    needs: frozenset[str] = frozenset()
+    """Of :data:`EVIDENCE`."""
+
+
+ESTIMATORS: dict[str, Entry] = {
+    "grpo": Entry(by_group(grpo)),
+    "rloo": Entry(by_group(rloo)),
+    "leave_one_out": Entry(by_group(rloo)),
+    "opo": Entry(by_group_and_length(opo)),
+    "maxrl": Entry(by_group(maxrl)),
+    "gpg": Entry(gpg),
+    "pass_at_k": Entry(by_group(pass_at_k)),
+    "remax": Entry(remax),
+    "reinforce_pp": Entry(reinforce_pp),
+    "reinforce_pp_baseline": Entry(reinforce_pp_baseline),
+    "gae": Entry(gae, frozenset({"values"})),
+    "cpo": Entry(cpo, frozenset({"logprobs", "entropies", "hinted"})),
+}
+
+
+def entry_of(config: AdvantageConfig) -> Entry:
+    """The configured estimator: of this registry, or the user's own.
+
+    A user's function ``estimate(played, config) -> Estimates`` may have an attribute ``needs``: names of
+    :data:`EVIDENCE`. Raises :class:`ConfigurationError` when its path leads to no function or it needs something else.
+    """
+    known = ESTIMATORS.get(config.estimator)
+    if known is not None:
+        return known
+    function = resolve(config.estimator, "advantage estimator")
+    needs = frozenset(getattr(function, "needs", ()))
+    if not needs <= EVIDENCE:
+        raise ConfigurationError(
+            f"advantage estimator {config.estimator}: expected needs out of {sorted(EVIDENCE)}, got {sorted(needs)}"
+        )
+    return Entry(function, needs)
+
+
+def needed_evidence(config: AdvantageConfig) -> frozenset[str]:
+    """What the trainer must gather for the configured estimator, out of :data:`EVIDENCE`. Raises as
+    :func:`entry_of`."""
+    return entry_of(config).needs

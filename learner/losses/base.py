@@ -1,0 +1,101 @@
+"""What a policy loss gets and gives, and sums over rows. Dimensions: S sampled tokens, R rows of the micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRange:
+    """Of a ratio: ``[1 - low, 1 + high]``; other losses say what they measure."""
+
+    low: float
+    high: float
+
+
+class RowSums:
+    """Sums over the tokens of each row, in float64, the same on every run and in whatever order the tokens come.
+
+    ``rows_S``: int64 ``[S]``, the row of each token. ``mask_S``: bool ``[S]``, the tokens that count. The tokens are
+    laid out as ``[R, longest row]`` and summed along the row, which (unlike adding into R places) is deterministic on a
+    GPU, forward and backward.
+    """
+
+    def __init__(self, rows_S: Tensor | None, mask_S: Tensor) -> None:
+        if rows_S is None:
+            raise TrainingError("expected the row of each token for a loss or correction over rows, got none")
+        order = torch.argsort(rows_S, stable=True)
+        counts = torch.bincount(rows_S) if len(rows_S) else rows_S.new_zeros(1)
+        starts = torch.cumsum(counts, 0) - counts
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device) - starts[rows_S[order]]
+        self._at = (rows_S, place)
+        self._shape = (len(counts), max(1, int(counts.max())))
+        self._mask = mask_S
+        self._valid_R = self._padded(mask_S.double()).sum(1).clamp(min=1.0)
+
+    def sum(self, values_S: Tensor) -> Tensor:
+        """Of the row of each token, ``[S]``."""
+        return self._spread(self._sums(values_S)).to(values_S.dtype)
+
+    def mean(self, values_S: Tensor) -> Tensor:
+        """Over the tokens that count; of the row of each token, ``[S]``. 0 where none counts."""
+        return self._spread(self._sums(values_S) / self._valid_R).to(values_S.dtype)
+
+    def any(self, values_S: Tensor) -> Tensor:
+        """bool ``[S]``: whether ``values_S`` is true of any token of the row that counts."""
+        return self.sum(values_S.double()) > 0
+
+    def _sums(self, values_S: Tensor) -> Tensor:
+        kept = torch.where(self._mask, values_S, torch.zeros_like(values_S))
+        return self._padded(kept.double()).sum(1)
+
+    def _padded(self, values_S: Tensor) -> Tensor:
+        return values_S.new_zeros(self._shape).index_put(self._at, values_S)
+
+    def _spread(self, values_R: Tensor) -> Tensor:
+        return values_R[:, None].expand(self._shape)[self._at]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Tokens as a policy loss sees them, ``[S]``. Whatever is not in the loss is 0 and has no gradient."""
+
+    logprobs: Tensor
+    """log π, with gradient."""
+    old: Tensor
+    """log π_old."""
+    log_ratio: Tensor
+    """log π - log π_old, with gradient, clamped to ± ``importance.log_ratio_max``."""
+    advantages: Tensor
+    mask: Tensor
+    """bool: in the loss."""
+    low: Tensor
+    """Clip of each token: off-policy ones have the off clip."""
+    high: Tensor
+    rows: Tensor | None
+    """int64: the row, for :class:`RowSums`."""
+    entropy: Tensor
+    """Nats, with gradient."""
+
+    def row_mean(self, values_S: Tensor) -> Tensor:
+        """Mean over the row's tokens in the loss, ``[S]``, with gradient."""
+        return RowSums(self.rows, self.mask).mean(values_S)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """``[S]``: what each token adds to the loss before its weight, and which tokens the loss holds back.
+
+    ``clipped_low`` and ``clipped_high`` tell of tokens whose gradient is cut or reduced because π lies below, or above,
+    what the loss trusts.
+    """
+
+    losses: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor

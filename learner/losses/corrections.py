@@ -1,0 +1,74 @@
+"""Corrections of what the engine sampled (μ) to what the learner holds (π_today): weights and rejections.
+
+Both come from r = π_today/μ, which holds the engine's numerical mismatch and the staleness of its weights, with π_today
+the learner's weights before the first optimizer step. Of a token r; of a row ``sequence`` the product of its tokens' r,
+``geometric`` that to the power of 1 over their number.
+
+    weight   min(r, max)             truncated importance sampling (Ionides 2008; arXiv:2505.24298 for tokens)
+    mask     0 unless low ≤ r ≤ high  masked importance sampling; two-sided for tokens: IcePop (arXiv:2510.18855)
+
+Each log-ratio is clamped to ± ``log_ratio_max`` before it is summed, and the sum again. Masked out tokens count neither
+in the loss nor in a row's ratio there; in the ratios here they do, so that the order of masks changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.importance import log_ratio
+from learner.losses.base import RowSums
+from learner.losses.rules import LossRules
+
+REASONS = ("", "ratio_cap", "sequence_mask", "geometric_mask", "any_token_mask")
+"""Why a token was rejected, by its code in ``Correction.reasons``; code 0: it was not."""
+_CODES = {"token": 1, "sequence": 2, "geometric": 3, "any_token": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """``[S]``, without gradient."""
+
+    weights: Tensor
+    """Multiplies the loss; 1 where nothing is corrected."""
+    truncated: Tensor
+    """bool: the weight was cut at its maximum."""
+    reasons: Tensor
+    """int8: code into :data:`REASONS`."""
+
+
+def corrections(
+    today: Tensor, behaviour: Tensor, weighed: Tensor, maskable: Tensor, rows: Tensor | None, rules: LossRules
+) -> Correction:
+    """``today`` and ``behaviour``: log π_today and log μ. ``weighed``, ``maskable``: bool ``[S]``, the tokens that get
+    a weight, or may be rejected. Rows are taken over those."""
+    ones, reasons = torch.ones_like(today), torch.zeros_like(weighed, dtype=torch.int8)
+    weights, truncated = ones, torch.zeros_like(weighed)
+    if rules.decoupled and rules.weight != "none":
+        raw = _ratio(today, behaviour, weighed, rows, rules.weight, rules)
+        weights = torch.where(weighed, raw.clamp(max=rules.weight_max), ones)
+        truncated = weighed & (raw > rules.weight_max)
+    for mask in rules.masks:
+        level = "token" if mask.level == "any_token" else mask.level
+        ratio = _ratio(today, behaviour, maskable, rows, level, rules)
+        outside = maskable & (ratio < mask.low)
+        if mask.high is not None:
+            outside |= maskable & (ratio > mask.high)
+        if mask.level == "any_token":
+            outside = maskable & RowSums(rows, maskable).any(outside)
+        reasons = torch.where((reasons == 0) & outside, reasons.new_tensor(_CODES[mask.level]), reasons)
+    return Correction(weights.detach(), truncated, reasons)
+
+
+def _ratio(
+    today: Tensor, behaviour: Tensor, valid: Tensor, rows: Tensor | None, level: str, rules: LossRules
+) -> Tensor:
+    """r of each token at a level, ``[S]``; 1 where not ``valid``."""
+    d = log_ratio(today, behaviour, valid, rules.log_ratio_max).detach()
+    if level == "sequence":
+        d = RowSums(rows, valid).sum(d).clamp(-rules.log_ratio_max, rules.log_ratio_max)
+    elif level == "geometric":
+        d = RowSums(rows, valid).mean(d)
+    return torch.where(valid, d, torch.zeros_like(d)).exp()

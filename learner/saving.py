@@ -1,0 +1,82 @@
+"""Checkpoints written beside training.
+
+*consumes* images of the trainer, one at a time; *produces* durable checkpoints, and tells the replay stage of each
+only then; *waits for* an image; *unblocked by* ``submit``. At most one write is under way and none is queued: who
+submits before the last one is durable waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from learner.checkpoint import CheckpointImage, write_image
+from pipeline.metrics.learner import LearnerMetrics
+
+log = logging.getLogger(__name__)
+STOP_SHARE = 0.75
+"""Of ``supervisor.drain_seconds_max``, after which a stopping process is killed: how long it waits for a write. An
+abandoned write does no harm: the checkpoint before stays."""
+
+
+class CheckpointWriter:
+    """``durable`` is called with the updates of each checkpoint once it is on disk."""
+
+    def __init__(
+        self,
+        root: Path,
+        initial_model: Path,
+        keep: int,
+        durable: Callable[[int], Awaitable[None]],
+        metrics: LearnerMetrics,
+    ) -> None:
+        self.writing: int | None = None
+        """Updates of the checkpoint under way."""
+        self._root = root
+        self._initial_model = initial_model
+        self._keep = keep
+        self._durable = durable
+        self._metrics = metrics
+        self._image: CheckpointImage | None = None
+        self._wake = anyio.Event()
+        self._idle = anyio.Event()
+        self._idle.set()
+
+    async def run(self) -> None:
+        """Write what is submitted, until cancelled. Raises :class:`OSError` when the disk does not take it."""
+        while True:
+            await self._wake.wait()
+            self._wake = anyio.Event()
+            image, self._image = self._image, None
+            if image is None:
+                continue
+            start = time.perf_counter()
+            await anyio.to_thread.run_sync(
+                partial(write_image, self._root, image, self._initial_model, self._keep), abandon_on_cancel=True
+            )
+            self._metrics.checkpoint_duration_seconds.observe(time.perf_counter() - start)
+            self._metrics.checkpoint_timestamp_seconds.set(time.time())
+            log.info("checkpoint of %d updates is durable after %.1f s", image.updates, time.perf_counter() - start)
+            await self._durable(image.updates)
+            self.writing = None
+            self._idle.set()
+
+    async def submit(self, image: CheckpointImage) -> None:
+        """Hand over what is to be written; returns at once, unless a write is under way: then when that is durable.
+        ``run`` must be running."""
+        await self.idle()
+        self._idle = anyio.Event()
+        self.writing = image.updates
+        self._image = image
+        self._wake.set()
+
+    async def idle(self) -> None:
+        """Wait until everything submitted is durable and told. Unbounded: the caller sets the bound."""
+        while not self._idle.is_set():
+            await self._idle.wait()

@@ -1,0 +1,78 @@
+"""Groups with a greedy rollout under seeded schedules of faults: every plan has its baseline, every account adds up."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.replay.ledger import read_ledger
+from pipeline.replay.simulation import Faults, Simulation
+
+SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "40"))
+PER_TEST = 20
+
+
+def config_of(rng: random.Random, seed: int) -> RunConfig:
+    replay = {
+        "enabled": True, "start_ratio": 0.0, "trajectories_per_task": 1, "inject": rng.choice(("ratio", "rescue")),
+        "memory_only": rng.random() < 0.3, "checkpoint_seconds": rng.uniform(1, 20),
+    }  # fmt: skip
+    n = rng.randint(1, 4)
+    return RunConfig.model_validate(
+        {
+            "run": {"total_steps": rng.randint(3, 9), "seed": seed},
+            "groups": {"n_rollout": n, "groups_per_step": rng.randint(1, 3), "attempts_max": rng.randint(1, 4)},
+            "staleness": {"max": rng.randint(0, 2)},
+            "checkpoint": {"every": rng.randint(1, 4)},
+            "environments": {"a": {"weight": 2, "tasks": 6, "max_seconds": 5}, "b": {"tasks": 3, "max_seconds": 5}},
+            "transport": {"silence_seconds_max": 4.0},
+            "advantage": {"estimator": "remax"},
+            **({"replay": replay} if n > 1 and rng.random() < 0.5 else {}),
+        }
+    )
+
+
+@pytest.mark.parametrize("block", range(max(1, SCHEDULES // PER_TEST)))
+def test_greedy_rollouts_keep_every_account_under_faults(block: int, tmp_path: Path) -> None:
+    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
+        rng = random.Random(seed)
+        config = config_of(rng, seed)
+        faults = Faults() if seed % 5 == 0 else Faults.drawn(rng, until=200.0)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        sim = Simulation(config, folder / "r.sqlite", seed, faults, rng.randint(1, 3), slots=rng.randint(1, 8))
+        sim.run()
+        try:
+            check(sim)
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+        finally:
+            sim.close()
+
+
+def check(sim: Simulation) -> None:
+    weights, core, store = sim.learner.weights, sim.core, sim.store
+    assert core is not None and store is not None
+    assert weights.updates == sim.config.run.total_steps, f"no progress: {weights.updates} updates at {sim.now:.0f} s"
+    assert not any(peer.refused for peer in sim.peers), [peer.refused for peer in sim.peers]
+    trained = {t for _, ids in weights.history for t in ids}
+    n = sim.config.groups.n_rollout
+    assert not [t for t in trained if int(t.split(".")[1]) == n], "a greedy rollout was trained"
+    store.checkpoint()
+    ledger = read_ledger(sim.path, rows=True)
+    assert ledger.audit() == []
+    assert ledger.trajectories.get("held", 0) == 0 and ledger.orders["in_flight"] == 0
+    groups = sum(len(members) for members, _ in weights.history)
+    if not sim.versions_lost:
+        assert ledger.trajectories["baseline"] >= groups, "every trained group had one"
+    with sqlite3.connect(sim.path) as connection:
+        payloads = {row[0] for row in connection.execute("SELECT seq FROM payloads")}
+        slots = connection.execute("SELECT DISTINCT slot FROM trajectories WHERE state = 'baseline'").fetchall()
+    connection.close()
+    assert payloads == core.payloads.held
+    assert slots == [(n,)]

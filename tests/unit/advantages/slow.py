@@ -1,0 +1,205 @@
+"""Slow references: each estimator again from its published formula, in Python floats, a token at a time.
+
+Nothing here is shared with the estimators, and forms differ from theirs where there is another: explicit sums over
+pairs, sets and later tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+
+def groups(played):
+    out = {}
+    for i, p in enumerate(played):
+        out.setdefault(p.group, []).append(i)
+    return out
+
+
+def mean(values):
+    values = list(values)
+    return math.fsum(values) / len(values)
+
+
+def std(values):
+    values = list(values)
+    centre = mean(values)
+    return math.sqrt(mean((v - centre) ** 2 for v in values))
+
+
+def flat(values):
+    return all(v == values[0] for v in values)
+
+
+def rewards_by_turn(p, config):
+    """Dictionary turn -> reward."""
+    if not p.turn_rewards:
+        return {int(p.turns[-1]): p.reward}
+    out = {k: config.turn_weight * r for k, r in enumerate(p.turn_rewards)}
+    if config.rewards == "both":
+        out[len(p.turn_rewards) - 1] += p.reward - math.fsum(config.turn_weight * r for r in p.turn_rewards)
+    return out
+
+
+def rewards_by_token(p, config):
+    out = [0.0] * p.n_tokens
+    if config.rewards == "outcome":
+        out[-1] = p.reward
+    else:
+        for turn, reward in rewards_by_turn(p, config).items():
+            before = [t for t in range(p.n_tokens) if p.turns[t] <= turn]
+            if before:
+                out[before[-1]] += reward
+    if p.penalties is not None:
+        out = [r - float(x) for r, x in zip(out, p.penalties, strict=True)]
+    return out
+
+
+def later(rewards, t, factor):
+    return math.fsum(factor ** (j - t) * rewards[j] for j in range(t, len(rewards)))
+
+
+def whitened(parts, config):
+    everything = [v for part in parts for v in part]
+    if flat(everything):
+        return [[0.0] * len(part) for part in parts]
+    centre, scale = mean(everything), std(everything) + config.epsilon
+    return [[(v - centre) / scale for v in part] for part in parts]
+
+
+def by_group(rule):
+    def estimate(played, config):
+        out = [None] * len(played)
+        for members in groups(played).values():
+            group = [played[i] for i in members]
+            lengths = [p.n_tokens for p in group]
+            if config.rewards == "outcome":
+                returns = [p.reward - (0.0 if p.penalties is None else math.fsum(p.penalties)) for p in group]
+                per_turn = {0: [0.0] * len(group) if flat(returns) else rule(returns, lengths, config)}
+            else:
+                turns = [rewards_by_turn(p, config) for p in group]
+                for p, r in zip(group, turns, strict=True):
+                    for t in range(p.n_tokens):
+                        k = int(p.turns[t])
+                        r[k] = r.get(k, 0.0) - (0.0 if p.penalties is None else float(p.penalties[t]))
+                per_turn = {}
+                for k in range(max(max(r) for r in turns) + 1):
+                    returns = [
+                        math.fsum(config.turn_gamma ** (j - k) * v for j, v in r.items() if j >= k) for r in turns
+                    ]
+                    per_turn[k] = [0.0] * len(group) if flat(returns) else rule(returns, lengths, config)
+            for g, i in enumerate(members):
+                p = played[i]
+                out[i] = [per_turn[0 if config.rewards == "outcome" else int(k)][g] for k in p.turns]
+        return out
+
+    return estimate
+
+
+def grpo(returns, lengths, config):
+    scale = std(returns) + config.epsilon if config.normalize_std else 1.0
+    return [(r - mean(returns)) / scale for r in returns]
+
+
+def rloo(returns, lengths, config):
+    return [r - mean(other for j, other in enumerate(returns) if j != i) for i, r in enumerate(returns)]
+
+
+def opo(returns, lengths, config):
+    each_token = [r for r, n in zip(returns, lengths, strict=True) for _ in range(n)]
+    return [r - mean(each_token) for r in returns]
+
+
+def maxrl(returns, lengths, config):
+    return [(r - mean(returns)) / (mean(returns) + config.epsilon) for r in returns]
+
+
+def pass_at_k(returns, lengths, config):
+    sets = list(itertools.combinations(range(len(returns)), config.pass_k))
+    best = [max(returns[i] for i in chosen) for chosen in sets]
+    return [
+        (mean(b for b, chosen in zip(best, sets, strict=True) if i in chosen) - mean(best))
+        / (std(best) + config.epsilon)
+        for i in range(len(returns))
+    ]
+
+
+def centred(returns, lengths, config):
+    return [r - mean(returns) for r in returns]
+
+
+def gpg(played, config):
+    advantages = by_group(centred)(played, config)
+    teaching = [i for members in groups(played).values() for i in members if any(any(advantages[j]) for j in members)]
+    alpha = len(played) / len(teaching) if teaching else 1.0
+    return [[alpha * a for a in part] for part in advantages]
+
+
+def gae_raw(played, config):
+    """The sum over later tokens instead of the recursion."""
+    out = []
+    for p in played:
+        rewards, values = rewards_by_token(p, config), [*map(float, p.values), 0.0]
+        deltas = [rewards[t] + config.gamma * values[t + 1] - values[t] for t in range(p.n_tokens)]
+        out.append([later(deltas, t, config.gamma * config.gae_lambda) for t in range(p.n_tokens)])
+    return out
+
+
+def gae(played, config):
+    raw = gae_raw(played, config)
+    return whitened(raw, config) if config.whiten else raw
+
+
+def reinforce_pp(played, config):
+    raw = [[later(rewards_by_token(p, config), t, config.gamma) for t in range(p.n_tokens)] for p in played]
+    return whitened(raw, config) if config.whiten else raw
+
+
+def reinforce_pp_baseline(played, config):
+    raw = by_group(centred)(played, config)
+    return whitened(raw, config) if config.whiten else raw
+
+
+def remax(played, config):
+    return [
+        [later(rewards_by_token(p, config), t, config.gamma) - p.baseline for t in range(p.n_tokens)] for p in played
+    ]
+
+
+def cpo(played, config):
+    out = by_group(grpo)(played, config)
+    for members in groups(played).values():
+        average = mean(
+            played[i].reward - (0.0 if played[i].penalties is None else math.fsum(played[i].penalties)) for i in members
+        )
+        if average <= config.cpo_failed_mean:
+            weight = config.cpo_failed_weight
+        elif average >= config.cpo_solved_mean:
+            weight = -config.cpo_solved_weight
+        else:
+            continue
+        largest = max(float(h) for i in members for h in played[i].entropies)
+        for i in members:
+            p = played[i]
+            for t in range(p.n_tokens):
+                g, o = float(p.hinted[t]), float(p.logprobs[t])
+                share = float(p.entropies[t]) / largest if largest > 0 else 0.0
+                out[i][t] += weight * share * math.exp(g) * (g - o)
+    return out
+
+
+SLOW = {
+    "grpo": by_group(grpo),
+    "rloo": by_group(rloo),
+    "leave_one_out": by_group(rloo),
+    "opo": by_group(opo),
+    "maxrl": by_group(maxrl),
+    "gpg": gpg,
+    "pass_at_k": by_group(pass_at_k),
+    "remax": remax,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gae": gae,
+    "cpo": cpo,
+}

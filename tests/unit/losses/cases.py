@@ -1,0 +1,107 @@
+"""Tokens for the losses' tests: tensors from records, rules with defaults, hostile random cases."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import torch
+
+from learner.losses.policy import ClipRange, LossRules, LossTokens
+from learner.losses.registry import LOSSES
+from tests.unit.losses.slow import Token
+
+POISON = (math.nan, math.inf, -math.inf)
+
+
+def rules_of(name: str = "ppo", **options) -> LossRules:
+    """The loss as published, wider for off-policy tokens."""
+    loss = LOSSES[name]
+    base = {
+        "fresh": loss.clip,
+        "off": ClipRange(loss.clip.low, 1.0 if loss.off_high is None else loss.off_high),
+        "dual_clip": 3.0,
+        "decoupled": False,
+        "weight_max": 2.0,
+        "log_ratio_max": 20.0,
+        "entropy_bonus": 0.0,
+        "policy": loss,
+    }
+    return LossRules(**{**base, **options})
+
+
+def tensors(tokens: list[Token], *, today: bool = True, dtype=torch.float64) -> LossTokens:
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(t, name) for t in tokens], dtype=dtype)
+
+    def flags(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(t, name) for t in tokens], dtype=torch.bool)
+
+    return LossTokens(
+        logprobs=column("new").requires_grad_(),
+        entropy=column("entropy"),
+        behaviour=column("mu"),
+        proximal=column("today") if today else None,
+        advantages=column("advantage"),
+        weights=column("weight"),
+        loss_mask=flags("mask"),
+        replay_mask=flags("replayed"),
+        off_policy=flags("off"),
+        rows=torch.tensor([t.row for t in tokens], dtype=torch.int64),
+        reference=column("reference"),
+        recorded=flags("recorded"),
+        factors=column("factor"),
+    )
+
+
+def poisoned(token: Token, value: float) -> Token:
+    """Out of the loss, with ``value`` wherever something could be read."""
+    return replace(
+        token, mask=False, new=value, mu=value, today=value, reference=value, advantage=value, factor=value,
+        entropy=value,
+    )  # fmt: skip
+
+
+def hostile(span: float = 80.0):
+    """Rows of tokens with log-probabilities down to ``-span``: fresh, replayed, demonstrated and guided ones, rows of
+    one token, rows of which nothing is left, and poison at masked places."""
+    number = st.one_of(st.floats(-span, -(2.0**-9), allow_nan=False, width=32), st.floats(-2.0, -(2.0**-9), width=32))
+    near = st.floats(-1.0, 1.0, width=32)
+    token = st.builds(
+        lambda new, mu, today, reference, close, a, mask, poison, weight: (
+            poisoned(Token(0, 0, 0, 0, 0), poison)
+            if not mask
+            else Token(
+                new,
+                min(-1e-3, new + 0.987 * mu) if close else (mu - 1.0123) * span,
+                min(-1e-3, new + 0.987 * today) if close else (today - 1.0123) * span,
+                reference,
+                a,
+                weight=weight,
+            )
+        ),
+        number, near, near, number, st.booleans(), st.floats(-3, 3, width=32), st.integers(0, 5).map(bool),
+        st.sampled_from(POISON), st.sampled_from([0.125, 0.5]),
+    )  # fmt: skip
+    kind = st.sampled_from(["fresh", "fresh", "replayed", "demonstration", "guided"])
+    row = st.tuples(kind, st.lists(token, min_size=1, max_size=4), st.sampled_from([0.0, 0.25, 1.0]))
+    return st.lists(row, min_size=1, max_size=3).map(_numbered)
+
+
+def _numbered(rows) -> list[Token]:
+    out = []
+    for number, (kind, members, factor) in enumerate(rows):
+        for token in members:
+            replayed = kind in ("replayed", "demonstration")
+            out.append(
+                replace(
+                    token,
+                    row=number,
+                    replayed=replayed,
+                    guided=kind == "guided",
+                    recorded=kind != "demonstration",
+                    factor=factor if replayed and token.mask else token.factor,
+                )
+            )
+    return out

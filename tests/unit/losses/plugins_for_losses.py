@@ -1,0 +1,16 @@
+"""Policy losses of a user."""
+
+from learner.losses.registry import PolicyLoss
+
+
+def reinforce(tokens, rules):
+    """Plain REINFORCE, scaled by an option."""
+    return -rules.options.get("scale", 1.0) * tokens.advantages * tokens.logprobs
+
+
+def too_short(tokens, rules):
+    return tokens.logprobs[:1]
+
+
+with_entropies = PolicyLoss(reinforce, evidence=frozenset({"entropies"}))
+asks_for_magic = PolicyLoss(reinforce, evidence=frozenset({"magic"}))

@@ -1,0 +1,181 @@
+"""Every loss and correction again, one token at a time in float64, written from the formulas alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Token:
+    """One sampled token. Fields as of ``LossTokens``."""
+
+    new: float
+    mu: float
+    today: float
+    reference: float
+    advantage: float
+    row: int = 0
+    mask: bool = True
+    replayed: bool = False
+    guided: bool = False
+    recorded: bool = True
+    factor: float = 1.0
+    weight: float = 0.125
+    entropy: float = 0.5
+
+    @property
+    def off(self) -> bool:
+        return self.replayed or self.guided
+
+
+def slow_loss(tokens: list[Token], rules, name: str, *, today: bool = True) -> tuple[float, list[float], list[bool]]:
+    """Loss, its derivative by every log π, and which tokens are trained."""
+    leaves = [torch.tensor(t.new, dtype=torch.float64, requires_grad=True) for t in tokens]
+    kept = [t.mask and not rejected(tokens, i, rules, today) for i, t in enumerate(tokens)]
+    total = torch.zeros((), dtype=torch.float64)
+    for row in sorted({t.row for t in tokens}):
+        members = [i for i, t in enumerate(tokens) if t.row == row and kept[i]]
+        log_ratios = {i: clamp(leaves[i] - pi_old(tokens[i], rules, today), rules.log_ratio_max) for i in members}
+        for i in members:
+            t = tokens[i]
+            loss = token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, today)
+            total = total + t.weight * t.factor * weight_of(tokens, i, rules, today) * loss
+            total = total - t.weight * rules.entropy_bonus * t.entropy
+            if rules.kl_in_loss:
+                d = clamp(leaves[i] - t.reference, rules.log_ratio_max)
+                total = total + t.weight * rules.kl_coef * slow_kl(d, rules.kl_estimator)
+    grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
+    return total.item(), [0.0 if g is None else g.item() for g in grads], kept
+
+
+def token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, today) -> Tensor:
+    a, rho = t.advantage, log_ratios[i].exp()
+    if t.off and rules.off_policy == "shaped":
+        return -a * rho / (rho + rules.shape_beta)
+    if t.off and rules.off_policy == "second_moment" and t.recorded and rules.use_recorded:
+        return dual(-a * rho, a, rules)
+    low, high = (rules.off.low, rules.off.high) if t.off else (rules.fresh.low, rules.fresh.high)
+    old = pi_old(t, rules, today)
+    old = old.item() if isinstance(old, Tensor) else old
+    n = len(members)
+    if name == "ppo":
+        return clip_form(a, rho, low, high, rules)
+    if name == "gspo":
+        product = math.prod([log_ratios[j].exp() for j in members])
+        return clip_form(a, product ** (1 / n), low, high, rules)
+    if name == "gspo_token":
+        product = math.prod([math.exp(log_ratios[j].item()) for j in members])
+        return clip_form(a, product ** (1 / n) * rho / rho.item(), low, high, rules)
+    if name == "gmpo":
+        product = torch.ones((), dtype=torch.float64)
+        for j in members:
+            other = log_ratios[j].exp()
+            limit_high = math.exp(rules.off.high if tokens[j].off else rules.fresh.high)
+            limit_low = math.exp(-(rules.off.low if tokens[j].off else rules.fresh.low))
+            if tokens[j].advantage > 0:
+                product = product * (other if other.item() < limit_high else limit_high)
+            else:
+                product = product * (other if other.item() > limit_low else limit_low)
+        return dual(-a * product ** (1 / n), a, rules)
+    if name == "cispo":
+        return -min(max(rho.item(), 1 - low), 1 + high) * a * leaves[i]
+    if name == "sapo":
+        tau = rules.sapo_positive if a > 0 else rules.sapo_negative
+        return -a * (4 / tau) / (1 + torch.exp(-tau * (rho - 1)))
+    if name in ("dppo_tv", "dppo_kl"):
+        far = coin_distance(math.exp(leaves[i].item()), math.exp(old), name)
+        if (a > 0 and rho.item() > 1 and far > high) or (a < 0 and rho.item() < 1 and far > low):
+            return torch.zeros((), dtype=torch.float64)
+        return -a * min(rho.item(), rules.ratio_max) * rho / rho.item()
+    raise AssertionError(name)
+
+
+def clip_form(a, ratio, low, high, rules):
+    bounded = ratio if 1 - low <= ratio.item() <= 1 + high else ratio.detach().clamp(1 - low, 1 + high)
+    surrogate = ratio * a if (ratio * a).item() < (bounded * a).item() else bounded * a
+    return dual(-surrogate, a, rules)
+
+
+def dual(loss, a, rules):
+    if a < 0 and rules.dual_clip is not None and loss.item() > -a * rules.dual_clip:
+        return torch.tensor(-a * rules.dual_clip, dtype=torch.float64)
+    return loss
+
+
+def coin_distance(p: float, q: float, name: str) -> float:
+    if name == "dppo_tv":
+        return 0.5 * (abs(p - q) + abs((1 - p) - (1 - q)))
+    total = 0.0
+    for x, y in ((q, p), (1 - q, 1 - p)):
+        if x > 0:
+            total += math.inf if y <= 0 else x * math.log(x / y)
+    return total
+
+
+def pi_old(t: Token, rules, today: bool):
+    now = t.today if today else t.new
+    if t.replayed:
+        if not rules.use_recorded:
+            return now
+        if not t.recorded:
+            return 0.0 if rules.off_policy == "shaped" else now
+        return t.mu
+    return now if rules.decoupled else t.mu
+
+
+def clamp(x, limit):
+    value = x.item() if isinstance(x, Tensor) else x
+    if abs(value) <= limit:
+        return x
+    bound = math.copysign(limit, value)
+    return torch.tensor(bound, dtype=torch.float64) if isinstance(x, Tensor) else bound
+
+
+def ratio_at(tokens, i, level, eligible, rules, today) -> float:
+    def log_r(t):
+        return clamp((t.today if today else t.new) - t.mu, rules.log_ratio_max)
+
+    if level == "token":
+        return math.exp(log_r(tokens[i]))
+    row = [log_r(t) for t in tokens if t.row == tokens[i].row and eligible(t)]
+    if level == "sequence":
+        return math.exp(clamp(sum(row), rules.log_ratio_max))
+    return math.exp(sum(row) / len(row))
+
+
+def weight_of(tokens, i, rules, today) -> float:
+    t = tokens[i]
+    if not rules.decoupled or t.replayed or rules.weight == "none":
+        return 1.0
+    r = ratio_at(tokens, i, rules.weight, lambda t: t.mask and not t.replayed, rules, today)
+    return min(r, rules.weight_max)
+
+
+def rejected(tokens, i, rules, today) -> bool:
+    def eligible(t):
+        return t.mask and not t.off and t.recorded
+
+    if not eligible(tokens[i]):
+        return False
+    for mask in rules.masks:
+        high = math.inf if mask.high is None else mask.high
+        if mask.level == "any_token":
+            row = [j for j, t in enumerate(tokens) if t.row == tokens[i].row and eligible(t)]
+            ratios = [ratio_at(tokens, j, "token", eligible, rules, today) for j in row]
+        else:
+            ratios = [ratio_at(tokens, i, mask.level, eligible, rules, today)]
+        if any(r < mask.low or r > high for r in ratios):
+            return True
+    return False
+
+
+def slow_kl(d: Tensor, estimator: str) -> Tensor:
+    values = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.exp(-x) - 1 + x, "abs": torch.abs}
+    if not estimator.endswith("+"):
+        return values[estimator](d)
+    k2 = values["k2"](d)
+    return k2 - k2.item() + values[estimator[:-1]](d).item()

@@ -1,0 +1,184 @@
+"""REPLAY.md section 8 for every policy loss and aggregation, through the real trainer and model."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from learner.batching import token_weights
+from learner.evidence import Evidence
+from learner.losses.corrections import REASONS
+from learner.losses.registry import LOSSES
+from learner.policy import Policy
+from learner.recording import StepTimes, step_line
+from learner.rows import Batch
+from learner.trainer import Trainer
+from pipeline.errors import TrainingError
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm")
+MASKS = (
+    {"level": "token", "low": 0.02},
+    {"level": "geometric", "low": 0.1, "high": 20},
+    {"level": "any_token", "high": 200},
+)
+
+
+def trainer_of(kit, name, aggregation, learner=None) -> Trainer:
+    """Everything at once: rows' weights and masks, KL, entropy, off-policy clips."""
+    length = {"aggregation_length": 16} if aggregation == "sequence_sum_norm" else {}
+    config = kit.run_config(
+        {"grad_clip": 1e9, **(learner or {})},
+        importance={"anchor": "proximal", "weight": "geometric", "masks": MASKS},
+        loss={
+            "policy": name, "aggregation": aggregation, "kl": "loss", "kl_coef": 0.1, "kl_estimator": "k3+",
+            "entropy_bonus": 0.01, **length,
+        },
+    )  # fmt: skip
+    return Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
+
+
+def rows_of(kit, n=7):
+    """Fresh, replayed and demonstrated rows, an advantage for each token, a trajectory of two branches."""
+    rng = np.random.default_rng(3)
+    out = []
+    for i, row in enumerate(kit.make_rows(n)):
+        kind = i % 4
+        advantages = rng.normal(size=row.n_sampled).astype(np.float32)
+        mu = np.zeros_like(row.behaviour_logprobs) if kind == 2 else row.behaviour_logprobs
+        sequence = 0 if i == 4 else i
+        out.append(
+            replace(
+                row,
+                sequence=sequence,
+                advantages=advantages,
+                replayed=kind in (1, 2),
+                recorded=kind != 2,
+                behaviour_logprobs=mu,
+                replay_weight=0.5 if kind == 1 else 1.0,
+            )
+        )
+    return out
+
+
+def references(rows):
+    """log π_ref by the trajectory's name."""
+    rng = np.random.default_rng(4)
+    return {row.trajectory_id: -rng.uniform(0.1, 4, row.n_sampled).astype(np.float32) for row in rows}
+
+
+def gradients(trainer, rows, reference):
+    seen = {}
+
+    def grab(*args, **kwargs):
+        seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
+
+    hook = trainer.optimizer.register_step_pre_hook(grab)
+    evidence = Evidence(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
+    report = trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, evidence)
+    hook.remove()
+    return report, seen
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_splitting_permuting_and_padding_change_neither_loss_nor_gradient(kit, name, aggregation):
+    """Identity 3."""
+    rows = rows_of(kit)
+    reference = references(rows)
+    base, expected = gradients(trainer_of(kit, name, aggregation, {"tokens_per_microbatch": 1000}), rows, reference)
+    shuffled = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    for tokens, order in ((1, rows), (30, shuffled)):
+        report, came = gradients(
+            trainer_of(kit, name, aggregation, {"tokens_per_microbatch": tokens}), order, reference
+        )
+        assert report.loss == pytest.approx(base.loss, rel=1e-4, abs=1e-6)
+        assert report.kl_loss == pytest.approx(base.kl_loss, rel=1e-4)
+        assert report.statistics.all.reasons == base.statistics.all.reasons
+        for field in ("clipped_low", "clipped_high", "truncated"):
+            assert getattr(report.statistics.all, field) == getattr(base.statistics.all, field)
+        scale = max(float(g.abs().max()) for g in expected.values())
+        for parameter in expected:
+            torch.testing.assert_close(came[parameter], expected[parameter], rtol=1e-3, atol=1e-5 * scale)
+    assert base.statistics.all.reasons.total() > 0
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_masked_poison_in_the_rows_changes_not_a_bit(kit, name):
+    """Identity 4."""
+    rows = rows_of(kit, 5)
+    reference = references(rows)
+    poisoned = [
+        replace(
+            row,
+            behaviour_logprobs=np.where(row.loss_mask, row.behaviour_logprobs, np.nan).astype(np.float32),
+            temperatures=np.where(row.loss_mask, row.temperatures, np.nan).astype(np.float32),
+        )
+        for row in rows
+    ]
+    a, b = (gradients(trainer_of(kit, name, "token_mean"), r, reference) for r in (rows, poisoned))
+    assert a[0].loss == b[0].loss
+    assert all(torch.equal(a[1][n], b[1][n]) for n in a[1])
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "dppo_kl"])
+def test_with_several_optimizer_steps_masks_and_anchors_stay_at_the_first(kit, name):
+    rows = rows_of(kit)
+    reference = references(rows)
+    weights = []
+    for tokens in (1000, 1):
+        trainer = trainer_of(kit, name, "token_mean", {"epochs": 3, "tokens_per_microbatch": tokens,
+                                                       "learning_rate": 1e-2})  # fmt: skip
+        report, _ = gradients(trainer, rows, reference)
+        assert report.optimizer_steps == 3
+        weights.append(trainer.policy.snapshot("float32"))
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, rtol=1e-3, atol=2e-3)
+
+
+def test_rows_without_advantage_still_feel_the_kl(kit):
+    rows = [replace(row, advantages=row.advantages * 0) for row in rows_of(kit, 3)]
+    reference = references(rows)
+    report, came = gradients(trainer_of(kit, "ppo", "token_mean"), rows, reference)
+    assert report.kl_loss > 0
+    assert report.policy_loss == 0
+    assert any(g.abs().max() > 0 for g in came.values())
+
+
+def test_the_adaptive_coefficient_follows_the_measured_kl(kit):
+    rows = rows_of(kit, 4)
+    config = kit.run_config(
+        loss={"kl": "loss", "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 8}
+    )
+    trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
+    evidence = Evidence(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))
+    first = trainer.step(Batch(0, (), tuple(rows)), 0, evidence)
+    assert first.kl_coefficient == 0.1
+    assert first.statistics.all.reference_kl.value > 1e-4
+    second = trainer.step(Batch(1, (), tuple(rows)), 1, evidence)
+    assert second.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 4 / 8))
+
+
+def test_the_step_line_tells_the_kl_and_what_each_mask_took(kit):
+    rows = rows_of(kit)
+    trainer = trainer_of(kit, "gspo", "token_mean")
+    report, _ = gradients(trainer, rows, references(rows))
+    line = step_line(Batch(0, (), tuple(rows)), report, StepTimes(0.0, 0.0, 0.0), {})
+    total = sum(row.n_sampled for row in rows)
+    taken = {reason: line["rejected"][reason] for reason in REASONS[1:]}
+    assert sum(taken.values()) == total - report.tokens_trained > 0
+    assert line["masked_fraction"] == {"second_moment": 0.0, **{k: n / total for k, n in taken.items()}}
+    assert line["kl_coefficient"] == 0.1
+    assert line["kl_loss"] == pytest.approx(0.1 * line["kl_reference"] * report.tokens_trained / total, rel=1e-4)
+    assert 0 <= line["clip_fraction"] <= 1
+    assert 0 <= line["truncated_fraction"] <= 1
+
+
+def test_sums_over_sequences_divide_by_sequences_and_by_the_constant(kit):
+    rows = rows_of(kit)
+    n = len({row.sequence for row in rows})
+    assert n == len(rows) - 1
+    assert token_weights(rows, "sequence_sum") == pytest.approx([1 / n] * len(rows))
+    assert token_weights(rows, "sequence_sum_norm", 16) == pytest.approx([1 / (16 * n)] * len(rows))
+    with pytest.raises(TrainingError, match="aggregation_length"):
+        token_weights(rows, "sequence_sum_norm")

@@ -1,0 +1,106 @@
+"""Losses by name and by import path, what they need, and what a run file may not ask for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from learner.losses.policy import ClipRange, LossRules, policy_loss
+from learner.losses.registry import LOSSES, needed_evidence, policy_loss_of
+from pipeline.config.loss import ImportanceConfig, LossConfig
+from pipeline.errors import ConfigurationError, TrainingError
+from tests.unit.losses.cases import rules_of, tensors
+from tests.unit.losses.slow import Token
+
+PLUGINS = Path(__file__).with_name("plugins_for_losses.py")
+
+
+def test_a_users_loss_comes_by_path_with_its_options():
+    config = LossConfig(policy=f"{PLUGINS}:reinforce", options={"scale": 2.0}, dual_clip=None)
+    rules = LossRules.of(config, ImportanceConfig())
+    t = tensors([Token(-1.0, -2.0, 0.0, 0.0, 0.5, row=0), Token(-1.5, -2.0, 0.0, 0.0, -1.0, row=0)])
+    terms = policy_loss(t, rules)
+    (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
+    np.testing.assert_allclose(grad.numpy(), [-0.125, 0.25])
+    assert not terms.clipped_low.any()
+    assert not rules.needs_signal
+
+
+def test_a_users_loss_of_the_wrong_shape_is_refused_with_what_was_expected():
+    rules = rules_of("ppo", policy=policy_loss_of(f"{PLUGINS}:too_short"))
+    with pytest.raises(TrainingError, match="one loss for each of 2 tokens"):
+        policy_loss(tensors([Token(-1.0, -2.0, 0.0, 0.0, 0.5)] * 2), rules)
+
+
+def test_an_unknown_loss_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigurationError, match=r"ppo, gspo, .* got pppo"):
+        LossRules.of(LossConfig(policy="pppo"), ImportanceConfig())
+    with pytest.raises(ConfigurationError, match="expected a function 'nothing'"):
+        policy_loss_of(f"{PLUGINS}:nothing")
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_published_clips_hold_until_the_run_file_says_otherwise(name):
+    rules = LossRules.of(LossConfig(policy=name), ImportanceConfig())
+    assert rules.fresh == LOSSES[name].clip
+    assert rules.off.high >= rules.fresh.high
+    chosen = LossRules.of(LossConfig(policy=name, clip_low=0.11, clip_high=0.12, off_clip_high=3), ImportanceConfig())
+    assert (chosen.fresh, chosen.off) == (ClipRange(0.11, 0.12), ClipRange(0.11, 3))
+
+
+@pytest.mark.parametrize(
+    ("loss", "needed"),
+    [
+        ({}, set()),
+        ({"policy": "gspo"}, set()),
+        ({"kl": "loss"}, {"reference"}),
+        ({"kl": "reward"}, {"reference", "logprobs"}),
+        ({"policy": f"{PLUGINS}:with_entropies"}, {"entropies"}),
+    ],
+)
+@pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
+def test_losses_say_what_has_to_be_gathered(loss, needed, anchor):
+    assert needed_evidence(LossConfig(**loss), ImportanceConfig(anchor=anchor)) == needed
+
+
+def test_a_loss_that_asks_for_what_nobody_gathers_is_refused():
+    with pytest.raises(ConfigurationError, match="magic"):
+        needed_evidence(LossConfig(policy=f"{PLUGINS}:asks_for_magic"), ImportanceConfig())
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        (LossConfig, {"aggregation": "sequence_sum_norm"}, "aggregation_length"),
+        (LossConfig, {"aggregation_length": 5}, "set both or neither"),
+        (LossConfig, {"kl_controller": "adaptive"}, "would do nothing"),
+        (LossConfig, {"kl_estimator": "k3"}, "would do nothing"),
+        (LossConfig, {"kl": "reward", "kl_estimator": "k3+"}, "without the plus"),
+        (LossConfig, {"kl": "loss", "kl_coef": 0, "kl_controller": "adaptive"}, "start above 0"),
+        (LossConfig, {"options": {"a": 1}}, "your own"),
+        (ImportanceConfig, {"weight": "sequence"}, "correct twice"),
+        (ImportanceConfig, {"masks": [{"level": "token"}]}, "rejects nothing"),
+        (ImportanceConfig, {"masks": [{"level": "token", "low": 2, "high": 1}]}, "must be above"),
+    ],
+)
+def test_impossible_combinations_are_explained(section, values, told):
+    with pytest.raises(ValidationError, match=told):
+        section(**values)
+
+
+def test_the_kl_is_estimated_by_k3_in_the_loss_and_k1_in_the_reward_unless_said():
+    def estimator(**loss):
+        return LossRules.of(LossConfig(**loss), ImportanceConfig()).kl_estimator
+
+    assert estimator(kl="loss") == "k3"
+    assert estimator(kl="reward") == "k1"
+    assert estimator(kl="loss", kl_estimator="abs") == "abs"
+
+
+def test_log_probs_before_the_step_are_read_where_a_mask_needs_them():
+    masked = LossRules.of(LossConfig(), ImportanceConfig(masks=({"level": "token", "high": 2},)))
+    plain = LossRules.of(LossConfig(), ImportanceConfig())
+    assert masked.anchored_today(replayed=False, recorded=True)
+    assert not plain.anchored_today(replayed=False, recorded=True)

@@ -1,0 +1,209 @@
+"""A reference policy behind HTTP: each number at its token, and a bounded wait for a server that fails."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from aiohttp import web
+
+from learner.backbone import Interrupted
+from learner.reference_server import ServerReference
+from learner.report import Stopwatch
+from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
+from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable, TrainingError
+from tests.unit.learner.conftest import make_rows
+
+WATCH = Stopwatch(torch.device("cpu"))
+
+
+def value(token, position):
+    return -(token + 1) / 100 - position
+
+
+class Server:
+    """Scores ``value(token, position)``; ``faults`` are statuses, texts or events for the first requests."""
+
+    def __init__(self):
+        self.bodies, self.faults, self.most, self.now = [], [], 0, 0
+        self.arrived = threading.Event()
+
+    async def handle(self, request):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.arrived.set()
+        try:
+            return await self._answer(orjson.loads(await request.read()))
+        finally:
+            self.now -= 1
+
+    async def _answer(self, body):
+        self.bodies.append(body)
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, int):
+            return web.json_response({"error": {"message": "no"}}, status=fault)
+        if isinstance(fault, str):
+            return web.Response(text=fault)
+        if fault is not None:
+            await fault.wait()
+        entries = [None]
+        for position, token in enumerate(body["prompt"][1:], 1):
+            top = {"logprob": -0.5, "rank": 1}
+            entries.append({"99": top, str(token): {"logprob": value(token, position), "rank": 2}})
+        return web.json_response({"choices": [{"text": "", "prompt_logprobs": entries}]})
+
+
+@contextlib.contextmanager
+def serving(server):
+    """In a thread of its own, as a server is a process of its own."""
+    import asyncio
+
+    loop, started, urls = asyncio.new_event_loop(), threading.Event(), []
+
+    async def start():
+        app = web.Application()
+        app.router.add_post("/v1/completions", server.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        started.set()
+        return runner
+
+    def run():
+        asyncio.set_event_loop(loop)
+        runner = loop.run_until_complete(start())
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    with serving(server) as server.url:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr("learner.reference_server.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("learner.reference_server.LOOK_SECONDS", 0.05)
+
+
+def reference_of(server, interrupt=None, **options):
+    config = ReferenceConfig(source="server", url=server.url + "/", **options)
+    return ServerReference(config, interrupt or threading.Event())
+
+
+def rows_at_one(count):
+    rows = make_rows(count)
+    for row in rows:
+        row.temperatures[:] = 1.0
+    return rows
+
+
+def expected(rows):
+    return np.concatenate([[value(int(row.token_ids[t]), t) for t in np.flatnonzero(row.loss_mask)] for row in rows])
+
+
+def test_every_sampled_token_gets_its_own_number(server):
+    rows = rows_at_one(9)
+    came = reference_of(server, concurrency=2, model="ref").logprobs(rows, WATCH)
+    np.testing.assert_allclose(came, expected(rows), rtol=1e-6)
+    assert came.dtype == np.float32
+    assert server.most <= 2
+    assert {body["model"] for body in server.bodies} == {"ref"}
+    assert "seed" not in server.bodies[0]
+
+
+def test_a_server_that_stumbles_is_asked_again(server):
+    server.faults = [503, 500]
+    rows = rows_at_one(1)
+    np.testing.assert_allclose(reference_of(server).logprobs(rows, WATCH), expected(rows), rtol=1e-6)
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "requests"),
+    [
+        (503, EngineUnavailable, 3),
+        (400, EngineRefused, 1),
+        ("<html>", EngineProtocolError, 1),
+        ("{}", EngineProtocolError, 1),
+    ],
+)
+def test_a_server_that_fails_ends_in_one_error_that_says_why(server, fault, error, requests):
+    server.faults = [fault] * 10
+    with pytest.raises(error, match="reference server"):
+        reference_of(server).logprobs(rows_at_one(1), WATCH)
+    assert len(server.bodies) == requests
+
+
+def test_a_server_that_hangs_or_is_gone_is_given_up_in_bounded_time(server):
+    import asyncio
+
+    server.faults = [asyncio.Event()] * 10
+    start = time.monotonic()
+    with pytest.raises(EngineUnavailable, match=r"within 0\.1 s"):
+        reference_of(server, timeout_seconds=0.1, attempts_max=2).logprobs(rows_at_one(2), WATCH)
+    assert time.monotonic() - start < 5
+    gone = ReferenceConfig(source="server", url="http://127.0.0.1:9", attempts_max=1)
+    with pytest.raises(EngineUnavailable, match="failed"):
+        ServerReference(gone, threading.Event()).logprobs(rows_at_one(1), WATCH)
+
+
+def test_a_stop_does_not_wait_for_the_server(server):
+    import asyncio
+
+    server.faults = [asyncio.Event()] * 10
+    interrupt = threading.Event()
+
+    def stop():
+        server.arrived.wait(10)
+        interrupt.set()
+
+    threading.Thread(target=stop).start()
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        reference_of(server, interrupt).logprobs(rows_at_one(2), WATCH)
+    assert time.monotonic() - start < 5
+
+
+def test_another_temperature_is_refused_because_the_server_cannot_score_it(server):
+    with pytest.raises(TrainingError, match=r"temperature 1, got 0\.8"):
+        reference_of(server).logprobs(make_rows(1), WATCH)
+    assert server.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"source": "server"}, "url"),
+        ({"source": "folder"}, "folder"),
+        ({"url": "http://x"}, "url"),
+        ({"source": "lora_off", "refresh_every": 3}, "refreshed"),
+        ({"source": "server", "url": "http://x", "refresh_every": 3}, "refreshed"),
+    ],
+)
+def test_a_source_has_exactly_what_it_needs(options, word):
+    with pytest.raises(ValueError, match=word):
+        ReferenceConfig(**options)
+
+
+def test_adapters_off_needs_adapters():
+    with pytest.raises(ValueError, match="rank is 0"):
+        LearnerConfig(reference=ReferenceConfig(source="lora_off"))
+    LearnerConfig(reference=ReferenceConfig(source="lora_off"), lora=LoraConfig(rank=1))

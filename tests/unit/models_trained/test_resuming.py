@@ -1,0 +1,97 @@
+"""Stopping and resuming equals never stopping, with every part that a trainer can have."""
+
+import pytest
+import torch
+
+import learner.trainer
+from learner.checkpoint import CheckpointState, find_checkpoints, save_checkpoint
+from learner.policy import Policy
+from pipeline.errors import StoreError
+from tests.unit.models_trained.conftest import LORA
+
+KINDS = {
+    "plain": ({}, ()),
+    "bfloat16 moments and average": ({"optimizer_dtype": "bfloat16", "ema_decay": 0.9}, ()),
+    "adapters": ({"lora": LORA, "ema_decay": 0.9}, ("reference",)),
+    "critic": ({"critic": {"warmup_updates": 1, "learning_rate": 1e-3}}, ("values",)),
+    "critic without backbone": ({"critic": {"backbone": "none"}, "lora": LORA}, ("values", "logprobs")),
+    "adaptive KL": ({}, ("reference", "logprobs")),
+    "refreshed reference": ({"reference": {"refresh_every": 2}}, ("reference", "logprobs")),
+}
+
+
+def tensors(trainer):
+    """Everything that must not differ, by name."""
+    found = {f"policy.{name}": t for name, t in trainer.policy.snapshot("float32").items()}
+    found |= {f"trained.{name}": p for name, p in trainer.policy.named_parameters}
+    for name, part in (("critic", trainer.critic), ("average", trainer.average), ("reference", trainer.reference)):
+        state = None if part is None else part.state()
+        if state is not None:
+            flat = {**state.get("backbone", {}), **state["head"]} if name == "critic" else state
+            found |= {f"{name}.{key}": t for key, t in flat.items()}
+    for i, state in enumerate(trainer.optimizer.state_dict()["state"].values()):
+        found |= {f"optimizer.{i}.{key}": t for key, t in state.items() if isinstance(t, torch.Tensor)}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_training_equals_uninterrupted_bit_for_bit(
+    kind, config_of, initial, resume, train, tmp_path, monkeypatch
+):
+    learner_section, names = KINDS[kind]
+    monkeypatch.setattr(learner.trainer, "needed_by", lambda config: frozenset(names))
+    monkeypatch.setattr("learner.making.needed_by", lambda config: frozenset(names))
+    adaptive = {"kl": "loss", "kl_controller": "adaptive", "kl_horizon": 10, "kl_coef": 0.1}
+    loss = adaptive if kind == "adaptive KL" else {}
+    config = config_of({"minibatches": 2, "schedule": "cosine", **learner_section}, loss=loss)
+    straight = resume(config, initial)
+    lines = train(straight, 5)
+    random = torch.rand(3)
+    first = resume(config, initial)
+    train(first, 3)
+    root = tmp_path / "c"
+    save_checkpoint(root, first, CheckpointState(3, 3, {}), initial, keep=1)
+    torch.manual_seed(999)
+    second = resume(config, initial, root)
+    assert second.updates == 3
+    again = train(second, 2)
+    assert torch.equal(torch.rand(3), random)
+    expected, came = tensors(straight), tensors(second)
+    assert expected.keys() == came.keys()
+    different = [name for name in expected if not torch.equal(expected[name], came[name])]
+    assert different == []
+    assert [r.loss for r in again] == [r.loss for r in lines[3:]]
+    assert second.kl.coefficient == straight.kl.coefficient
+    assert (second.kl.coefficient in (0.0, 0.1)) == (kind != "adaptive KL")
+    assert [r.critic for r in again] == [r.critic for r in lines[3:]]
+
+
+def test_the_model_of_an_adapter_checkpoint_is_merged_and_loads_anywhere(config_of, initial, resume, train, tmp_path):
+    config = config_of({"lora": LORA})
+    trainer = resume(config, initial)
+    train(trainer, 2)
+    path = save_checkpoint(tmp_path / "c", trainer, CheckpointState(2, 2, {}), initial, keep=1)
+    merged = Policy.load(path / "model", config_of().learner).snapshot("float32")
+    own = trainer.policy.snapshot("float32")
+    assert all(torch.equal(own[name], merged[name]) for name in own)
+    assert (path / "model" / "tokenizer.json").exists()
+
+
+def test_switching_adapters_between_runs_is_refused_with_what_to_do(config_of, initial, resume, tmp_path):
+    plain = resume(config_of(), initial)
+    save_checkpoint(tmp_path / "c", plain, CheckpointState(0, 0, {}), initial, keep=1)
+    with pytest.raises(StoreError, match=r"choose another run\.name"):
+        resume(config_of({"lora": LORA}), initial, tmp_path / "c")
+    adapted = resume(config_of({"lora": LORA}), initial)
+    save_checkpoint(tmp_path / "d", adapted, CheckpointState(0, 0, {}), initial, keep=1)
+    with pytest.raises(StoreError, match=r"choose another run\.name"):
+        resume(config_of(), initial, tmp_path / "d")
+
+
+def test_a_part_that_was_switched_on_begins_anew(config_of, initial, resume, tmp_path, caplog):
+    plain = resume(config_of(), initial)
+    save_checkpoint(tmp_path / "c", plain, CheckpointState(0, 0, {}), initial, keep=1)
+    trainer = resume(config_of({"ema_decay": 0.5}), initial, tmp_path / "c")
+    assert trainer.average is not None
+    assert "holds no average" in caplog.text
+    assert len(find_checkpoints(tmp_path / "c")) == 1

@@ -1,0 +1,149 @@
+"""Checkpoints written beside training: nobody waits for the disk, and nothing is told before it is durable."""
+
+import anyio
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from learner.checkpoint import CheckpointState, find_checkpoints, read_state, restore_training, take_image
+from learner.policy import Policy
+from learner.saving import CheckpointWriter
+from learner.trainer import Trainer
+from pipeline.errors import TrainingError
+from pipeline.metrics.learner import LearnerMetrics
+from tests.unit.learner.conftest import run_config, tiny_policy
+from tests.unit.models_trained.conftest import Disk
+
+
+def writer_of(root, initial, told, keep=2):
+    async def durable(updates):
+        told.append((updates, [read_state(p).updates for p in find_checkpoints(root)]))
+
+    return CheckpointWriter(root, initial, keep, durable, LearnerMetrics(CollectorRegistry()))
+
+
+def image_of(trainer):
+    return take_image(trainer, CheckpointState(trainer.updates, trainer.updates, {}))
+
+
+@pytest.fixture
+def trainer():
+    return Trainer(tiny_policy(), run_config())
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written(trainer, train, initial, tmp_path, monkeypatch):
+    disk, told, root = Disk(monkeypatch), [], tmp_path / "c"
+    writer = writer_of(root, initial, told)
+    train(trainer, 1)
+    saved = trainer.policy.snapshot("float32")
+    moments = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            await writer.submit(image_of(trainer))
+            await disk.begun()
+            train(trainer, 2)
+            assert told == []
+            assert find_checkpoints(root) == []
+            disk.go.release()
+            await writer.idle()
+            tasks.cancel_scope.cancel()
+    assert told == [(1, [1])]
+    config = run_config()
+    again = Trainer(Policy.load(find_checkpoints(root)[0] / "model", config.learner), config)
+    restore_training(find_checkpoints(root)[0], again)
+    assert all(torch.equal(saved[name], t) for name, t in again.policy.snapshot("float32").items())
+    assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, again.optimizer.state.values(), strict=True))
+
+
+async def test_at_most_one_write_is_under_way(trainer, train, initial, tmp_path, monkeypatch):
+    disk, told, root = Disk(monkeypatch), [], tmp_path / "c"
+    writer = writer_of(root, initial, told)
+    second = anyio.Event()
+
+    async def submit_again():
+        await writer.submit(image_of(trainer))
+        second.set()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            await writer.submit(image_of(trainer))
+            await disk.begun()
+            train(trainer, 1)
+            tasks.start_soon(submit_again)
+            await anyio.wait_all_tasks_blocked()
+            assert not second.is_set()
+            assert writer.writing == 0
+            assert not disk.started.acquire(blocking=False)
+            disk.go.release()
+            await second.wait()
+            assert told == [(0, [0])]
+            disk.go.release()
+            await writer.idle()
+            tasks.cancel_scope.cancel()
+    assert told == [(0, [0]), (1, [1, 0])]
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), MemoryError("no memory")])
+async def test_a_write_that_fails_is_never_told_and_leaves_the_one_before(
+    trainer, train, initial, tmp_path, monkeypatch, fault
+):
+    disk, told, root = Disk(monkeypatch, held=False), [], tmp_path / "c"
+    writer = writer_of(root, initial, told)
+    with anyio.fail_after(30), pytest.raises(BaseExceptionGroup) as raised:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            await writer.submit(image_of(trainer))
+            await writer.idle()
+            train(trainer, 1)
+            disk.fault = fault
+            await writer.submit(image_of(trainer))
+            await writer.idle()
+    assert raised.group_contains(type(fault))
+    assert told == [(0, [0])]
+    assert [read_state(p).updates for p in find_checkpoints(root)] == [0]
+
+
+async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_path, monkeypatch):
+    disk, told, root = Disk(monkeypatch), [], tmp_path / "c"
+    writer = writer_of(root, initial, told)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            await writer.submit(image_of(trainer))
+            await disk.begun()
+            with anyio.move_on_after(0.05) as bound:
+                await writer.idle()
+            assert bound.cancelled_caught
+            tasks.cancel_scope.cancel()
+    assert told == []
+    disk.go.release()
+
+
+def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, train, monkeypatch):
+    monkeypatch.setattr("learner.making.needed_by", lambda config: frozenset({"reference", "values"}))
+    monkeypatch.setattr("learner.trainer.needed_by", lambda config: frozenset({"reference", "values"}))
+    learner_section = {"lora": {"rank": 2}, "ema_decay": 0.9, "reference": {"refresh_every": 1}}
+    trainer = resume(config_of(learner_section), initial)
+    train(trainer, 1)
+    image = image_of(trainer)
+
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if isinstance(value, dict | list | tuple):
+            return [t for item in (value.values() if isinstance(value, dict) else value) for t in tensors(item)]
+        return []
+
+    mine = tensors([image.weights, image.adapters, image.training])
+    live = [*trainer.policy.model.state_dict().values(), *tensors(trainer.optimizer.state_dict())]
+    live += tensors([trainer.critic.state(), trainer.average.state(), trainer.reference.state()])
+    assert {t.data_ptr() for t in mine}.isdisjoint({t.data_ptr() for t in live if t.numel()} - {0})
+    assert {"critic", "average", "reference", "optimizer", "random"} == image.training.keys()
+
+
+def test_torn_weights_give_no_image(trainer):
+    trainer.torn = True
+    with pytest.raises(TrainingError, match="whole updates"):
+        image_of(trainer)

@@ -1,0 +1,114 @@
+"""The learner as a process with everything switched on, and what a slow disk means to it."""
+
+import anyio
+import pytest
+
+from learner.checkpoint import find_checkpoints, read_state
+from learner.session import LearnerSession
+from tests.unit.learner.test_learner_role import kill_after, world
+from tests.unit.models_trained.conftest import Disk
+
+__all__ = ["world"]
+EVERYTHING = {
+    "learner": {"lora": {"rank": 2}, "ema_decay": 0.9, "optimizer_dtype": "bfloat16", "critic": {"warmup_updates": 1}},
+    "advantage": {"estimator": "gae"},
+    "loss": {"kl": "loss", "kl_controller": "adaptive", "kl_horizon": 100},
+}
+
+
+@pytest.mark.parametrize("backbone", ["own", "none"])
+async def test_a_killed_learner_with_adapters_critic_and_reference_goes_on(world, backbone):
+    sections = {**EVERYTHING, "learner": {**EVERYTHING["learner"], "critic": {"backbone": backbone}}}
+    async with world(total_steps=5, **sections) as w:
+        await kill_after(w, 3)
+        ctx, run = w.learner()
+        await run()
+        assert ctx.status.state == "finished"
+    lines = w.lines()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["value_loss"] >= 0 for line in lines)
+    assert read_state(find_checkpoints(w.directory.checkpoints)[0]).updates == 5
+    assert all(len(weights) == 1 for weights in w.engine.weights_of.values())
+
+
+async def test_the_policy_waits_while_the_critic_warms_up(world):
+    async with world(total_steps=2, **EVERYTHING) as w:
+        _, run = w.learner()
+        await run()
+    assert [line["optimizer_steps"] for line in w.lines()] == [0, 1]
+
+
+async def test_updates_go_on_while_the_disk_is_slow_and_the_stage_hears_of_durable_ones_only(world, monkeypatch):
+    disk, told = Disk(monkeypatch), []
+    checkpointed = LearnerSession.checkpointed
+
+    async def tell(session, updates):
+        told.append((updates, read_state(find_checkpoints(w.directory.checkpoints)[0]).updates))
+        await checkpointed(session, updates)
+
+    monkeypatch.setattr(LearnerSession, "checkpointed", tell)
+    async with world(total_steps=5, checkpoint={"every": 2}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await disk.begun()
+            await w.until_step(4)
+            assert told == []
+            assert find_checkpoints(w.directory.checkpoints) == []
+            for _ in range(3):
+                disk.go.release()
+        assert ctx.status.state == "finished"
+    assert told == [(2, 2), (4, 4), (5, 5)]
+
+
+async def test_a_stop_waits_for_the_write_that_is_under_way(world, monkeypatch):
+    disk = Disk(monkeypatch)
+    async with world(total_steps=1000, checkpoint={"every": 1}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await disk.begun()
+            ctx.stopping.set()
+            await anyio.wait_all_tasks_blocked()
+            assert find_checkpoints(w.directory.checkpoints) == []
+            disk.go.release()
+        assert read_state(find_checkpoints(w.directory.checkpoints)[0]).updates == 1
+
+
+async def test_a_stop_waits_for_a_hanging_disk_for_a_bounded_time(world, monkeypatch):
+    disk = Disk(monkeypatch)
+    sections = {"supervisor": {"drain_seconds_max": 0.4}, "checkpoint": {"every": 1}}
+    async with world(total_steps=1000, **sections) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await disk.begun()
+            ctx.stopping.set()
+            tasks.cancel_scope.deadline = anyio.current_time() + 10
+        assert not tasks.cancel_scope.cancel_called
+        assert find_checkpoints(w.directory.checkpoints) == []
+        disk.go.release()
+
+
+async def test_a_learner_killed_while_it_writes_goes_on_from_the_checkpoint_before(world, monkeypatch):
+    disk = Disk(monkeypatch)
+    async with world(total_steps=5, checkpoint={"every": 1}) as w:
+        _, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await disk.begun()
+            disk.go.release()
+            await disk.begun()
+            tasks.cancel_scope.cancel()
+        await disk.over()
+        disk.fault = OSError("the process is dead")
+        disk.go.release()
+        await disk.over()
+        assert [read_state(p).updates for p in find_checkpoints(w.directory.checkpoints)] == [1]
+        disk.fault = None
+        for _ in range(10):
+            disk.go.release()
+        _, run = w.learner()
+        await run()
+    assert [line["step"] for line in w.lines()] == [1, 2, 3, 4, 5]
+    assert all(len(weights) == 1 for weights in w.engine.weights_of.values())
