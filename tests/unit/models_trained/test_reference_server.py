@@ -1,5 +1,6 @@
 """A reference policy behind HTTP: each number at its token, and a bounded wait for a server that fails."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -59,35 +60,32 @@ class Server:
 @contextlib.contextmanager
 def serving(server):
     """In a thread of its own, as a server is a process of its own."""
-    import asyncio
+    started, loop, stop, urls = threading.Event(), None, asyncio.Event(), []
 
-    loop, started, urls = asyncio.new_event_loop(), threading.Event(), []
-
-    async def start():
+    async def serve():
+        nonlocal loop
+        loop = asyncio.get_running_loop()
         app = web.Application()
         app.router.add_post("/v1/completions", server.handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        started.set()
-        return runner
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            started.set()
+            await stop.wait()
+        finally:
+            await runner.cleanup()
 
-    def run():
-        asyncio.set_event_loop(loop)
-        runner = loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     assert started.wait(10)
     try:
         yield urls[0]
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(stop.set)
         thread.join(10)
+        assert not thread.is_alive(), "the server of this test did not stop"
 
 
 @pytest.fixture
@@ -153,8 +151,6 @@ def test_a_server_that_fails_ends_in_one_error_that_says_why(server, fault, erro
 
 
 def test_a_server_that_hangs_or_is_gone_is_given_up_in_bounded_time(server):
-    import asyncio
-
     server.faults = [asyncio.Event()] * 10
     start = time.monotonic()
     with pytest.raises(EngineUnavailable, match=r"within 0\.1 s"):
@@ -166,8 +162,6 @@ def test_a_server_that_hangs_or_is_gone_is_given_up_in_bounded_time(server):
 
 
 def test_a_stop_does_not_wait_for_the_server(server):
-    import asyncio
-
     server.faults = [asyncio.Event()] * 10
     interrupt = threading.Event()
 
