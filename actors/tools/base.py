@@ -1,0 +1,152 @@
+"""The interface between a tool and the agent loop.
+
+A :class:`Tool` is built once per actor (a tool of the run file) or once per episode (a tool that an episode brings).
+``create`` and ``release`` frame one episode; what belongs to that episode is kept under its ``episode_key``. All three
+have a time limit, and calls of one turn may run at the same time.
+
+A complete tool, in a file that nobody else has to know::
+
+    from actors.tools import Tool, ToolError, ToolResult
+
+    class Capital(Tool):
+        name = "capital"
+        description = "The capital of a country."
+        parameters = {
+            "type": "object",
+            "properties": {"country": {"type": "string"}},
+            "required": ["country"],
+        }
+
+        async def execute(self, episode_key, arguments):
+            try:
+                return ToolResult(CAPITALS[arguments["country"]])
+            except KeyError:
+                raise ToolError("that country is not known") from None
+
+A plain function with type hints and a docstring is a tool too: :class:`FunctionTool`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipeline.schema import Task
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+"""What a tool may be called: the letters that every chat format can carry."""
+
+
+class ToolError(Exception):
+    """What the policy should be told: the call was wrong, or the tool cannot do that. It is no failure of the tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What one call gave."""
+
+    text: str
+    """What the policy reads. The agent loop cuts it to ``max_tool_response_length``."""
+    reward: float = 0.0
+    """Added to the reward of the turn that made the call."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    """Numbers for metrics, added up over the calls of a turn; they are not rewards."""
+
+
+class Tool(ABC):
+    """Something that the policy can call by name.
+
+    Raise :class:`ToolError` for what the policy should know. Anything else that is raised is a failure of the tool: the
+    policy is told that the tool failed, and it is counted under the tool's name."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments: ``{"type": "object", "properties": {...}, "required": [...]}``."""
+
+    async def create(self, episode_key: str, task: Task) -> None:  # noqa: B027 - optional
+        """An episode begins. ``release`` is called exactly once for each ``create`` that was begun."""
+
+    @abstractmethod
+    async def execute(self, episode_key: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """One call. ``arguments`` satisfy ``parameters``."""
+
+    async def release(self, episode_key: str) -> None:  # noqa: B027 - optional
+        """The episode ended, however it ended."""
+
+    async def close(self) -> None:  # noqa: B027 - optional
+        """The actor stops."""
+
+
+class FunctionTool(Tool):
+    """A function as a tool: name, docstring and type hints say what the policy is told.
+
+    >>> def add(a: int, b: int) -> int:
+    ...     '''Add two integers.'''
+    ...     return a + b
+    >>> tool = FunctionTool(add)
+    >>> tool.name, tool.description, tool.parameters["properties"]["a"]
+    ('add', 'Add two integers.', {'type': 'integer'})
+
+    The function may be ``async def`` and may return a :class:`ToolResult`; anything else is turned into text. A plain
+    ``def`` runs on the event loop and must return within a millisecond. Raises :class:`TypeError` for a signature with
+    ``*args``, positional-only parameters, or hints that have no JSON schema.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
+    ) -> None:
+        self.name = name or function.__name__
+        self.description = inspect.cleandoc(description or function.__doc__ or "")
+        self.parameters = schema_of(function)
+        self._function = function
+
+    async def execute(self, episode_key: str, arguments: Mapping[str, Any]) -> ToolResult:
+        value = self._function(**arguments)
+        if inspect.isawaitable(value):
+            value = await value
+        return value if isinstance(value, ToolResult) else ToolResult(str(value))
+
+
+_PLAIN: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """JSON schema of a function's parameters, from its type hints and defaults."""
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(
+                f"{function.__name__}: expected parameters that can be given by name, got {parameter} "
+                f"({parameter.kind.description})"
+            )
+        properties[parameter.name] = _schema_of_hint(hints.get(parameter.name, Any), function.__name__)
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _schema_of_hint(hint: Any, where: str) -> dict[str, Any]:
+    if hint is Any:
+        return {}
+    if hint in _PLAIN:
+        return {"type": _PLAIN[hint]}
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema_of_hint(part, where) for part in inner]}
+    if hint in (list, tuple) or origin in (list, tuple):
+        parts = [part for part in inner if part is not Ellipsis]
+        return {"type": "array", **({"items": _schema_of_hint(parts[0], where)} if len(parts) == 1 else {})}
+    if hint is dict or origin is dict:
+        return {"type": "object"}
+    raise TypeError(f"{where}: no JSON schema is known for the type hint {hint!r}; write a Tool with its own schema")
