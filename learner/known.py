@@ -103,4 +103,6 @@ def values_of(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: Kno
         reasons=terms.reasons.cpu().numpy(),
         truncated=terms.truncated.cpu().numpy(),
         reference_kl=array(terms.reference_kl),
+        advantages=part.advantages_S,
+        numbers=part.tokens_S,
     )

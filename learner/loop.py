@@ -34,6 +34,7 @@ from learner.report import StepReport
 from learner.rows import Batch
 from learner.saving import CheckpointWriter
 from learner.sessions import LearnerSessions
+from learner.tracing import Tracer
 from learner.trainer import Trainer
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
@@ -63,6 +64,7 @@ class LearnerLoop:
         metrics: LearnerMetrics,
         lines: MetricsLog,
         version: int,
+        tracer: Tracer | None = None,
     ) -> None:
         self.version = version
         """Policy version of the trainer's weights."""
@@ -74,6 +76,7 @@ class LearnerLoop:
         self._writer = writer
         self._metrics = metrics
         self._lines = lines
+        self._tracer = tracer or Tracer()
         self._saved_updates = session.standing.durable_updates
         self._published: dict[str, Any] = {}
         self._preparer = Preparer(session, self._config.replay)
@@ -123,6 +126,7 @@ class LearnerLoop:
         report = self._trainer.train(made.batch, self.version)
         report.seconds["choose"] += made.choose_seconds
         report.seconds["prepare"] += made.build_seconds
+        self._tracer.record(made.batch, report)
         return made.batch, report, made.choice
 
     async def _wait_for_groups(self, update: int) -> Any:

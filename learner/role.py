@@ -27,6 +27,7 @@ from learner.ranks.leading import Lead
 from learner.saving import STOP_SHARE, CheckpointWriter
 from learner.session import Standing
 from learner.sessions import LearnerSessions
+from learner.tracing import tracing
 from learner.trainer import Trainer
 from learner.warm_start import initial_model, is_due, warm_up
 from pipeline.config import RunConfig
@@ -116,8 +117,12 @@ async def _serve(ctx: RoleContext, start: Start, links: Sequence[Link]) -> None:
         recorded = await session.welcome()
         version = choose_version(start.standing, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
-        with MetricsLog(ctx.directory.metrics_file, start.trainer.updates) as lines:
-            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version)
+        updates = start.trainer.updates
+        with (
+            MetricsLog(directory.metrics_file, updates) as lines,
+            tracing(config.traces, directory.traces, config.run.seed, updates) as tracer,
+        ):
+            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer)
             try:
                 await loop.run(initial=start.checkpoint is None and not start.warmed)
             except* Interrupted:

@@ -117,6 +117,9 @@ class TokenValues:
     """The correction's weight was cut at its maximum."""
     reference_kl: FloatArray
     """Estimate of KL(π‖π_ref) at the token; NaN where there is none."""
+    advantages: FloatArray
+    numbers: npt.NDArray[np.int64]
+    """Number of the token among all sampled tokens of the update (``MicroBatch.tokens_S``)."""
 
     @classmethod
     def join(cls, parts: list[TokenValues]) -> TokenValues:
@@ -231,6 +234,8 @@ class BatchStatistics:
     """Tokens with the off-policy loss among all response tokens, rejected ones included."""
     entropy_by_sequence: dict[int, float] = field(default_factory=dict)
     """Exact entropy, mean over the trajectory's tokens in the batch, by ``Row.sequence``."""
+    values: TokenValues | None = None
+    """The tokens that all of it was counted from."""
 
     @property
     def replay_share(self) -> float:
@@ -255,6 +260,7 @@ def batch_statistics(values: TokenValues, policy_version: int, log_ratio_max: fl
         off_loss=float(losses[values.off_policy].sum()),
         off_share=float(values.off_policy.mean()) if len(values) else 0.0,
         entropy_by_sequence=_means(values.entropy, values.sequences),
+        values=values,
     )
 
 

@@ -9,6 +9,7 @@
       checkpoints/       what the learner resumes from
       replay.sqlite      trajectories, groups, orders and their states (replay-1.sqlite … of more replay stages)
       lessons.sqlite     the memory of lessons, where they are on
+      traces/            some trained and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
@@ -77,6 +78,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        """Rollouts kept for people to look at (:mod:`pipeline.traces`)."""
+        return self.path / "traces"
 
     @property
     def logs(self) -> Path:

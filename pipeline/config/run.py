@@ -13,6 +13,7 @@ from pipeline.config.learner import LearnerConfig
 from pipeline.config.loss import ImportanceConfig, LossConfig
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
 from pipeline.config.replay import LessonsConfig, ReplayConfig
+from pipeline.config.traces import TracesConfig
 from pipeline.config.training import CheckpointConfig, GroupsConfig, PublishConfig, ScorerConfig, StalenessConfig
 
 
@@ -99,6 +100,7 @@ class RunConfig(Section):
     scorer: ScorerConfig = ScorerConfig()
     transport: TransportConfig = TransportConfig()
     metrics: MetricsConfig = MetricsConfig()
+    traces: TracesConfig = TracesConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pipeline.replay.groups import Groups
 from pipeline.replay.ingest import Arrival, Unreadable, examine
-from pipeline.replay.journal import Score
+from pipeline.replay.journal import Score, Unfit
 from pipeline.replay.leases import Leases
 from pipeline.replay.records import Drop, OrderKey, OrderRecord, OrderState, TrajectoryRecord
 from pipeline.replay.state import StageState, log
@@ -54,6 +54,7 @@ class Arrivals:
         s.journal.ack(actor, order.key.text)
         if seen.drop is not None:
             self._groups.failed(order, seen.drop, seen.facts, _failure(seen))
+            s.journal.effect(Unfit(order.key.text, frames, s.wall))
         else:
             late = self._is_late(order, seen.facts.version_min)
             self._hold(seen.trajectory, self._groups.answered(order, seen.facts, frames, late))

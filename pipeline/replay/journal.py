@@ -40,7 +40,17 @@ class Finished:
     """Its fresh rollouts, with their rewards."""
 
 
-Effect = Send | Score | Finished
+@dataclass(slots=True)
+class Unfit:
+    """A rollout that cannot be trained; its payload is not stored."""
+
+    trajectory_id: str
+    frames: Frames
+    received_at: float
+    """Unix seconds."""
+
+
+Effect = Send | Score | Finished | Unfit
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from pipeline.replay.scoring import Scoring
 from pipeline.replay.sharding import Shard, store_path
 from pipeline.replay.state import log
 from pipeline.replay.store import ReplayStore
+from pipeline.replay.unfit import UnfitTraces, unfit_traces
 from pipeline.role import RoleContext
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
@@ -60,7 +61,8 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             shard=shard,
         )
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
-        await _serve(ctx, hub, store, core, scorer, metrics)
+        with unfit_traces(config.traces, ctx.directory.traces, shard.index) as failed:
+            await _serve(ctx, hub, store, core, scorer, metrics, failed)
     finally:
         # with replay.memory_only this writes the last copy
         with anyio.CancelScope(shield=True):
@@ -68,7 +70,13 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
 
 
 async def _serve(
-    ctx: RoleContext, hub: Hub, store: ReplayStore, core: StageCore, scorer: Scorer, metrics: ReplayMetrics
+    ctx: RoleContext,
+    hub: Hub,
+    store: ReplayStore,
+    core: StageCore,
+    scorer: Scorer,
+    metrics: ReplayMetrics,
+    failed: UnfitTraces,
 ) -> None:
     config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
@@ -84,6 +92,7 @@ async def _serve(
         lessons = await open_lessons(config, ctx.directory, store, cache, outgoing.post, metrics)
         if lessons is not None:
             rounds.on_finished = lessons.finished
+        rounds.on_unfit = failed.keep
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:
             working.start_soon(rounds.run, inbox_receive, name="rounds")

@@ -17,7 +17,7 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Changes, Effect, Finished, Score
+from pipeline.replay.journal import Changes, Effect, Finished, Score, Unfit
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
@@ -69,6 +69,8 @@ class Rounds:
         self.on_commit: Callable[[float], None] = lambda seconds: None
         self.on_finished: Callable[[Finished], None] = lambda group: None
         """Called with each group that became complete, once that is durable."""
+        self.on_unfit: Callable[[list[Unfit]], None] = lambda failed: None
+        """Called with the failed rollouts of a round, in a worker thread."""
 
     async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
         """Until the inbox closes; what was applied is then written and answered."""
@@ -139,8 +141,10 @@ class Rounds:
                         self._scoring.put(effect)
                     elif isinstance(effect, Finished):
                         self.on_finished(effect)
-                    else:
+                    elif not isinstance(effect, Unfit):
                         self._outgoing.post(effect)
+                if failed := [effect for effect in effects if isinstance(effect, Unfit)]:
+                    await anyio.to_thread.run_sync(self.on_unfit, failed)
 
     def _report(self) -> None:
         core, batches = self._core, self._core.batches

@@ -83,6 +83,8 @@ def values(n=6, seed=0, replayed=None):
         reasons=np.zeros(n, np.int8),
         truncated=np.zeros(n, bool),
         reference_kl=np.full(n, np.nan),
+        advantages=np.zeros(n),
+        numbers=np.arange(n),
     )
 
 
