@@ -70,6 +70,7 @@ async def main(ctx: RoleContext) -> None:
             )
             async with anyio.create_task_group() as group:
                 group.start_soon(pool.watch)
+                group.start_soon(services.serve)
                 group.start_soon(actor.run)
                 group.start_soon(_report, ctx, actor)
                 await ctx.stopping.wait()
@@ -79,6 +80,7 @@ async def main(ctx: RoleContext) -> None:
     finally:
         with anyio.CancelScope(shield=True):
             await pool.close()
+            await services.close()
             if reme is not None:
                 await reme.close()
 

@@ -85,6 +85,9 @@ class Episode(ABC):
 class Environment(ABC):
     """A family of tasks. The same ``Task`` must give the same start: draw everything random from ``task.seed``."""
 
+    loop: str | None = None
+    """The agent loop that plays it unless the run file says another: ``"tool_agent"`` for an environment with tools."""
+
     @abstractmethod
     def start(self, task: Task) -> Episode | Awaitable[Episode]:
         """Begin one play of ``task``."""

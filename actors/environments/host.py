@@ -42,7 +42,11 @@ class EnvironmentHost:
         self.section = section
         self.config = config
         self._environment = environment if environment is not None else build(section, config)
+        self._blocking = config.blocking or bool(getattr(self._environment, "blocking", False))
         self._threads = BlockingCalls(threads_max)
+        loop = getattr(self._environment, "loop", None)
+        self.loop: str | None = loop if isinstance(loop, str) else None
+        """The agent loop that the environment asks for."""
         self._slow = 0
 
     async def start(self, task: Task) -> Episode:
@@ -96,7 +100,7 @@ class EnvironmentHost:
         seconds_max = self.config.step_seconds_max if seconds_max is None else seconds_max
         is_async = inspect.iscoroutinefunction(function)
         with boundary(where), _no_exit():
-            if not (self.config.blocking or is_async):
+            if not (self._blocking or is_async):
                 result = self._timed(where, function, *args)
                 if not inspect.isawaitable(result):
                     return result

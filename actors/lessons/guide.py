@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import anyio
 
 from actors.lessons.recall import Search
 from actors.lessons.slots import guided, kept
-from actors.rendering.renderer import Completed, Conversation, Renderer
+from actors.rendering.renderer import Conversation, Renderer
 from actors.rendering.shadow import Shadow
+from actors.rendering.tooling import ToolSchema
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import AfterplayError
 from pipeline.lessons.records import QUERY_CHARACTERS_MAX, Lesson, first_user
@@ -48,17 +49,15 @@ class Guided:
 
     def extended(
         self,
-        renderer: Renderer,
+        advance: Callable[[Conversation], Conversation],
         played: Conversation,
         turn: int,
         completion_ids: Sequence[int],
-        completed: Completed,
-        new: Sequence[Message],
         forked: bool,
     ) -> None:
         """``played`` is the prompt of ``turn``; follow it without lessons."""
         if not self.keep:
-            self.plain.follow(renderer, played, turn, completion_ids, completed, new, forked)
+            self.plain.follow(advance, played, turn, completion_ids, forked)
 
     def guidance(self, n_turns: int) -> Guidance:
         """What the trajectory says of it, of the turns that were kept."""
@@ -78,7 +77,12 @@ class Guide:
         self._source = source
 
     async def guide(
-        self, order: Order, messages: Sequence[Message], context_max: int, stage: Search | None
+        self,
+        order: Order,
+        messages: Sequence[Message],
+        context_max: int,
+        stage: Search | None,
+        tools: Sequence[ToolSchema] = (),
     ) -> Guided | None:
         """Lessons for ``order``, or None: it is not to be guided, nothing was found, or it took too long."""
         user = first_user(tuple(messages))
@@ -89,7 +93,7 @@ class Guide:
         started = time.perf_counter()
         outcome, found = await self._search(source, order.order_id, query[:QUERY_CHARACTERS_MAX])
         self._metrics.lesson_search_duration_seconds.observe(time.perf_counter() - started)
-        result = self._placed(order, messages, user, found, context_max) if found else None
+        result = self._placed(order, messages, user, found, context_max, tools) if found else None
         if found and result is None:
             outcome = "no_room"
         self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
@@ -107,11 +111,17 @@ class Guide:
         return ("found" if found else "none"), found
 
     def _placed(
-        self, order: Order, messages: Sequence[Message], user: int, found: Sequence[Lesson], context_max: int
+        self,
+        order: Order,
+        messages: Sequence[Message],
+        user: int,
+        found: Sequence[Lesson],
+        context_max: int,
+        tools: Sequence[ToolSchema],
     ) -> Guided | None:
         """As many of the lessons as there is room for, best first; None where not even one fits."""
         renderer = self._renderer
-        plain = renderer.start(messages)
+        plain = renderer.start(messages, tools)
         room = int((context_max - len(plain.prompt_ids)) * ROOM_SHARE_MAX)
         original = messages[user]
         keep = kept(self._config, order.group_id, order.slot)
@@ -122,7 +132,7 @@ class Guide:
             chosen = tuple(lessons[:count])
             content = fill(self._config.template, [lesson.text for lesson in chosen], original.content)
             guided_messages = [*messages[:user], replace(original, content=content), *messages[user + 1 :]]
-            conversation = renderer.start(guided_messages)
+            conversation = renderer.start(guided_messages, tools)
             if len(conversation.prompt_ids) - len(plain.prompt_ids) <= room:
                 return Guided(conversation, chosen, keep, original.content, Shadow.of(plain))
         return None

@@ -13,6 +13,8 @@ class Limit(StrEnum):
     TOKENS = "max_tokens"
     CONTEXT = "model.max_length"
     SECONDS = "max_seconds"
+    ASSISTANT_TURNS = "loop.options.max_assistant_turns"
+    USER_TURNS = "loop.options.max_user_turns"
 
 
 @dataclass(slots=True)

@@ -7,15 +7,17 @@ under a timeout.
 How it ends:
 
 =============  ================================================================================================
-COMPLETE       the environment said done
-TRUNCATED      a limit on turns, tokens, context or time, after at least one turn that the environment judged
-ERROR          anything failed, or a limit came before the first judged turn: there is nothing to score
+COMPLETE       the environment (or the agent loop) said done
+TRUNCATED      a limit on turns, tokens, context or time, after at least one turn that was answered
+ERROR          anything failed, or a limit came before the first answered turn: there is nothing to score
 ABORTED        the caller ended it
 =============  ================================================================================================
 
-Every turn of a COMPLETE or TRUNCATED trajectory was judged by the environment: a completion that a time limit cut off
-from its judgement is dropped and its tokens are counted as discarded. ``rewards["environment"]`` is the undiscounted
-sum of step rewards; ``reward`` stays None until the scorer has spoken, and an ERROR has neither."""
+What is said between completions is the agent loop's matter (:mod:`actors.loop.base`): the environment's answer, the
+answers of tools, or both. Every turn of a COMPLETE or TRUNCATED trajectory was answered: a completion that a time limit
+cut off from its answer is dropped and its tokens are counted as discarded. ``rewards["environment"]`` is the
+undiscounted sum of the rewards of all turns; ``reward`` stays None until the scorer has spoken, and an ERROR has
+neither."""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ from dataclasses import replace
 
 import anyio
 
-from actors.environments.base import Episode, Reply
+from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
 from actors.lessons.guide import Guided
 from actors.lessons.recall import Search
+from actors.loop.base import AgentEpisode, Answer, Opening
+from actors.loop.checked import AGENT_LOOP, checked_answer, checked_history, checked_opening
+from actors.loop.dialogue import MultiTurn
+from actors.loop.game import HostedGame
 from actors.loop.generate import Completion, complete
 from actors.loop.hints import hinted
 from actors.loop.limits import Budget, Limit
@@ -43,6 +49,7 @@ from pipeline.errors import (
     EngineUnavailable,
     EpisodeLimit,
     PlugInError,
+    boundary,
 )
 from pipeline.schema import (
     EngineRecord,
@@ -59,6 +66,9 @@ from pipeline.schema import (
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX = 6.0
+MESSAGE_MAX = 4_000
+DETAILS_MAX = 20_000
+"""Characters of what a plug-in raised, and of its traceback, that a trajectory keeps."""
 
 
 class Rollout:
@@ -114,18 +124,34 @@ class Rollout:
         started = time.perf_counter()
         episode = await host.start(self.order.task)
         self._environment_seconds += time.perf_counter() - started
+        loop = self._services.loops.get(host.section) or MultiTurn()
+        game = HostedGame(self.order.order_id, self.order.task, host, episode, self._services.metrics)
+        agent: AgentEpisode | None = None
         try:
-            return await self._turn_by_turn(host, episode)
+            with boundary(AGENT_LOOP):
+                agent = loop.begin(game)
+                opening = checked_opening(await agent.start())
+            return await self._turn_by_turn(host, agent, opening)
         finally:
+            if agent is not None:
+                await self._close_agent(agent)
             with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
                 await host.close(episode)
 
-    async def _turn_by_turn(self, host: EnvironmentHost, episode: Episode) -> Trajectory:
+    async def _close_agent(self, agent: AgentEpisode) -> None:
+        """A failure here is logged: the play is over, and its result stands."""
+        with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
+            try:
+                await agent.close()
+            except Exception:
+                logger.exception("order %s: the agent loop failed to close", self.order.order_id)
+
+    async def _turn_by_turn(self, host: EnvironmentHost, agent: AgentEpisode, opening: Opening) -> Trajectory:
         services, renderer = self._services, self._services.renderer
         budget = Budget(
             host.config.max_turns, host.config.max_tokens, services.model_length_max, services.sampling.max_tokens
         )
-        conversation = await self._start(host, episode)
+        conversation = await self._start(host, agent, opening)
         added = conversation.messages
         while True:
             room = budget.room(len(conversation.prompt_ids), len(conversation.added_ids))
@@ -138,41 +164,77 @@ class Rollout:
             self._turns.append(self._turn(conversation, added, completion, said))
             if self._hinted is not None:
                 self._hinted.sampled(len(ids))
-            started = time.perf_counter()
-            step = await host.step(episode, Reply(said.text, completion.generation.finish_reason))
-            seconds = time.perf_counter() - started
-            self._environment_seconds += seconds
-            services.metrics.env_step_duration_seconds.labels(env=host.section).observe(seconds)
-            self._turns[-1] = replace(self._turns[-1], signals=step.signals, reward=step.reward)
-            self._judged = len(self._turns)
-            self._score += step.reward
-            if step.done:
+            answer = await self._answer(agent, Reply(said.text, completion.generation.finish_reason))
+            if answer.done:
                 return self._finished(TrajectoryStatus.COMPLETE)
-            if budget.turns >= budget.turns_max:
-                return self._limited(Limit.TURNS)
-            added = step.messages
+            if answer.limit is not None or budget.turns >= budget.turns_max:
+                return self._limited(answer.limit or Limit.TURNS)
+            added = tuple(answer.messages)
             forked_from = conversation.branch
-            conversation = renderer.extend(conversation, ids, said, added)
-            forked = conversation.branch != forked_from
-            if self._guided is not None:
-                self._guided.extended(renderer, conversation, len(self._turns), ids, said, added, forked)
-            if self._hinted is not None:
-                self._hinted.follow(renderer, conversation, len(self._turns), ids, said, added, forked)
-            if forked:
+            conversation = self._go_on(host, agent, conversation, ids, said, answer)
+            if conversation.branch != forked_from:
                 added = conversation.messages
 
-    async def _start(self, host: EnvironmentHost, episode: Episode) -> Conversation:
+    async def _answer(self, agent: AgentEpisode, reply: Reply) -> Answer:
+        started = time.perf_counter()
+        with boundary(AGENT_LOOP):
+            answer = checked_answer(await agent.answer(reply))
+        self._environment_seconds += time.perf_counter() - started
+        self._turns[-1] = replace(self._turns[-1], signals=answer.signals, reward=answer.reward)
+        self._judged = len(self._turns)
+        self._score += answer.reward
+        return answer
+
+    def _go_on(
+        self,
+        host: EnvironmentHost,
+        agent: AgentEpisode,
+        conversation: Conversation,
+        ids: list[int],
+        said: Completed,
+        answer: Answer,
+    ) -> Conversation:
+        """The next prompt, in a new branch where the template or the loop changed what came before."""
+        renderer, new = self._services.renderer, tuple(answer.messages)
+        append = host.config.loop.history == "append"
+
+        def extend(before: Conversation) -> Conversation:
+            return renderer.extend(before, ids, said, new, said=answer.said, append=append)
+
+        def rewritten(before: Conversation) -> Conversation:
+            with boundary(AGENT_LOOP):
+                history = checked_history(agent.rewrite(extend(before).messages, n_tokens))
+            return renderer.restart(before, history)
+
+        advance = extend
+        played = extend(conversation)
+        n_tokens = len(played.prompt_ids)
+        with boundary(AGENT_LOOP):
+            if checked_history(agent.rewrite(played.messages, n_tokens)) != played.messages:
+                advance = rewritten
+        if advance is rewritten:
+            played = rewritten(conversation)
+        forked = played.branch != conversation.branch
+        if self._guided is not None:
+            self._guided.extended(advance, played, len(self._turns), ids, forked)
+        if self._hinted is not None:
+            self._hinted.follow(advance, played, len(self._turns), ids, forked)
+        return played
+
+    async def _start(self, host: EnvironmentHost, agent: AgentEpisode, opening: Opening) -> Conversation:
         """The first prompt, with lessons where there are any for this rollout."""
         services = self._services
         if services.guide is not None:
             context_max = min(services.model_length_max, host.config.max_tokens)
-            self._guided = await services.guide.guide(self.order, episode.messages, context_max, self._stage)
+            self._guided = await services.guide.guide(
+                self.order, opening.messages, context_max, self._stage, opening.tools
+            )
         if self._guided is not None:
             return self._guided.conversation
-        hint = getattr(episode, "hint", None)
+        hint = getattr(agent.game.episode, "hint", None)
         if services.hint_template is not None and hint is not None and not self.order.greedy:
-            self._hinted = hinted(services.renderer, episode.messages, hint, services.hint_template)
-        return services.renderer.start(episode.messages)
+            self._hinted = hinted(services.renderer, opening.messages, hint, services.hint_template, opening.tools)
+        return services.renderer.start(opening.messages, opening.tools)
 
     async def _complete(self, conversation: Conversation, tokens_max: int) -> Completion:
         self._asking_engine = True
@@ -210,7 +272,7 @@ class Rollout:
         unjudged = self._turns[self._judged :]
         self._services.metrics.tokens_total.labels(kind="discarded").inc(sum(len(t.completion) for t in unjudged))
         if self._judged == 0:
-            raise EpisodeLimit(f"the limit {limit.value} was reached before the environment judged a first turn")
+            raise EpisodeLimit(f"the limit {limit.value} was reached before a first turn was answered")
         del self._turns[self._judged :]
         return self._finished(TrajectoryStatus.TRUNCATED)
 
@@ -240,11 +302,19 @@ class Rollout:
 def _classified(error: Exception) -> Failure:
     """Which boundary an error belongs to."""
     if isinstance(error, PlugInError):
-        return Failure(error.boundary, error.kind, error.message, error.details)
-    kind, message = type(error).__name__, str(error)
+        return Failure(error.boundary, error.kind, _bounded(error.message, MESSAGE_MAX), _bounded(error.details))
+    kind, message = type(error).__name__, _bounded(str(error), MESSAGE_MAX)
     if isinstance(error, EngineError):
         return Failure("engine", kind, message)
     if isinstance(error, ConfigurationError):
         return Failure("actor", kind, message)
     details = "" if isinstance(error, EpisodeLimit) else "".join(traceback.format_exception(error))
-    return Failure("agent loop", kind, message, details)
+    return Failure("agent loop", kind, message, _bounded(details))
+
+
+def _bounded(text: str, characters_max: int = DETAILS_MAX) -> str:
+    """Its beginning and its end, where it is longer."""
+    if len(text) <= characters_max:
+        return text
+    half = characters_max // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import anyio
 
 from actors.engine.base import Sampling
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.lessons.guide import Guide
 from actors.lessons.recall import Search
+from actors.loop.base import AgentLoop
+from actors.loop.build import build_loops
 from actors.rendering import Renderer
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class Services:
     """None: lessons are off."""
     hint_template: str | None = None
     """How a hint stands in a prompt that the learner scores; None: no estimator asks for hints."""
+    loops: Mapping[str, AgentLoop] = field(default_factory=dict)
+    """By environment section."""
     now: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -75,4 +86,20 @@ class Services:
             metrics=metrics,
             guide=Guide(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
             hint_template=config.advantage.hint_template if config.advantage.wants_hints else None,
+            loops=build_loops(environments, renderer, metrics),
         )
+
+    async def serve(self) -> None:
+        """Runs beside the episodes for as long as the actor lives: what agent loops keep connected."""
+        async with anyio.create_task_group() as group:
+            for loop in self.loops.values():
+                group.start_soon(loop.serve)
+
+    async def close(self) -> None:
+        """Close the agent loops. What a loop raises is logged: the actor stops anyway."""
+        for section, loop in self.loops.items():
+            try:
+                with anyio.move_on_after(CLOSE_SECONDS_MAX):
+                    await loop.close()
+            except Exception:
+                logger.exception("environments.%s.loop failed to close", section)

@@ -9,7 +9,9 @@ assumed for a template.
 
 If it does not hold (the template strips thinking, trims content, or closes a turn with another token than was
 sampled), the conversation forks: a new branch begins with the whole prompt ``T(m + c + n)``, its earlier completions
-as context.
+as context. With ``append`` it never does: what the template puts between *some* reply and the next one (found by
+rendering a short conversation around ``n``) is appended to what was sampled, and what the template would have changed
+earlier stays.
 
 A tokenizer cuts its input at special tokens before it does anything else, so the rest is tokenised behind the
 end-of-turn token and the ids are those of the whole text. Only a template without special tokens around turns can
@@ -19,15 +21,17 @@ in either case."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from actors.rendering.tooling import ToolSchema, style_of
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
 
 RENDERER = "renderer"
+_MARK = "afterplay"
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Tokenizer classes that add nothing to ``tokenizer.json``."""
 
@@ -44,6 +48,8 @@ class Conversation:
     added_ids: tuple[int, ...]
     """The tail of ``prompt_ids`` that is new since the last completion (all of it at the start of a branch)."""
     branch: int = 0
+    tools: tuple[ToolSchema, ...] = ()
+    """What the policy may call, rendered with every prompt of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class Renderer:
         self._backend = _plain_backend(tokenizer)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
         self._special_texts = _special_texts(tokenizer)
+        self._style = style_of(self.template, self._render)
         ends = {int(i) for i in end_ids}
         if tokenizer.eos_token_id is not None:
             ends.add(int(tokenizer.eos_token_id))
@@ -87,7 +94,21 @@ class Renderer:
             )
         self.end_ids = tuple(sorted(ends))
         self._usual_end = self.end_ids[0] if template_end is None else template_end
+        self._has_end = template_end is not None
         self._end_texts = {i: self._decode([i]) for i in self.end_ids}
+
+    @property
+    def tokenizer(self) -> Any:
+        """For parsers that want the tokenizer itself."""
+        return self._tokenizer
+
+    @property
+    def template(self) -> str:
+        """The chat template's source: the one for tools where the tokenizer has several."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("tool_use") or template.get("default") or next(iter(template.values()), "")
+        return str(template)
 
     def without_special(self, text: str) -> str:
         """``text`` without anything that would be read as a special token: it cannot end a turn or begin another."""
@@ -98,12 +119,16 @@ class Renderer:
                 text = text.replace(special, " ")
         return text
 
-    def start(self, messages: Sequence[Message]) -> Conversation:
-        """The first prompt."""
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Conversation:
+        """The first prompt. ``tools``: what may be called, told in the way of the template."""
         with boundary(RENDERER):
-            text = self._apply(messages)
+            text = self._apply(messages, tools)
             ids = self._encode(text)
-        return Conversation(tuple(messages), text, ids, ids)
+        return Conversation(tuple(messages), text, ids, ids, 0, tuple(tools))
+
+    def restart(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """The next branch, which begins with a history that somebody rewrote."""
+        return replace(self.start(messages, conversation.tools), branch=conversation.branch + 1)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """What a policy would have sampled to say ``text``: its ids and the end-of-turn token. For demonstrations; a
@@ -119,22 +144,93 @@ class Renderer:
             return Completed(self._decode(ids), end)
 
     def extend(
-        self, conversation: Conversation, completion_ids: Sequence[int], completed: Completed, new: Sequence[Message]
+        self,
+        conversation: Conversation,
+        completion_ids: Sequence[int],
+        completed: Completed,
+        new: Sequence[Message],
+        *,
+        said: Message | None = None,
+        append: bool = False,
     ) -> Conversation:
-        """The next prompt, after a completion and the environment's answer ``new``.
+        """The next prompt, after a completion and the answer ``new``.
 
-        In the same branch where the prefix property holds: ``prompt_ids`` begins with the old prompt and the sampled
-        ids. Otherwise in the next branch."""
-        messages = (*conversation.messages, Message("assistant", completed.text), *new)
+        In the same branch where the prefix property holds, or always with ``append``: ``prompt_ids`` begins with the
+        old prompt and the sampled ids. Otherwise in the next branch. ``said`` is the completion with its tool calls
+        apart: it is rendered where the template refuses the completion as it was sampled."""
         with boundary(RENDERER):
-            text = self._apply(messages)
+            if append:
+                return self._appended(conversation, completion_ids, completed, new, said)
+            messages, text = self._whole(conversation, completed, new, said)
             added = self._added(conversation.text + completed.text, completed.end_id, text)
+            branch = conversation.branch
             if added is None:
-                ids = self._encode(text)
-                return Conversation(messages, text, ids, ids, conversation.branch + 1)
+                ids = added = self._encode(text)
+                branch += 1
+            else:
+                ids = (*conversation.prompt_ids, *completion_ids, *added)
+        return Conversation(messages, text, ids, added, branch, conversation.tools)
+
+    def _whole(
+        self, conversation: Conversation, completed: Completed, new: Sequence[Message], said: Message | None
+    ) -> tuple[tuple[Message, ...], str]:
+        """The whole conversation and its text: the reply as it was sampled, or ``said`` where that is refused."""
+        messages = (*conversation.messages, Message("assistant", completed.text), *new)
+        try:
+            return messages, self._apply(messages, conversation.tools)
+        except Exception:
+            if said is None:
+                raise
+            messages = (*conversation.messages, said, *new)
+            return messages, self._apply(messages, conversation.tools)
+
+    def _appended(
+        self,
+        conversation: Conversation,
+        completion_ids: Sequence[int],
+        completed: Completed,
+        new: Sequence[Message],
+        said: Message | None,
+    ) -> Conversation:
+        """Sampled ids as they are, then what the template puts between a reply and the next one."""
+        end, rest = self._between(new, said)
+        ids = self._encode(end + rest)
+        sampled_end = self._end_texts[completed.end_id] if completed.end_id is not None else ""
+        if end and sampled_end:
+            end = sampled_end
+            ids = ids[1:] if ids and ids[0] == self._usual_end else self._encode(rest)
+        messages = (*conversation.messages, Message("assistant", completed.text), *new)
         return Conversation(
-            messages, text, (*conversation.prompt_ids, *completion_ids, *added), added, conversation.branch
+            messages,
+            conversation.text + completed.text + end + rest,
+            (*conversation.prompt_ids, *completion_ids, *ids),
+            ids,
+            conversation.branch,
+            conversation.tools,
         )
+
+    def _between(self, new: Sequence[Message], said: Message | None) -> tuple[str, str]:
+        """(end-of-turn text, what follows it up to the next reply). No end-of-turn text where the template has none."""
+        forms = [Message("assistant", _MARK)]
+        if said is not None:
+            forms.append(replace(said, content=_MARK))
+        failure: Exception | None = None
+        for form in forms:
+            try:
+                text = self._apply([Message("user", "x"), form, *new])
+            except Exception as error:
+                failure = error
+                continue
+            tail = text.partition(_MARK)[2]
+            end = self._end_texts[self._usual_end] if self._has_end else ""
+            if not end:
+                return "", tail
+            _, found, rest = tail.partition(end)
+            if found:
+                return end, rest
+        raise ValueError(
+            f"the chat template closes no turn of the assistant before {[m.role for m in new]}"
+        ) from failure
 
     def _added(self, seen: str, end_id: int | None, text: str) -> tuple[int, ...] | None:
         """Ids of what ``text`` has after ``seen`` and the sampled end token, or None where that is no continuation."""
@@ -153,22 +249,24 @@ class Renderer:
 
     def _template_end(self) -> int | None:
         """The special token that the template puts right after an assistant's content."""
-        marker = "afterplay"
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}]
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
         except Exception as error:
             raise ConfigurationError(
                 f"the chat template cannot render a user and an assistant message: {type(error).__name__}: {error}"
             ) from error
-        _, found, tail = text.rpartition(marker)
+        _, found, tail = text.rpartition(_MARK)
         ids = self._encode(tail) if found and tail else ()
         return ids[0] if ids and ids[0] in self._special_ids else None
 
-    def _apply(self, messages: Sequence[Message]) -> str:
-        text = self._tokenizer.apply_chat_template(
-            [m.as_template_input() for m in messages], tokenize=False, add_generation_prompt=True
-        )
+    def _apply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
+        shown = self._style.messages(messages, tools) if tools or _has_answers(messages) else messages
+        return self._render([m.as_template_input() for m in shown], self._style.tools(tools))
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[ToolSchema] | None = None) -> str:
+        options = {"tools": tools} if tools else {}
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         assert isinstance(text, str)
         return text
 
@@ -181,6 +279,10 @@ class Renderer:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
         assert isinstance(text, str)
         return text
+
+
+def _has_answers(messages: Sequence[Message]) -> bool:
+    return any(message.role == "tool" for message in messages)
 
 
 def _special_texts(tokenizer: Any) -> tuple[str, ...]:

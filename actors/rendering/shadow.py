@@ -6,11 +6,10 @@ context differs from the played one (in the first turn, and in a turn that begin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.rendering.renderer import Completed, Conversation, Renderer
-from pipeline.schema import Message
+from actors.rendering.renderer import Conversation
 
 
 @dataclass(slots=True)
@@ -34,17 +33,16 @@ class Shadow:
 
     def follow(
         self,
-        renderer: Renderer,
+        advance: Callable[[Conversation], Conversation],
         played: Conversation,
         turn: int,
         completion_ids: Sequence[int],
-        completed: Completed,
-        new: Sequence[Message],
         forked: bool,
     ) -> None:
-        """``played`` is the prompt of ``turn``, in a new branch where ``forked``."""
+        """``played`` is the prompt of ``turn``, in a new branch where ``forked``; ``advance`` makes the next prompt of
+        a conversation with what was sampled and answered, as was done for the played one."""
         before = self.conversation
-        after = renderer.extend(before, completion_ids, completed, new)
+        after = advance(before)
         if forked:
             self.contexts[turn] = after.prompt_ids
             after = replace(after, branch=played.branch)

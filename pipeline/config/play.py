@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.tasks import TasksFromConfig
 
 
 class ModelConfig(Section):
@@ -83,6 +84,22 @@ class SamplingConfig(Section):
     """More stop strings (the end-of-turn token always stops)."""
 
 
+class LoopConfig(Section):
+    """The agent loop: what the policy is told between its completions."""
+
+    name: str | None = Field(None, min_length=1)
+    """``single_turn``, ``multi_turn`` (the environment answers every reply), ``tool_agent`` (tool calls are run, other
+    replies go to the environment), an entry point of ``afterplay.loops``, ``module:Class`` or ``path/file.py:Class``.
+    None: what the environment asks for, else ``multi_turn``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the loop's constructor; docs/AGENTS.md has the tables."""
+    history: Literal["template", "append"] = "template"
+    """``template``: each prompt is what the chat template writes for the whole conversation; where that changes earlier
+    tokens (dropped thinking, trimmed text, tool calls written differently) the trajectory forks a branch. ``append``:
+    sampled tokens are never changed, and what the template puts after a reply is appended: one branch, fewer tokens,
+    but a prompt that the template alone would not have written."""
+
+
 class EnvironmentConfig(Section):
     """One environment that tasks are drawn from."""
 
@@ -92,8 +109,11 @@ class EnvironmentConfig(Section):
     """Share of tasks, relative to the other environments."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
+    loop: LoopConfig = LoopConfig()
     tasks: int | None = Field(None, ge=1)
     """How many different tasks there are; None: as many as are asked for, each seen once."""
+    tasks_from: TasksFromConfig | None = None
+    """Tasks are the rows of a data set, which the environment gets as ``task.payload``. None: tasks are seeds."""
     seed: int = Field(0, ge=0)
     """Seed of the first task; task i has seed ``seed + i``."""
     step_seconds_max: float = Field(60.0, gt=0)
@@ -105,6 +125,12 @@ class EnvironmentConfig(Section):
     """Sampled and context tokens of one episode together."""
     max_seconds: float = Field(600.0, gt=0)
     """Wall time of one episode."""
+
+    @model_validator(mode="after")
+    def _one_source_of_tasks(self) -> EnvironmentConfig:
+        if self.tasks is not None and self.tasks_from is not None:
+            raise ValueError("tasks is for tasks made from seeds: with tasks_from set tasks_from.limit instead")
+        return self
 
 
 class ActorConfig(Section):
