@@ -32,6 +32,7 @@ NOT_SHOWN = {
     "afterplay_actor_weight_update_failures_total": "always 0, for the same reason",
     "afterplay_replay_equal_groups_total": "how much groups.equal_rewards has to do; what is left out is in the panel "
     "of groups by outcome and in the bias audit",
+    "afterplay_replay_task_rows": "fixed when the data is opened: to look at once, after a start",
     "afterplay_learner_evaluation_score": "always 0: nothing evaluates yet",
 }
 """Metrics of ours that are in no panel and in no rule, and why. ``process_*`` is shown as far as it helps."""

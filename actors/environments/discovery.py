@@ -28,6 +28,7 @@ BUILT_IN = {
     "arithmetic": "actors.environments.arithmetic:Arithmetic",
     "number_guess": "actors.environments.number_guess:NumberGuess",
     "passcode": "actors.environments.passcode:Passcode",
+    "question": "actors.environments.question:Question",
 }
 
 

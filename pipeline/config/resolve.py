@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import TypeVar
 
+from pipeline.config.play import EnvironmentConfig
 from pipeline.config.run import RunConfig
 from pipeline.config.warm_start import SupervisedConfig, WarmStartConfig
 from pipeline.errors import ConfigurationError
@@ -39,9 +40,23 @@ def resolve(config: RunConfig) -> RunConfig:
     run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
     warm = _at_home(config.learner.warm_start)
     supervised = _at_home(config.loss.supervised)
+    environments = {name: _with_data_at_home(section) for name, section in config.environments.items()}
     learner = config.learner.model_copy(update={"warm_start": warm})
     loss = config.loss.model_copy(update={"supervised": supervised})
-    return config.model_copy(update={"engine": engine, "replay": replay, "run": run, "learner": learner, "loss": loss})
+    changed = {"engine": engine, "replay": replay, "run": run, "learner": learner, "loss": loss}
+    return config.model_copy(update={**changed, "environments": environments})
+
+
+def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
+    """With the absolute paths of its data."""
+    data = section.tasks_from
+    if data is None:
+        return section
+    splits = data.splits
+    if data.path is None and data.name is None:
+        splits = {name: str(Path(str(place)).expanduser().absolute()) for name, place in splits.items()}
+    path = None if data.path is None else data.path.expanduser().absolute()
+    return section.model_copy(update={"tasks_from": data.model_copy(update={"path": path, "splits": splits})})
 
 
 def _at_home(section: Demonstrated) -> Demonstrated:

@@ -31,6 +31,7 @@ POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
 SAVED_FROM = ("rollout", "import")
 LEFT = ("full", "capacity", "retired", "age")
 GUARD = ("shrink", "recover")
+TASK_ROWS = ("used", "filtered", "bad", "held_out", "unused")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
 _P = "afterplay_replay_"
@@ -75,6 +76,14 @@ class ReplayMetrics:
             {"reason": DROPS},
         )
         self.oldest_policy_version = gauge(r, _P + "oldest_policy_version", "Smallest behaviour version still held.")
+
+        self.task_rows = gauge(
+            r,
+            _P + "task_rows",
+            "Rows of tasks_from when it was opened; kind = used, filtered, bad (skipped), held_out (asked in another "
+            "split too) or unused (in no split, or over the limit).",
+            {"env": tuple(environments), "kind": TASK_ROWS},
+        )
 
     def _build_sampling(self, r: CollectorRegistry) -> None:
         self.staleness_versions = histogram(

@@ -31,6 +31,7 @@ from pipeline.replay.tasks import TaskSampler
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.scorer.verdict import Verdict
 from pipeline.staleness import Batches, StalenessRule
+from pipeline.tasks.source import TaskSplit
 from pipeline.transport.base import Kind, Limits, Message
 
 
@@ -38,7 +39,8 @@ class StageCore:
     """All rules of docs/PROTOCOL.md on the side of the replay stage.
 
     ``score_now`` scores without waiting (no user functions); None sends :class:`Score` effects instead.
-    Raises :class:`ConfigurationError` when the snapshot is that of another ``shard``.
+    ``sources``: the train splits of environments with ``tasks_from``; the core reads a row when its task is drawn.
+    Raises :class:`ConfigurationError` when the snapshot is that of another ``shard`` or of other data.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class StageCore:
         wall: float = 0.0,
         score_now: ScoreNow | None = None,
         shard: Shard = WHOLE,
+        sources: Mapping[str, TaskSplit] | None = None,
     ) -> None:
         snapshot = snapshot or Snapshot()
         meta = snapshot.meta
@@ -70,9 +73,14 @@ class StageCore:
             wall=wall,
             shard=shard,
         )
-        self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"), shard)
+        self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"), shard, sources)
         self.experience = Experience(
-            config, entries=snapshot.entries, tasks=snapshot.tasks, state=meta.get("experience"), shard=shard.index
+            config,
+            entries=snapshot.entries,
+            tasks=snapshot.tasks,
+            state=meta.get("experience"),
+            shard=shard.index,
+            sizes=self.sampler.sizes,
         )
         self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)
         self.replays = Replays(self._s, self.experience, self.sampler)

@@ -9,6 +9,7 @@ import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
+from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
 from pipeline.lessons.open import open_lessons
 from pipeline.lessons.service import Lessons
@@ -27,6 +28,8 @@ from pipeline.replay.unfit import UnfitTraces, unfit_traces
 from pipeline.role import RoleContext
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
+from pipeline.tasks.open import open_sources
+from pipeline.tasks.source import TaskSource
 from pipeline.transport.base import EventKind, Hub, Kind
 from pipeline.transport.open import limits_of, open_hub
 
@@ -47,6 +50,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     names = ("environment", *(f.name or f.path for f in config.scorer.functions))
     metrics = ReplayMetrics(ctx.registry, environments=tuple(config.environments), score_functions=names)
     scorer = Scorer(config.scorer, partial(_observe_score, metrics))
+    sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory, shard.index)
     ctx.report("starting", f"the store {path}")
     store = await anyio.to_thread.run_sync(open_store, config.replay, path)
@@ -59,6 +63,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             wall=time.time(),
             score_now=scorer.score_now if scorer.immediate else None,
             shard=shard,
+            sources={name: source.splits[TRAIN] for name, source in sources.items()},
         )
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         with unfit_traces(config.traces, ctx.directory.traces, shard.index) as failed:
@@ -67,6 +72,30 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         # with replay.memory_only this writes the last copy
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(store.close)
+        for source in sources.values():
+            source.close()
+
+
+async def _open_sources(ctx: RoleContext, metrics: ReplayMetrics) -> dict[str, TaskSource]:
+    """The data of the environments, read once in a thread: minutes where it is large, with a sign of life."""
+    config = ctx.config
+    if all(section.tasks_from is None for section in config.environments.values()):
+        return {}
+    ctx.report("starting", "the tasks (reading tasks_from)")
+    async with anyio.create_task_group() as living:
+        living.start_soon(_beat, ctx)
+        sources = await anyio.to_thread.run_sync(open_sources, config)
+        living.cancel_scope.cancel()
+    for name, source in sources.items():
+        for kind, n in source.counts.items():
+            metrics.task_rows.labels(env=name, kind=kind).set(n)
+    return sources
+
+
+async def _beat(ctx: RoleContext) -> None:
+    while True:
+        ctx.beat()
+        await anyio.sleep(1.0)
 
 
 async def _serve(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from pipeline.config.play import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.sharding import WHOLE, Shard
+from pipeline.replay.state import log
 from pipeline.schema import Task
+from pipeline.tasks.source import TaskSplit
 
 TRIES_MAX = 4096
 """Tasks of one environment that :meth:`TaskSampler.draw_where` looks at before it gives the environment up."""
@@ -27,12 +31,23 @@ class Verdict(Enum):
     """It is not played this time round; the environment's next one is looked at."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came next. Its id is known at once; the task of a data set is read when somebody wants it."""
+
+    task_id: str
+    task: Callable[[], Task]
+
+
 class TaskSampler:
     """Draws tasks from weighted environments.
 
     The environment of a draw is the one furthest behind its share (so every batch is mixed as the weights say, without
     noise). Task ``i`` of environment ``E`` is ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N``
     visits its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
+
+    ``sources`` are the train splits of the environments with ``tasks_from``: their tasks are rows. One that had all
+    its ``epochs`` gives its turns to the others; when all had, they go on, because cancelled groups used some up.
 
     Every ``shard`` walks the same sequence and passes over what belongs to others. Raises :class:`ConfigurationError`
     when nothing is left for it.
@@ -44,10 +59,16 @@ class TaskSampler:
         seed: int,
         state: Mapping[str, Any] | None = None,
         shard: Shard = WHOLE,
+        sources: Mapping[str, TaskSplit] | None = None,
     ) -> None:
         self._environments = dict(environments)
         self._seed = seed
         self._shard = shard
+        self._sources = dict(sources or {})
+        self._all_spent = False
+        for name, section in self._environments.items():
+            if section.tasks_from is not None and name not in self._sources:
+                raise ConfigurationError(f"expected the data of environments.{name}.tasks_from to be open, got none")
         self._check_share()
         drawn = dict((state or {}).get("drawn", {}))
         self._drawn: dict[str, int] = {name: int(drawn.get(name, 0)) for name in self._environments}
@@ -56,15 +77,21 @@ class TaskSampler:
         self._base: dict[str, int] = {name: int(base.get(name, self._drawn[name])) for name in self._environments}
         if set(base) != set(self._environments):
             self._base = dict(self._drawn)
+        self._compare(dict((state or {}).get("sources", {})))
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """How many different tasks each environment has; None: no end."""
+        return {name: self._size(name) for name in self._environments}
 
     def draw(self) -> Task:
         """The next task."""
-        while not self._shard.owns((task := self._walk(self._next_environment())).task_id):
+        while not self._shard.owns((drawn := self._walk(self._next_environment(self._spent()))).task_id):
             pass
-        return task
+        return drawn.task()
 
     def draw_where(
-        self, verdict: Callable[[Task], Verdict], *, exhausted: Collection[str] = frozenset()
+        self, verdict: Callable[[Drawn], Verdict], *, exhausted: Collection[str] = frozenset()
     ) -> Task | None:
         """The next task that ``verdict`` takes; None when no environment has one.
 
@@ -72,18 +99,20 @@ class TaskSampler:
         does. An environment is given up after two epochs of it, at most :data:`TRIES_MAX` tasks; one that is
         ``exhausted`` at once.
         """
-        tries = {name: min(TRIES_MAX, 2 * (section.tasks or TRIES_MAX)) for name, section in self._environments.items()}
+        spent = self._spent()
+        open_ones = [name for name in self._environments if name not in spent]
+        tries = {name: min(TRIES_MAX, 2 * (self._size(name) or TRIES_MAX)) for name in open_ones}
         closed: set[str] = set()
         while len(closed) < len(tries):
-            name = self._next_environment(closed)
+            name = self._next_environment(closed | spent)
             if name not in exhausted and tries[name]:
                 tries[name] -= 1
-                task = self._walk(name)
-                if not self._shard.owns(task.task_id):
+                drawn = self._walk(name)
+                if not self._shard.owns(drawn.task_id):
                     continue
-                found = verdict(task)
+                found = verdict(drawn)
                 if found is Verdict.TAKE:
-                    return task
+                    return drawn.task()
                 self._base[name] += found is Verdict.PASS
                 continue
             closed.add(name)
@@ -92,22 +121,66 @@ class TaskSampler:
             self._base[name] += 1
         return None
 
-    def _walk(self, name: str) -> Task:
+    def _walk(self, name: str) -> Drawn:
         index = self._drawn[name]
         self._drawn[name] += 1
-        section = self._environments[name]
+        section, source = self._environments[name], self._sources.get(name)
+        if source is not None:
+            row = source.order(index)
+            return Drawn(source.task_id(row), partial(source.__getitem__, row))
         if section.tasks is not None:
             index = self._shuffled(name, section.tasks, index // section.tasks)[index % section.tasks]
         seed = section.seed + index
-        return Task(f"{name}/{seed}", name, seed)
+        task_id = f"{name}/{seed}"
+        return Drawn(task_id, partial(Task, task_id, name, seed))
 
     def state(self) -> dict[str, Any]:
         """JSON that :meth:`__init__` takes back."""
-        return {"drawn": dict(self._drawn), "base": dict(self._base)}
+        state: dict[str, Any] = {"drawn": dict(self._drawn), "base": dict(self._base)}
+        if self._sources:
+            state["sources"] = {name: source.fingerprint for name, source in self._sources.items()}
+        return state
+
+    def _size(self, name: str) -> int | None:
+        return len(self._sources[name]) if name in self._sources else self._environments[name].tasks
+
+    def _spent(self) -> set[str]:
+        """Environments that had all their passes; none when that is every one."""
+        spent = {
+            name
+            for name, source in self._sources.items()
+            if source.tasks_max is not None and self._drawn[name] >= source.tasks_max
+        }
+        if len(spent) < len(self._environments):
+            return spent
+        if not self._all_spent:
+            log.warning("all tasks_from.epochs are over (groups were cancelled or passed over): a further pass begins")
+        self._all_spent = True
+        return set()
+
+    def _compare(self, before: Mapping[str, str]) -> None:
+        """Go on only in the data that the positions were counted in."""
+        for name, source in self._sources.items():
+            if not self._drawn[name] or before.get(name) == source.fingerprint:
+                continue
+            if not source.restarts:
+                raise ConfigurationError(
+                    f"environments.{name}.tasks_from: expected the data that this run began with, got other rows, "
+                    f"another order or another content in {source.where}: it was changed, or filter, columns, limit, "
+                    "splits or shuffle were. Restore it, or start a new run (another run.name, or --fresh), or set "
+                    f"environments.{name}.tasks_from.on_change: restart to begin the first pass over the new data"
+                )
+            log.warning("environments.%s: %s is not what it was: its first pass begins", name, source.where)
+            self._base[name] -= self._drawn[name]
+            self._drawn[name] = 0
 
     def _check_share(self) -> None:
         for name, section in self._environments.items():
-            if section.tasks is None or any(
+            source = self._sources.get(name)
+            if source is not None:
+                if any(self._shard.owns(source.task_id(i)) for i in range(len(source))):
+                    return
+            elif section.tasks is None or any(
                 self._shard.owns(f"{name}/{section.seed + i}") for i in range(section.tasks)
             ):
                 return

@@ -87,6 +87,8 @@ def test_the_schema_knows_only_errors():
         ("sqlite3", ("pipeline/replay/", "pipeline/lessons/")),
         ("matplotlib", ("pipeline/plots.py",)),
         ("typer", ("pipeline/cli/",)),
+        ("pyarrow", ("pipeline/tasks/parquet.py",)),
+        ("datasets", ("pipeline/tasks/huggingface.py",)),
     ],
 )
 def test_a_library_lives_in_its_home(library, homes):

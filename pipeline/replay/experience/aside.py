@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from pipeline.replay.tasks import TaskSampler, Verdict
+from pipeline.replay.tasks import Drawn, TaskSampler, Verdict
 from pipeline.schema import Task
 
 
@@ -36,14 +36,14 @@ class Aside:
             if task_id not in batch:
                 return self._tasks.pop(task_id)
 
-        def verdict(task: Task) -> Verdict:
-            if task.task_id in self._tasks:
+        def verdict(drawn: Drawn) -> Verdict:
+            if drawn.task_id in self._tasks:
                 return Verdict.PASS
-            if is_retired(task.task_id):
+            if is_retired(drawn.task_id):
                 return Verdict.PASS
-            if task.task_id not in batch:
+            if drawn.task_id not in batch:
                 return Verdict.TAKE
-            self._tasks[task.task_id] = task
+            self._tasks[drawn.task_id] = drawn.task()
             return Verdict.KEEP
 
         return sampler.draw_where(verdict, exhausted=exhausted)

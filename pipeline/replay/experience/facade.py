@@ -8,6 +8,7 @@ built from these goes on with the same draws.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ class Experience:
     """Pool, difficulty, selection and mixing of one stage (REPLAY.md 1, 2 and 5).
 
     ``entries`` and ``tasks`` are the rows as last written, ``state`` the last one taken. With ``replay.enabled`` false
-    what is given is held and nothing else happens: groups come straight from the sampler.
+    what is given is held and nothing else happens: groups come straight from the sampler. ``sizes``: tasks of each
+    environment (None: without end), where its data was opened.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Experience:
         tasks: Iterable[TaskRecord] = (),
         state: Mapping[str, Any] | None = None,
         shard: int = 0,
+        sizes: Mapping[str, int | None] | None = None,
     ) -> None:
         state = state or {}
         replay = config.replay
@@ -56,7 +59,7 @@ class Experience:
         self._enabled = replay.enabled
         self._upper = config.groups.n_rollout if replay.success_upper is None else replay.success_upper
         self._pool = Pool(replay, config.staleness.max, config.environments, entries)
-        finite = {name: section.tasks for name, section in config.environments.items()}
+        finite = sizes if sizes is not None else _sizes(config)
         self._difficulty = Difficulty(finite, tasks, self._replay.retire_after)
         self._draws = Draws(config.run.seed, shard, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
@@ -264,3 +267,11 @@ class Experience:
         if shelf is None or not shelf.usable or not self._mixing.take_rescue(self._factor):
             return ()
         return self._planner.candidates(shelf, 1)
+
+
+def _sizes(config: RunConfig) -> dict[str, int | None]:
+    """As far as the configuration tells: data sets have an end, which is not known here."""
+    return {
+        name: sys.maxsize if section.tasks_from is not None else section.tasks
+        for name, section in config.environments.items()
+    }
