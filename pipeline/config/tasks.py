@@ -80,21 +80,6 @@ class TasksFromConfig(Section):
     """With ``parquet``: decoded row groups that are kept in memory, at least one."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> TasksFromConfig:
-        hub = self.kind == "huggingface"
-        named = not self.divides
-        if self.name is not None and not hub:
-            raise ValueError(f"tasks_from.name is for kind: huggingface, but kind is {self.kind}: give path")
-        if hub and (self.path is None) == (self.name is None):
-            raise ValueError("tasks_from with kind: huggingface needs either path (a folder) or name (a hub id)")
-        if not hub and (self.path is None) != named:
-            what = "splits names the files, so path is not used" if named else f"kind: {self.kind} needs path"
-            raise ValueError(f"tasks_from: {what}")
-        if not hub and (self.subset is not None or self.revision is not None):
-            raise ValueError("tasks_from.subset and revision are for kind: huggingface")
-        return self
-
-    @model_validator(mode="after")
     def _splits_make_sense(self) -> TasksFromConfig:
         if TRAIN not in self.splits:
             raise ValueError(f"tasks_from.splits needs {TRAIN!r} (what is trained on), got {', '.join(self.splits)}")
@@ -107,6 +92,21 @@ class TasksFromConfig(Section):
             shares = [float(value) for value in self.splits.values()]
             if any(not 0 < share <= 1 for share in shares) or math.fsum(shares) > 1 + 1e-9:
                 raise ValueError(f"tasks_from.splits: expected shares above 0 of at most 1 together, got {shares}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_place(self) -> TasksFromConfig:
+        hub = self.kind == "huggingface"
+        named = not self.divides
+        if self.name is not None and not hub:
+            raise ValueError(f"tasks_from.name is for kind: huggingface, but kind is {self.kind}: give path")
+        if hub and (self.path is None) == (self.name is None):
+            raise ValueError("tasks_from with kind: huggingface needs either path (a folder) or name (a hub id)")
+        if not hub and (self.path is None) != named:
+            what = "splits names the files, so path is not used" if named else f"kind: {self.kind} needs path"
+            raise ValueError(f"tasks_from: {what}")
+        if not hub and (self.subset is not None or self.revision is not None):
+            raise ValueError("tasks_from.subset and revision are for kind: huggingface")
         return self
 
     @property

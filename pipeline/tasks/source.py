@@ -169,7 +169,7 @@ class Indexing:
                 if self._full(index):
                     break
             asked |= mine
-        return found
+        return {name: found[name] for name in rows}
 
     def _usable(self, rows: Rows) -> Iterator[tuple[int, int, int]]:
         """Number, hash of the payload and hash of the question of every row that the filter lets through."""

@@ -1,0 +1,185 @@
+"""Rows are drawn once in every pass, and a run that goes on draws what would have come, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import RunConfig
+from pipeline.config.play import EnvironmentConfig
+from pipeline.errors import ConfigurationError
+from pipeline.replay.core import StageCore
+from pipeline.replay.sharding import Shard
+from pipeline.replay.snapshot import Snapshot
+from pipeline.replay.tasks import TaskSampler, Verdict
+from pipeline.schema import Task
+from pipeline.tasks.open import open_source, open_sources
+from tests.unit.tasks.conftest import environment, questions, write_jsonl
+
+
+@contextmanager
+def sampler_of(
+    environments: dict[str, EnvironmentConfig], seed: int = 0, state: Any = None, shard: Shard | None = None
+) -> Iterator[TaskSampler]:
+    with ExitStack() as stack:
+        sources = {}
+        for name, section in environments.items():
+            if section.tasks_from is not None:
+                source = open_source(name, section, seed)
+                stack.callback(source.close)
+                sources[name] = source.splits["train"]
+        yield TaskSampler(environments, seed, state, sources=sources, **({"shard": shard} if shard else {}))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("data") / "q.jsonl", questions(17))
+
+
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@quick
+@given(seed=st.integers(0, 5), shuffle=st.sampled_from([True, False, 11]))
+def test_every_row_comes_once_in_every_pass(data: Path, seed: int, shuffle: bool | int) -> None:
+    with sampler_of({"q": environment(kind="jsonl", path=data, shuffle=shuffle)}, seed) as sampler:
+        passes = [[sampler.draw().payload["answer"] for _ in range(17)] for _ in range(3)]
+    assert all(sorted(one) == list(range(1, 18)) for one in passes)
+    if shuffle is False:
+        assert passes[0] == passes[1] == list(range(1, 18))
+    else:
+        assert len({tuple(one) for one in passes}) == 3
+
+
+@quick
+@given(drawn=st.integers(0, 60), seed=st.integers(0, 3), weight=st.floats(0.2, 5), shards=st.integers(1, 2))
+def test_a_run_that_goes_on_draws_what_would_have_come(
+    data: Path, drawn: int, seed: int, weight: float, shards: int
+) -> None:
+    environments = {
+        "q": environment(kind="jsonl", path=data).model_copy(update={"weight": weight}),
+        "b": EnvironmentConfig(),
+    }
+    shard = Shard(0, shards)
+    with sampler_of(environments, seed, shard=shard) as one:
+        for _ in range(drawn):
+            one.draw()
+        with sampler_of(environments, seed, one.state(), shard) as two:
+            assert [one.draw() for _ in range(40)] == [two.draw() for _ in range(40)]
+
+
+def test_stages_divide_the_rows(data: Path) -> None:
+    drawn: list[set[str]] = []
+    for index in range(2):
+        with sampler_of({"q": environment(kind="jsonl", path=data)}, shard=Shard(index, 2)) as sampler:
+            drawn.append({sampler.draw().task_id for _ in range(40)})
+    assert len(drawn[0] | drawn[1]) == 17 and not drawn[0] & drawn[1]
+
+
+def test_rows_that_are_passed_over_are_not_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sampler_of({"q": environment(kind="jsonl", path=data)}) as sampler:
+        reads: list[int] = []
+        source = sampler._sources["q"]
+        read = source._rows.read
+        monkeypatch.setattr(source._rows, "read", lambda number: reads.append(number) or read(number))
+        seen: list[str] = []
+
+        def third(drawn: Any) -> Verdict:
+            seen.append(drawn.task_id)
+            return Verdict.TAKE if len(seen) == 3 else Verdict.PASS
+
+        task = sampler.draw_where(third)
+    assert isinstance(task, Task) and len(seen) == 3 and len(reads) == 1
+
+
+def changed(path: Path, data: Path, how: str) -> dict[str, Any]:
+    rows = questions(17)
+    if how == "content":
+        rows[3]["solution"]["value"] = 99
+    elif how == "order":
+        rows.reverse()
+    elif how == "more":
+        rows += questions(20)[17:]
+    write_jsonl(path, rows)
+    extra = {"filter": {"filter": [{"column": "level", "op": ">", "value": 0}]}, "shuffle": {"shuffle": 5}}
+    return {"kind": "jsonl", "path": path, **extra.get(how, {})}
+
+
+@pytest.mark.parametrize("how", ["content", "order", "more", "filter", "shuffle"])
+def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, data: Path, how: str) -> None:
+    with sampler_of({"q": environment(kind="jsonl", path=data)}) as one:
+        before = [one.draw() for _ in range(5)]
+        state = one.state()
+    section = changed(tmp_path / "q.jsonl", data, how)
+    with (
+        pytest.raises(ConfigurationError, match="expected the data that this run began with") as caught,
+        sampler_of({"q": environment(**section)}, state=state),
+    ):
+        pass
+    assert "on_change: restart" in str(caught.value)
+    with sampler_of({"q": environment(**section, on_change="restart"), "b": EnvironmentConfig()}, state=state) as two:
+        after = [task for task in (two.draw() for _ in range(60)) if task.environment == "q"]
+    ids = {task.task_id: task for task in before}
+    assert all(ids[task.task_id] == task for task in after if task.task_id in ids), "an id means one content for ever"
+
+
+def test_unchanged_data_elsewhere_is_the_same_data(tmp_path: Path, data: Path) -> None:
+    with sampler_of({"q": environment(kind="jsonl", path=data)}) as one:
+        one.draw()
+        copy = tmp_path / "copy.jsonl"
+        copy.write_bytes(data.read_bytes())
+        with sampler_of({"q": environment(kind="jsonl", path=copy)}, state=one.state()) as two:
+            assert one.draw() == two.draw()
+
+
+def test_an_environment_that_had_its_passes_gives_its_turns_to_the_others(data: Path) -> None:
+    environments = {"q": environment(kind="jsonl", path=data, epochs=2), "b": EnvironmentConfig()}
+    with sampler_of(environments) as sampler:
+        drawn = [sampler.draw().environment for _ in range(100)]
+    assert drawn.count("q") == 34 and set(drawn[70:]) == {"b"}
+
+
+def test_when_all_passes_are_over_a_further_one_begins(data: Path) -> None:
+    with sampler_of({"q": environment(kind="jsonl", path=data, epochs=1)}) as sampler:
+        assert len([sampler.draw() for _ in range(20)]) == 20
+        assert sampler.draw_where(lambda drawn: Verdict.TAKE) is not None
+
+
+def test_a_run_longer_than_its_passes_is_refused(data: Path) -> None:
+    config = {
+        "run": {"total_steps": 100},
+        "groups": {"groups_per_step": 4},
+        "environments": {"q": environment(kind="jsonl", path=data, epochs=3).model_dump()},
+        "scorer": {"functions": [{"path": "exact"}]},
+    }
+    with pytest.raises(ConfigurationError, match=r"set run\.total_steps: 12"):
+        open_sources(RunConfig.model_validate(config))
+    sources = open_sources(RunConfig.model_validate({**config, "run": {"total_steps": 12}}))
+    for source in sources.values():
+        source.close()
+
+
+def test_a_stage_without_its_data_is_an_error(data: Path) -> None:
+    with pytest.raises(ConfigurationError, match="to be open"):
+        TaskSampler({"q": environment(kind="jsonl", path=data)}, 0)
+
+
+def test_the_stage_knows_how_many_tasks_the_data_has(data: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "environments": {"q": environment(kind="jsonl", path=data).model_dump()},
+            "scorer": {"functions": [{"path": "exact"}]},
+        }
+    )
+    sources = open_sources(config)
+    core = StageCore(config, Snapshot(), sources={name: s.splits["train"] for name, s in sources.items()})
+    assert core.sampler.sizes == {"q": 17}
+    assert core.replays.next().task.payload["prompt"].startswith("What is")
+    for source in sources.values():
+        source.close()

@@ -1,0 +1,161 @@
+"""The same task is the same row in every kind of data; what is wrong with data is told with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigurationError
+from tests.unit.tasks.conftest import Opened, questions, write_jsonl
+
+
+def parquet(path: Path, n: int, group: int = 7) -> Path:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'afterplay[data]'")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(questions(n)), path, row_group_size=group)
+    return path
+
+
+def saved(path: Path, n: int) -> Path:
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'afterplay[data]'")
+    train, test = datasets.Dataset.from_list(questions(n)), datasets.Dataset.from_list(questions(2 * n)[n:])
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(path))
+    return path
+
+
+def test_all_kinds_give_the_same_tasks(tmp_path: Path, opened: Opened) -> None:
+    jsonl = opened(kind="jsonl", path=write_jsonl(tmp_path / "q.jsonl", questions(20))).splits["train"]
+    others = [
+        opened(kind="parquet", path=parquet(tmp_path / "q.parquet", 20), cache_bytes=1024).splits["train"],
+        opened(kind="huggingface", path=saved(tmp_path / "saved", 20)).splits["train"],
+    ]
+    assert jsonl[3].payload == {"prompt": "What is 3 + 1?", "answer": 4}
+    assert jsonl[3].task_id.startswith("q/3-") and jsonl[3].environment == "q" and jsonl[3].seed == 3
+    for other in others:
+        assert list(other) == list(jsonl)
+        assert other.fingerprint == jsonl.fingerprint
+        assert [other[i] for i in (19, 0, 7, 8)] == [jsonl[i] for i in (19, 0, 7, 8)]
+
+
+def test_a_folder_that_load_dataset_reads_is_a_data_set(tmp_path: Path, opened: Opened, monkeypatch) -> None:
+    pytest.importorskip("datasets", reason="needs datasets: pip install 'afterplay[data]'")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", questions(6))
+    write_jsonl(folder / "test.jsonl", questions(9)[6:])
+    source = opened(kind="huggingface", path=folder, splits={"train": "train", "eval": "test"})
+    assert [len(split) for split in source.splits.values()] == [6, 3]
+    assert source.splits["eval"][0].task_id.startswith("q/eval/0-")
+
+
+def test_named_splits_of_a_saved_data_set(tmp_path: Path, opened: Opened) -> None:
+    splits = {"train": "train", "eval": "test"}
+    source = opened(kind="huggingface", path=saved(tmp_path / "saved", 5), splits=splits)
+    assert [task.payload["answer"] for task in source.splits["eval"]] == [6, 7, 8, 9, 10]
+
+
+def test_several_files_are_one_data_set_by_name(tmp_path: Path, opened: Opened) -> None:
+    rows = questions(9)
+    write_jsonl(tmp_path / "b.jsonl", rows[4:])
+    write_jsonl(tmp_path / "a.jsonl", rows[:4])
+    whole = opened(kind="jsonl", path=write_jsonl(tmp_path / "all.json", rows)).splits["train"]
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        assert list(opened(kind="jsonl", path=path).splits["train"]) == list(whole)
+    parquet(tmp_path / "a.parquet", 4)
+    both = opened(kind="parquet", path=tmp_path).splits["train"]
+    assert len(both) == 4
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path, opened: Opened) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"question": "a", "solution": {"value": 1}}\n\n  \n{"question": "b", "solution": {"value": 2}}'
+    )
+    assert [task.payload["prompt"] for task in opened(kind="jsonl", path=path).splits["train"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "expected a JSON object, got b'{'"),
+        ("[1]", "expected a JSON object, got a list"),
+        ('{"question": "x"}', "expected the column 'solution.value', got only question"),
+        ('{"question": "", "solution": {"value": 1}}', "an empty text"),
+    ],
+)
+def test_a_bad_row_is_told_with_its_line_or_skipped_and_counted(
+    tmp_path: Path, opened: Opened, line: str, says: str
+) -> None:
+    path = write_jsonl(tmp_path / "q.jsonl", questions(3))
+    path.write_text(path.read_text() + "\n" + line + "\n" + path.read_text())
+    with pytest.raises(ConfigurationError) as caught:
+        opened(kind="jsonl", path=path)
+    assert f"environments.q.tasks_from: {path}, line 5: " in str(caught.value)
+    assert says in str(caught.value) and "bad_rows: skip" in str(caught.value)
+    source = opened(kind="jsonl", path=path, bad_rows="skip")
+    assert source.counts["bad"] == 1 and source.counts["used"] == 6 and says in source.bad[0]
+    assert [task.payload["answer"] for task in source.splits["train"]] == [1, 2, 3, 1, 2, 3]
+
+
+def test_filter_and_limit_choose_rows_in_order(tmp_path: Path, opened: Opened) -> None:
+    path = write_jsonl(tmp_path / "q.jsonl", questions(20))
+    source = opened(kind="jsonl", path=path, filter=[{"column": "level", "op": ">", "value": 0}], limit=4)
+    assert [task.payload["answer"] for task in source.splits["train"]] == [2, 3, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"kind": "jsonl", "path": "nowhere.jsonl"}, "which does not exist"),
+        ({"kind": "jsonl", "path": "{tmp}/empty"}, r"expected \*.jsonl files in the folder"),
+        ({"kind": "jsonl", "path": "{tmp}/q.jsonl.gz"}, "unpack it"),
+        ({"kind": "parquet", "path": "{tmp}/q.jsonl"}, "expected a Parquet file"),
+        ({"kind": "jsonl", "path": "{tmp}/q.jsonl", "filter": [{"column": "level", "value": 9}]}, "3 filtered"),
+        ({"kind": "huggingface", "path": "{tmp}/empty"}, "expected to load the data set"),
+    ],
+)
+def test_data_that_is_not_there_is_a_clear_error(
+    tmp_path: Path, opened: Opened, section: dict[str, object], says: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    write_jsonl(tmp_path / "q.jsonl", questions(3))
+    (tmp_path / "q.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    section = {**section, "path": str(section["path"]).replace("{tmp}", str(tmp_path))}
+    if section["kind"] != "jsonl":
+        pytest.importorskip("datasets", reason="needs datasets and pyarrow: pip install 'afterplay[data]'")
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        opened(**section)
+    assert "environments.q.tasks_from" in str(caught.value)
+
+
+def test_columns_that_are_not_there_are_named(tmp_path: Path, opened: Opened) -> None:
+    for kind, path in (("parquet", parquet(tmp_path / "q.parquet", 3)), ("huggingface", saved(tmp_path / "s", 3))):
+        with pytest.raises(ConfigurationError, match=r"expected the columns text in .* which has question, solution"):
+            opened(kind=kind, path=path, columns={"prompt": "text"})
+
+
+def test_a_split_that_is_not_there_is_named(tmp_path: Path, opened: Opened) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected the split dev in .* which has train, test"):
+        opened(kind="huggingface", path=saved(tmp_path / "s", 3), split="dev")
+
+
+def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, opened: Opened) -> None:
+    path = write_jsonl(tmp_path / "q.jsonl", questions(900))
+    split = opened(kind="jsonl", path=path).splits["train"]
+    path.write_bytes(path.read_bytes().replace(b"What is 5 ", b"What is 7 "))
+    assert split[4].payload["answer"] == 5
+    with pytest.raises(ConfigurationError, match=r"q\.jsonl, line 6 as it was when this process started"):
+        split[5]
+    path.write_bytes(b"")
+    with pytest.raises(ConfigurationError, match="changed while the run uses it"):
+        split[899]
+
+
+def test_parquet_keeps_few_row_groups_in_memory(tmp_path: Path, opened: Opened) -> None:
+    source = opened(kind="parquet", path=parquet(tmp_path / "q.parquet", 400, group=10), cache_bytes=2048)
+    split, rows = source.splits["train"], source.rows[0]
+    assert sorted(split[split.order(i)].payload["answer"] for i in range(400)) == list(range(1, 401))
+    assert rows._held <= 2048 and len(rows._cache) < 10  # type: ignore[attr-defined]
