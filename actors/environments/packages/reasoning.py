@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import re
 import sys
-import time
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -19,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.timing import takes_long
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
 
@@ -35,8 +35,6 @@ HARMLESS = frozenset({"bitwise_arithmetic", "basic_arithmetic", "number_sorting"
 """They evaluate what they generated themselves, or parse without evaluating."""
 SAYS_TRUE_OR_FALSE = frozenset({"game_of_life_halting"})
 """Their scorers take anything that is not ``True`` for ``False``."""
-BLOCKING_SECONDS = 0.002
-"""A dataset whose puzzles take longer to make runs in threads."""
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)(?![a-z])", re.IGNORECASE)
 _EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|parse_expr\(|sympify\(")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -68,9 +66,7 @@ class ReasoningGym(Environment):
         if {"seed", "size"} & set(self.config):
             raise ValueError("config: seed and size come from the task")
         self._puzzle(0)
-        started = time.perf_counter()
-        self._puzzle(1)
-        self.blocking = time.perf_counter() - started > BLOCKING_SECONDS
+        self.blocking = takes_long(lambda: self._puzzle(1))
 
     def start(self, task: Task) -> Puzzle:
         dataset, entry = self._puzzle(task.seed % 2**32)

@@ -1,0 +1,99 @@
+"""Java processes of TextWorldExpress, shared by many games.
+
+The package starts one process (120 MB, later 300 MB) for each of its environments; a process can hold any number of
+games though. Calls into one process are made one at a time. Games whose Java code keeps state outside of the game get a
+process to themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+WAIT_SECONDS_MAX = 30.0
+"""How long a start waits for a process of its own."""
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """One Java process. Hold ``lock`` for every call."""
+
+    main: Any
+    """The package's environment that started it."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    games: int = 0
+
+
+class Pool:
+    """At most ``processes_max`` processes, started when they are needed."""
+
+    def __init__(self, environment: type, processes_max: int, alone: bool) -> None:
+        """``environment``: the package's class. ``alone``: one game in a process at a time."""
+        self._environment = environment
+        self._max = processes_max
+        self._alone = alone
+        self._processes: list[Process] = []
+        self._changed = threading.Condition()
+
+    def take(self) -> tuple[Process, Any]:
+        """A process and a new game in it. Raises :class:`TimeoutError` where all processes stay taken."""
+        with self._changed:
+            if not self._changed.wait_for(self._has_room, WAIT_SECONDS_MAX):
+                raise TimeoutError(
+                    f"no Java process became free in {WAIT_SECONDS_MAX:g} s: this game needs one for each episode. "
+                    "Raise options.jvms, or lower actor.concurrency"
+                )
+            if len(self._processes) < self._max and all(p.games for p in self._processes):
+                self._processes.append(Process(self._environment(envStepLimit=10**9)))
+            process = min(self._processes, key=lambda p: p.games)
+            process.games += 1
+        with process.lock:
+            return process, _game_in(self._environment, process.main)
+
+    def give_back(self, process: Process) -> None:
+        """A game of it ended."""
+        with self._changed:
+            process.games -= 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End every process."""
+        with self._changed:
+            for process in self._processes:
+                _end(process.main)
+            self._processes.clear()
+
+    def _has_room(self) -> bool:
+        return (
+            not self._alone or len(self._processes) < self._max or any(process.games == 0 for process in self._processes)
+        )
+
+
+def _game_in(base: type, main: Any) -> Any:
+    """One more game in a running process: the package's own class with everything but the game shared."""
+    game = object.__new__(_shared(base))
+    game.__dict__.update(main.__dict__)
+    game.server = main._gateway.jvm.textworldexpress.runtime.PythonInterface()
+    game.runHistory, game.lastStepScore = [], 0
+    game.gameName, game.gameParams, game.seed = None, "", None
+    return game
+
+
+_SHARED: dict[type, type] = {}
+
+
+def _shared(base: type) -> type:
+    """The package's class without the end of the process when a game is collected."""
+    leave: Callable[[object], None] = lambda _: None  # noqa: E731
+    return _SHARED.setdefault(base, type("SharedGame", (base,), {"close": leave, "__del__": leave}))
+
+
+def _end(main: Any) -> None:
+    main.close()
+    java = main._gateway.java_process
+    if java is not None:
+        java.stdin.close()
+        if java.stdout is not None:
+            java.stdout.close()
+        java.wait(timeout=5)

@@ -1,0 +1,120 @@
+"""``textworld_express``: eight text games of TextWorldExpress, with its train, dev and test seeds.
+
+Here ``jvms`` Java processes serve all episodes of an actor (:mod:`actors.environments.packages.jvm_pool`)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from actors.environments.base import Environment, Episode, Reply, Step
+from actors.environments.options import STRICT_OPTIONS
+from actors.environments.packages.catalogue import package
+from actors.environments.packages.jvm_pool import Pool, Process
+from pipeline.schema import Message, Task
+
+Game = Literal["coin", "twc", "cookingworld", "mapreader", "arithmetic", "sorting", "simonsays", "peckingorder"]
+
+
+ALONE = frozenset({"sorting"})
+"""Its Java code keeps objects by seed: two plays of one seed in a process disturb each other (the tests show it for
+this game and for no other)."""
+
+
+@dataclass(config=STRICT_OPTIONS)
+class TextWorldExpress(Environment):
+    """A text game of TextWorldExpress (find the coin, cook, sort, ...); the score from 0 to 1 is the reward."""
+
+    splits: ClassVar[dict[str, range]] = {
+        "train": range(1000), "dev": range(10_000, 11_000), "test": range(20_000, 21_000)
+    }  # fmt: skip
+    """The seeds that the package gives as its own. Any other seed is played as ``train`` with ``seed % 1000``."""
+    blocking: ClassVar[bool] = True
+
+    game: Game = "coin"
+    params: str = Field(default="", max_length=1000)
+    """The game's own parameters, for example ``numLocations=5,includeDoors=0``; empty: its defaults."""
+    steps: int = Field(default=50, ge=1, le=10_000)
+    """Actions before the game ends unsolved."""
+    show_actions: bool = True
+    """Say which actions are possible, up to 30, with each observation."""
+    jvms: int = Field(default=1, ge=1, le=64)
+    """Java processes, about 120 MB each at first and 300 MB with many games. ``sorting`` needs one for each episode
+    that is played at once, the other games share them."""
+
+    def __post_init__(self) -> None:
+        library = package("textworld_express")
+        self._pool = Pool(library.TextWorldExpressEnv, self.jvms, alone=self.game in ALONE)
+
+    def start(self, task: Task) -> TextWorldEpisode:
+        process, game = self._pool.take()
+        try:
+            return TextWorldEpisode(self, self._pool, process, game, task.seed)
+        except BaseException:
+            self._pool.give_back(process)
+            raise
+
+    def expert(self, task: Task) -> list[str]:
+        """Actions that solve ``task``, by the package."""
+        seed, fold = fold_of(task.seed)
+        process, game = self._pool.take()
+        try:
+            with process.lock:
+                game.reset(seed=seed, gameFold=fold, gameName=self.game, gameParams=self.params, generateGoldPath=True)
+                return [str(action) for action in game.getGoldActionSequence()]
+        finally:
+            self._pool.give_back(process)
+
+    def close(self) -> None:
+        """End the Java processes. They also end when this process does."""
+        self._pool.close()
+
+
+class TextWorldEpisode(Episode):
+    def __init__(self, options: TextWorldExpress, pool: Pool, process: Process, game: Any, seed: int) -> None:
+        self._options, self._game, self._left = options, game, options.steps
+        self._pool, self._process = pool, process
+        seed, fold = fold_of(seed)
+        with process.lock:
+            _, state = game.reset(seed=seed, gameFold=fold, gameName=options.game, gameParams=options.params)
+        intro = f"{state['taskDescription']}\nEach turn, reply with one action and nothing else."
+        self.messages = (Message("user", f"{intro}\n\n{self._text(state)}"),)
+        self._score = float(state["score"])
+
+    def step(self, reply: Reply) -> Step:
+        lines = [line.strip() for line in reply.strip().splitlines() if line.strip()]
+        said = lines[-1][:200].rstrip(".") if lines else "look around"
+        self._left -= 1
+        with self._process.lock:
+            _, _, _, state = self._game.step(self._actions.get(said.lower(), said))
+        score = max(0.0, min(1.0, float(state["score"])))
+        gained, self._score = score - self._score, score
+        solved = bool(state["tasksuccess"]) or score >= 1.0
+        done = solved or bool(state["taskfailure"]) or self._left <= 0
+        return Step(
+            messages=() if done else (Message("user", self._text(state)),),
+            reward=gained,
+            done=done,
+            signals={"solved": float(solved)} if done else {},
+        )
+
+    def close(self) -> None:
+        self._pool.give_back(self._process)
+
+    def _text(self, state: dict[str, Any]) -> str:
+        self._actions = {str(action).lower(): str(action) for action in state["validActions"]}
+        if not self._options.show_actions:
+            return str(state["observation"]).strip()
+        actions = sorted(str(a) for a in state["validActions"])
+        shown = ", ".join(actions[:30]) + (", ..." if len(actions) > 30 else "")
+        return f"{str(state['observation']).strip()}\nPossible actions: {shown}"
+
+
+def fold_of(seed: int) -> tuple[int, str]:
+    """The package's seed and fold for the seed of a task."""
+    for fold, seeds in TextWorldExpress.splits.items():
+        if seed in seeds:
+            return seed, fold
+    return seed % len(TextWorldExpress.splits["train"]), "train"
