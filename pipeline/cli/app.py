@@ -12,6 +12,7 @@ import typer
 
 from pipeline.cli.replay import START
 from pipeline.cli.replay import app as replay_app
+from pipeline.cli.show import show
 from pipeline.config import RunConfig
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
   afterplay run configs/quickstart.yaml       a pretrained model and a vLLM server
   afterplay status runs/tiny                  the accounts of the run
   afterplay plot runs/tiny                    draw its curves again
+  afterplay show runs/tiny                    its rollouts, one by one, or as a page for a browser
 
 [bold]Change anything[/bold]
 
@@ -44,6 +46,7 @@ env_app = typer.Typer(no_args_is_help=True, help="Environments that run files ca
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(replay_app, name="replay")
+app.command()(show)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example configs/tiny.yaml.")]
 Sets = Annotated[

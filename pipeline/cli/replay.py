@@ -77,7 +77,7 @@ def inspect_command(
     from pipeline.replay.examine import dumps, examine_run
     from pipeline.replay.sharding import store_paths
 
-    config, directory = _run(run)
+    config, directory = open_run(run)
     paths = store_paths(config, directory)
     found = examine_run(paths)
     rescored = None if rescore is None else rescoring.rescore(config, paths, rescore)
@@ -103,7 +103,7 @@ def export_command(
     """
     from pipeline.replay.exporting import export_run
 
-    config, directory = _run(run)
+    config, directory = open_run(run)
     count = export_run(config, directory, file, compress=compress, replace=force)
     typer.echo(f"{count} trajectories in {file}")
 
@@ -140,7 +140,7 @@ def import_command(
     from pipeline.replay.importing import Importer
     from pipeline.role import load_main
 
-    config, directory = _run(run, or_file=True)
+    config, directory = open_run(run, or_file=True)
     if is_alive(directory):
         raise ConfigurationError(f"expected a run that is not running, but {directory.path} is: stop it first")
     model = config.model
@@ -159,7 +159,11 @@ def import_command(
         typer.echo("left the pool to make room: " + ", ".join(f"{n} ({reason})" for reason, n in left.items()))
 
 
-def _run(path: Path, *, or_file: bool = False) -> tuple[RunConfig, RunDirectory]:
+def open_run(path: Path, *, or_file: bool = False) -> tuple[RunConfig, RunDirectory]:
+    """Configuration and directory of a run that is there; ``or_file``: ``path`` may be the run file of one that is not.
+
+    Raises :class:`ConfigurationError`.
+    """
     from pipeline.config.load import load
     from pipeline.errors import ConfigurationError
     from pipeline.rundir import RunDirectory

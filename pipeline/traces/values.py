@@ -47,7 +47,8 @@ class SeenTokens:
     @classmethod
     def unknown(cls, n: int) -> SeenTokens:
         """Of ``n`` tokens that nobody saw."""
-        return cls(*(np.full(n, np.nan, np.float32) for _ in range(3)), np.zeros(n, np.uint8))
+        a, b, c = (np.full(n, np.nan, np.float32) for _ in range(3))
+        return cls(a, b, c, np.zeros(n, np.uint8))
 
     def __len__(self) -> int:
         return len(self.flags)

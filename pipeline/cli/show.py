@@ -1,0 +1,170 @@
+"""``afterplay show``: look at the rollouts of a run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pipeline.replay.listing import Span
+
+LIST_LIMIT = 50
+PAGE_LIMIT = 200
+
+
+class SortBy(StrEnum):
+    newest = "newest"
+    oldest = "oldest"
+    step = "step"
+    reward = "reward"
+    tokens = "tokens"
+    turns = "turns"
+    seconds = "seconds"
+    entropy = "entropy"
+    version = "version"
+    age = "age"
+    replays = "replays"
+
+
+class ColourBy(StrEnum):
+    sampled = "sampled"
+    logprob = "logprob"
+    ratio = "ratio"
+    entropy = "entropy"
+    advantage = "advantage"
+    version = "version"
+
+
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")],
+    trajectory: Annotated[
+        str | None, typer.Argument(metavar="TRAJECTORY", help="Print this one whole, for example g000012.3.0.")
+    ] = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="N|A-B", help="Trained in this step, or from A to B (A- and -B too).")
+    ] = None,
+    reward_min: Annotated[float | None, typer.Option(help="Reward of at least this.")] = None,
+    reward_max: Annotated[float | None, typer.Option(help="Reward of at most this.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="A part of the task id, or a pattern of the whole: 'arithmetic/1*'.")
+    ] = None,
+    environment: Annotated[str | None, typer.Option(help="Name of the environment in the run file.")] = None,
+    status: Annotated[
+        str | None,
+        typer.Option(help="complete, truncated, error, aborted; or trained, held, dropped, baseline, imported."),
+    ] = None,
+    failure: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Failed, with TEXT in the failure or traceback; '' for any.")
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option(metavar="N|A-B", help="A token was sampled by such a policy version.")
+    ] = None,
+    replayed: Annotated[bool, typer.Option("--replayed", help="Trained again from the pool.")] = False,
+    sort: Annotated[SortBy, typer.Option(help="Largest or newest first.")] = SortBy.newest,
+    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"Most trajectories: {LIST_LIMIT}, and {PAGE_LIMIT} in a page.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--print", "-p", help="Print the transcripts, not a list.")] = False,
+    colour: Annotated[
+        ColourBy, typer.Option("--colour", "--color", help="What colours the sampled tokens of a transcript.")
+    ] = ColourBy.sampled,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line; with tokens for TRAJECTORY and --print.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page for a browser, with everything in it.")
+    ] = None,
+) -> None:
+    """List the rollouts of a run, print them, or write a page that shows them.
+
+    Only reads, and works while the run goes on, after it, and after it was killed. Facts are kept of every trajectory;
+    tokens of those that the replay stage still holds, of some of every update (traces.trained), which are the ones with
+    ratio, entropy and advantage, and of failed ones (traces.failed).
+
+      afterplay show runs/tiny
+      afterplay show runs/tiny g000012.3.0 --colour ratio
+      afterplay show runs/tiny --step 10-20 --reward-max 0 --sort tokens
+      afterplay show runs/tiny --failure timeout --print
+      afterplay show runs/tiny --html rollouts.html --limit 500
+      afterplay show runs/tiny --json --limit 100000 | jq -r '[.step, .reward] | @tsv'
+    """
+    from rich.console import Console
+
+    from pipeline.cli.replay import open_run
+    from pipeline.replay.listing import Filters
+    from pipeline.show.page import write_page
+    from pipeline.show.reading import RunReader
+    from pipeline.show.terminal import print_found, print_list
+    from pipeline.show.views import dumps, found_json, listed_json
+    from pipeline.show.vocabulary import Vocabulary
+
+    config, directory = open_run(run)
+    reader = RunReader(config, directory)
+    filters = Filters(
+        trajectory_id=trajectory,
+        step=span("--step", step),
+        version=span("--version", version),
+        reward_min=reward_min,
+        reward_max=reward_max,
+        task=task,
+        environment=environment,
+        status=status,
+        failure=failure,
+        replayed=replayed,
+    )
+    listing = reader.listing(filters, sort.value, reverse, limit or (PAGE_LIMIT if html else LIST_LIMIT))
+    if trajectory is not None and not listing.rows:
+        raise ConfigurationError(
+            f"expected a trajectory of {run} that fits, got {trajectory}: see the list, afterplay show {run}"
+        )
+    console = Console(highlight=False)
+    if html is not None:
+        page = write_page(html, reader, listing, filters.step, Vocabulary.read(reader.model))
+        typer.echo(
+            f"{html}: {page.shown} of {listing.count} trajectories, {page.transcripts} with tokens, "
+            f"{page.n_bytes / 1e6:.1f} MB. Open it in a browser"
+        )
+    elif whole or trajectory is not None:
+        vocabulary = Vocabulary.read(reader.model)
+        for found in reader.find(listing.rows, filters.step):
+            value = found_json(found, vocabulary)
+            if as_json:
+                typer.echo(dumps(value))
+            else:
+                print_found(value, colour.value, console)
+    elif as_json:
+        for row in listing.rows:
+            typer.echo(dumps(listed_json(row)))
+    else:
+        print_list(listing, reader, console)
+
+
+def span(option: str, text: str | None) -> Span | None:
+    """``7``, ``7-9``, ``7-`` or ``-9``. Raises :class:`ConfigurationError` for anything else.
+
+    >>> span("--step", "7-9"), span("--step", "-9")
+    (Span(low=7, high=9), Span(low=None, high=9))
+    """
+    from pipeline.replay.listing import Span
+
+    if text is None:
+        return None
+    low, dash, high = (part.strip() for part in text.partition("-"))
+    numbers = [part for part in (low, high) if part]
+    if not numbers or not all(part.isdecimal() for part in numbers):
+        raise ConfigurationError(
+            f"{option}: expected a whole number or a range such as 10-20, 10- or -20, got {text!r}"
+        )
+    first = int(low) if low else None
+    last = int(high) if high else None
+    if not dash:
+        return Span(first, first)
+    if first is not None and last is not None and first > last:
+        raise ConfigurationError(f"{option}: expected a range from the smaller to the larger number, got {text!r}")
+    return Span(first, last)

@@ -1,0 +1,149 @@
+"""The trajectories of a run, live, stopped or killed: facts from its stores, transcripts from traces and stores."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from pipeline.codec import decode_trajectory
+from pipeline.config import RunConfig
+from pipeline.errors import SchemaError, StoreError, WireError
+from pipeline.replay.listing import Filters, Listed, Sort, Span, list_store, sort_key, stored_frames
+from pipeline.replay.sharding import store_paths
+from pipeline.rundir import RunDirectory
+from pipeline.schema import Trajectory
+from pipeline.traces import SeenTokens, TraceEntry, scan_traces, trace_files
+from pipeline.transport.base import Frames, Limits
+
+FREED = (
+    "its tokens are not kept: the stage frees them once a checkpoint covers the update, and it is not among the "
+    "trajectories of each update that traces.trained keeps"
+)
+NOT_STORED = "its tokens are not kept: a failed rollout is kept only where traces.failed is on"
+TRACE_GONE = "its tokens were kept, but made room for newer ones (traces.bytes_max)"
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """One trajectory with its tokens."""
+
+    trajectory: Trajectory
+    seen: SeenTokens | None = None
+    """What the learner saw at its sampled tokens; None: it kept nothing of this one."""
+    step: int | None = None
+    """Step of ``seen``."""
+    policy_version: int | None = None
+    """Version of the weights that ``seen`` was computed with."""
+    replayed: bool = False
+    """``seen`` is of an update that took it from the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A listed trajectory, with its tokens or why there are none."""
+
+    listed: Listed
+    transcript: Transcript | None = None
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The first of all that fit."""
+
+    rows: list[Listed]
+    count: int
+    """How many fit."""
+
+
+class RunReader:
+    """Reads one run. Nothing is written, and every store is read in transactions of its own, so a run may go on."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        self.notes: list[str] = []
+        """What a reader has to know about the list."""
+        self.name = directory.path.resolve().name
+        self.model = directory.model
+        self._limits = Limits(tokens_max=config.transport.tokens_max)
+        self._paths = self._present(store_paths(config, directory), memory_only=config.replay.memory_only)
+        self._traces: dict[str, list[TraceEntry]] = {}
+        for entry in scan_traces(trace_files(directory.traces)):
+            self._traces.setdefault(entry.trajectory_id, []).append(entry)
+        self.keeps_trained = config.traces.trained
+
+    def listing(self, filters: Filters, sort: Sort = "newest", reverse: bool = False, limit: int = 50) -> Listing:
+        """No payload is read. Raises :class:`StoreError`."""
+        parts, count = [], 0
+        for stage, path in self._paths:
+            rows, fit = list_store(path, stage, filters, sort, reverse, limit)
+            parts.append(rows)
+            count += fit
+        return Listing(list(islice(heapq.merge(*parts, key=sort_key(sort, reverse)), limit)), count)
+
+    def has_trace(self, listed: Listed) -> bool:
+        """Whether what the learner saw of it, or a failed rollout, is kept."""
+        return listed.trajectory_id in self._traces
+
+    def find(self, rows: Sequence[Listed], step: Span | None = None) -> Iterator[Found]:
+        """Their tokens, in order. ``step``: of several traces, take that of such an update; else the newest."""
+        frames: dict[tuple[int, int], Frames] = {}
+        wanted = [row for row in rows if not self.has_trace(row)]
+        for stage, path in self._paths:
+            for seq, found in stored_frames(path, [row.seq for row in wanted if row.stage == stage]):
+                frames[stage, seq] = found
+        for row in rows:
+            yield self._found(row, frames.pop((row.stage, row.seq), None), step)
+
+    def _found(self, row: Listed, stored: Frames | None, step: Span | None) -> Found:
+        try:
+            entries = self._traces.get(row.trajectory_id)
+            if entries:
+                return self._from_trace(row, _chosen(entries, step))
+            if stored is None:
+                return Found(row, None, NOT_STORED if row.status in ("error", "aborted") else FREED)
+            return Found(row, Transcript(self._scored(row, decode_trajectory(stored, self._limits))))
+        except (StoreError, WireError, SchemaError) as error:
+            return Found(row, None, f"its tokens cannot be read: {error}")
+
+    def _from_trace(self, row: Listed, entry: TraceEntry) -> Found:
+        trace = entry.load()
+        if trace is None:
+            return Found(row, None, TRACE_GONE)
+        trajectory = self._scored(row, decode_trajectory(trace.frames, self._limits))
+        seen, version = trace.seen, entry.index.get("policy_version")
+        if seen is not None and len(seen) != trajectory.n_sampled:
+            seen = None
+        version = int(version) if isinstance(version, int) else None
+        return Found(row, Transcript(trajectory, seen, entry.step, version, bool(entry.index.get("replayed"))))
+
+    def _scored(self, row: Listed, trajectory: Trajectory) -> Trajectory:
+        """Bytes are stored as they came, before the scorer's verdict."""
+        return replace(trajectory, reward=row.reward, rewards={**trajectory.rewards, **row.rewards})
+
+    def _present(self, paths: Iterable[Path], *, memory_only: bool) -> list[tuple[int, Path]]:
+        """Stores that are there, with the index of their stage. Raises :class:`StoreError` when none is."""
+        stages = list(enumerate(paths))
+        present = [(stage, path) for stage, path in stages if path.exists()]
+        if not present and memory_only:
+            raise StoreError(
+                f"there is no copy of the replay store at {stages[0][1]} yet: with replay.memory_only one is written "
+                "every replay.checkpoint_seconds and at the end. Wait for it"
+            )
+        if not present:
+            raise StoreError(f"there is no replay store at {stages[0][1]}: has the run been started?")
+        if memory_only:
+            self.notes.append(
+                "replay.memory_only: this is the last copy of the store, up to replay.checkpoint_seconds old"
+            )
+        gone = [str(path) for stage, path in stages if (stage, path) not in present]
+        if gone:
+            self.notes.append(f"stages without a store are left out: {', '.join(gone)}")
+        return present
+
+
+def _chosen(entries: Sequence[TraceEntry], step: Span | None) -> TraceEntry:
+    fit = [e for e in entries if step is not None and e.step is not None and e.step in step]
+    return max(fit or entries, key=lambda e: e.update)

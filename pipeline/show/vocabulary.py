@@ -1,0 +1,169 @@
+"""Token ids as text, each token for itself: read from ``tokenizer.json``, the file that every fast tokenizer has.
+
+A tokenizer's own ``decode`` gives the text of a sequence. Here each token must keep its place, also where it is only a
+part of a character. So ids are mapped to bytes by the rule of the tokenizer's decoder, and bytes to text as they
+become whole characters:
+
+* byte-level (GPT-2, Llama 3, Qwen): every character of a token stands for one byte (the table of GPT-2's
+  ``bytes_to_unicode``);
+* SentencePiece (Llama 2, Mistral, Gemma): ``▁`` is a space, ``<0x0A>`` a byte;
+* WordPiece: a token begins a word unless it begins with the decoder's prefix;
+* whole words (WordLevel without a decoder): a space goes before each;
+* anything else: the token's own text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+ToBytes = Callable[[str], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token as it is shown."""
+
+    text: str
+    """What becomes readable with it; empty where it only begins or goes on with a character."""
+    part: str = ""
+    """Its bytes in hexadecimal where it is not whole characters by itself."""
+    special: bool = False
+    """A control token, such as the end of a turn."""
+
+
+class Vocabulary:
+    """Text of token ids. Without a tokenizer (``known`` is False) every token is shown as its number."""
+
+    def __init__(self, tokens: Mapping[int, bytes], special: Iterable[int] = ()) -> None:
+        self._tokens = tokens
+        self._special = frozenset(special)
+        self.known = bool(tokens)
+
+    @classmethod
+    def read(cls, folder: Path) -> Vocabulary:
+        """From ``folder/tokenizer.json``. One that is missing or not understood gives a vocabulary that knows nothing:
+        what is shown then are ids."""
+        try:
+            raw = orjson.loads((folder / "tokenizer.json").read_bytes())
+            return cls._of(raw)
+        except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+            return cls({})
+
+    @classmethod
+    def _of(cls, raw: Mapping[str, Any]) -> Vocabulary:
+        vocab = raw["model"]["vocab"]
+        tokens = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, *_) in enumerate(vocab))
+        to_bytes = _rule(raw)
+        found = {int(i): to_bytes(str(token)) for token, i in tokens}
+        special = []
+        for added in raw.get("added_tokens") or ():
+            found[int(added["id"])] = str(added["content"]).encode("utf-8", "replace")
+            if added.get("special"):
+                special.append(int(added["id"]))
+        return cls(found, special)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Its bytes; of an unknown id its number in brackets."""
+        found = self._tokens.get(token_id)
+        return f"⟨{token_id}⟩".encode() if found is None else found
+
+    def pieces(self, token_ids: Sequence[int]) -> list[Piece]:
+        """One piece for each id. All texts together are the text of the ids; bytes that are no character become
+        U+FFFD where that is certain."""
+        out: list[Piece] = []
+        decoder = _decoder()
+        for token_id in token_ids:
+            raw = self.bytes_of(token_id)
+            special = token_id in self._special
+            if special:
+                # a control token never ends a character: what is open before it stays broken
+                left = decoder.decode(b"", final=True)
+                decoder = _decoder()
+                if left:
+                    out[-1] = Piece(out[-1].text + left, out[-1].part, out[-1].special)
+            text = decoder.decode(raw)
+            out.append(Piece(text, "" if _whole(raw) else raw.hex(" ").upper(), special))
+        left = decoder.decode(b"", final=True)
+        if left and out:
+            out[-1] = Piece(out[-1].text + left, out[-1].part, out[-1].special)
+        return out
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return "".join(piece.text for piece in self.pieces(token_ids))
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def _whole(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _rule(raw: Mapping[str, Any]) -> ToBytes:
+    """How the decoder of a tokenizer.json makes bytes of one token."""
+    parts = _parts(raw.get("decoder"))
+    kinds = {str(part.get("type")) for part in parts}
+    if "ByteLevel" in kinds:
+        table = _byte_level()
+        return lambda token: _mapped(token, table)
+    if "WordPiece" in kinds:
+        prefix = next(str(part.get("prefix", "##")) for part in parts if part.get("type") == "WordPiece")
+        return lambda token: (token.removeprefix(prefix) if token.startswith(prefix) else " " + token).encode()
+    spaces = [_space(part) for part in parts if part.get("type") in ("Metaspace", "Replace")]
+    replaced = [space for space in spaces if space]
+
+    def plain(token: str) -> bytes:
+        match = _BYTE.fullmatch(token) if "ByteFallback" in kinds else None
+        if match:
+            return bytes.fromhex(match.group(1))
+        for space in replaced:
+            token = token.replace(space, " ")
+        return token.encode("utf-8", "replace")
+
+    words = raw.get("decoder") is None and raw["model"].get("type") == "WordLevel"
+    return (lambda token: b" " + plain(token)) if words else plain
+
+
+def _parts(decoder: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(decoder, dict):
+        return []
+    if decoder.get("type") == "Sequence":
+        return [part for inner in decoder.get("decoders") or () for part in _parts(inner)]
+    return [decoder]
+
+
+def _space(part: Mapping[str, Any]) -> str:
+    """What stands for a space."""
+    if part.get("type") == "Metaspace":
+        return str(part.get("replacement", "▁"))
+    pattern = part.get("pattern")
+    return str(pattern.get("String", "")) if isinstance(pattern, dict) and part.get("content") == " " else ""
+
+
+def _byte_level() -> dict[str, int]:
+    """Character → byte of byte-level tokenizers: printable bytes stand for themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    for shift, byte in enumerate(b for b in range(256) if b not in set(printable)):
+        table[chr(256 + shift)] = byte
+    return table
+
+
+def _mapped(token: str, table: Mapping[str, int]) -> bytes:
+    try:
+        return bytes([table[c] for c in token])
+    except KeyError:  # an added token that is written as it reads
+        return token.encode("utf-8", "replace")
