@@ -1,6 +1,6 @@
 """What agents play. A new environment is one class; see :mod:`actors.environments.base` for an example of the whole
 of it."""
 
-from actors.environments.base import Environment, Episode, Reply, Step
+from actors.environments.base import Environment, Episode, Reply, Step, ToolUse
 
-__all__ = ["Environment", "Episode", "Reply", "Step"]
+__all__ = ["Environment", "Episode", "Reply", "Step", "ToolUse"]

@@ -30,10 +30,23 @@ A complete environment, in a file that nobody else has to know::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.schema import FinishReason, Message, Task
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """One tool call that was run before a reply."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    text: str
+    """What the policy was told."""
+    ok: bool
+    """False where the tool refused or failed, or the call was wrong."""
 
 
 class Reply(str):
@@ -41,12 +54,17 @@ class Reply(str):
 
     finish_reason: FinishReason
     """``LENGTH`` means that the reply was cut off by the limit of one turn."""
+    tool_calls: tuple[ToolUse, ...]
+    """With the tool agent: the calls since the environment's last answer."""
 
-    __slots__ = ("finish_reason",)
+    __slots__ = ("finish_reason", "tool_calls")
 
-    def __new__(cls, text: str, finish_reason: FinishReason = FinishReason.STOP) -> Reply:
+    def __new__(
+        cls, text: str, finish_reason: FinishReason = FinishReason.STOP, tool_calls: tuple[ToolUse, ...] = ()
+    ) -> Reply:
         self = super().__new__(cls, text)
         self.finish_reason = finish_reason
+        self.tool_calls = tool_calls
         return self
 
 
@@ -72,6 +90,9 @@ class Episode(ABC):
     hint: str | None = None
     """What would help to solve the task, or its solution, set before :meth:`Environment.start` returns. The policy
     never sees it: with ``advantage.estimator: cpo`` the learner scores replies under a prompt that holds it."""
+    tools: Sequence[Any] = ()
+    """What the policy may call in this play (:class:`actors.tools.Tool`, or functions and methods with type hints and a
+    docstring), beside the environment's and the run file's. Needs the loop ``tool_agent``."""
 
     @abstractmethod
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
@@ -91,3 +112,7 @@ class Environment(ABC):
     @abstractmethod
     def start(self, task: Task) -> Episode | Awaitable[Episode]:
         """Begin one play of ``task``."""
+
+    def tools(self) -> Sequence[Any]:
+        """Tools that all its episodes share, asked once. See :attr:`Episode.tools`."""
+        return ()

@@ -1,7 +1,7 @@
 """From the name in the run file to a constructed environment.
 
-``arithmetic`` (built in), an entry point of the group ``afterplay.environments``, ``module:Class``, or
-``path/file.py:Class``. Whatever cannot be found or built is a :class:`ConfigurationError` that names the section and
+``arithmetic`` (built in), ``babyai`` (an adapter to a package), an entry point of the group
+``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``. Whatever cannot be found or built is a :class:`ConfigurationError` that names the section and
 what would have worked."""
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from types import ModuleType
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from actors.environments.base import Environment
+from actors.environments.packages.catalogue import ADAPTERS
 from pipeline.config.play import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
 GROUP = "afterplay.environments"
 BUILT_IN = {
     "arithmetic": "actors.environments.arithmetic:Arithmetic",
+    "big_sums": "actors.environments.big_sums:BigSums",
     "number_guess": "actors.environments.number_guess:NumberGuess",
     "passcode": "actors.environments.passcode:Passcode",
     "question": "actors.environments.question:Question",
@@ -40,10 +43,9 @@ def build(section: str, config: EnvironmentConfig) -> Environment:
     try:
         environment = cls(**config.options)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-        )
-        raise ConfigurationError(f"{where}.options: {faults}") from error
+        raise ConfigurationError(f"{where}.options: {'; '.join(map(_fault, error.errors()))}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
     except Exception as error:
         raise ConfigurationError(
             f"{where}: {cls.__qualname__}({_shown(config.options)}) raised {type(error).__name__}: {error}"
@@ -57,15 +59,14 @@ def build(section: str, config: EnvironmentConfig) -> Environment:
 
 def names() -> list[str]:
     """Every name that can be given without a colon."""
-    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+    return sorted({*BUILT_IN, *ADAPTERS, *(point.name for point in entry_points(group=GROUP))})
 
 
 def find(name: str, where: str = "environments") -> type[Environment]:
     """The class behind ``name``. Raises :class:`ConfigurationError`."""
-    if name in BUILT_IN:
-        return _attribute(BUILT_IN[name], where)
-    if ":" in name:
-        return _attribute(name, where)
+    path = BUILT_IN.get(name) or (ADAPTERS[name].path if name in ADAPTERS else name)
+    if ":" in path:
+        return _checked(attribute(path, where), path, where)
     for point in entry_points(group=GROUP):
         if point.name == name:
             try:
@@ -82,8 +83,10 @@ def find(name: str, where: str = "environments") -> type[Environment]:
     )
 
 
-def _attribute(path: str, where: str) -> type[Environment]:
-    module_name, _, attribute = path.rpartition(":")
+def attribute(path: str, where: str) -> Any:
+    """What ``module:name`` or ``path/file.py:name`` stands for. Raises :class:`ConfigurationError` that begins with
+    ``where``."""
+    module_name, _, name = path.rpartition(":")
     try:
         module = (
             _file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
@@ -93,10 +96,10 @@ def _attribute(path: str, where: str) -> type[Environment]:
             f"{where}: importing {module_name!r} failed with {type(error).__name__}: {error}"
         ) from error
     try:
-        return _checked(getattr(module, attribute), path, where)
+        return getattr(module, name)
     except AttributeError as error:
-        there = sorted(n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__)
-        raise ConfigurationError(f"{where}: {module_name} has no {attribute!r}; its classes are {there}") from error
+        there = sorted(n for n, v in vars(module).items() if callable(v) and v.__module__ == module.__name__)
+        raise ConfigurationError(f"{where}: {module_name} has no {name!r}; its classes are {there}") from error
 
 
 def _file_module(path: Path) -> ModuleType:
@@ -135,6 +138,13 @@ def _check_option_names(cls: type[Environment], options: Mapping[str, Any], wher
         raise ConfigurationError(
             f"{where}.options: unknown {', '.join(unknown)}; {cls.__qualname__} takes {', '.join(parameters) or 'none'}"
         )
+
+
+def _fault(error: ErrorDetails) -> str:
+    """One fault of the options. What an environment's own check says stands for itself."""
+    if not error["loc"] and error["type"] in ("value_error", "assertion_error"):
+        return str(error["msg"]).partition(", ")[2]
+    return f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']} (got {error['input']!r})"
 
 
 def _shown(options: Mapping[str, Any]) -> str:

@@ -7,12 +7,14 @@ boundary ``environment start``, ``environment step`` or ``environment close``, a
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import anyio
@@ -21,7 +23,7 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import build
 from actors.environments.threads import BlockingCalls
 from pipeline.config.play import EnvironmentConfig
-from pipeline.errors import PlugInError, PlugInTimeout, boundary
+from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary
 from pipeline.schema import Message, Task
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ INLINE_SECONDS_MAX = 0.05
 """A plain ``def`` that holds the loop for longer, ``INLINE_SLOW_MAX`` times, is worth a warning (once a section)."""
 INLINE_SLOW_MAX = 5
 CLOSE_SECONDS_MAX = 5.0
+MESSAGE_CHARACTERS_MAX = 1_000_000
+"""Text of one answer: what is longer would hold the actor's loop for seconds while it is tokenised."""
 
 
 class EnvironmentHost:
@@ -49,8 +53,31 @@ class EnvironmentHost:
         """The agent loop that the environment asks for."""
         self._slow = 0
 
+    @property
+    def blocking(self) -> bool:
+        """Whether its plain functions run in threads."""
+        return self._blocking
+
+    @property
+    def threads(self) -> BlockingCalls:
+        """Where the section's blocking calls run."""
+        return self._threads
+
+    def tools(self) -> tuple[Any, ...]:
+        """What the environment lets all its episodes call. Raises :class:`ConfigurationError`."""
+        tools = getattr(self._environment, "tools", None)
+        if not callable(tools):
+            return ()
+        try:
+            return tuple(tools())
+        except Exception as error:
+            raise ConfigurationError(
+                f"environments.{self.section}: tools() raised {type(error).__name__}: {error}"
+            ) from error
+
     async def start(self, task: Task) -> Episode:
         """A new play of ``task`` whose messages have been checked. Raises :class:`PlugInError`."""
+        task = replace(task, payload=copy.deepcopy(dict(task.payload))) if task.payload else task
         episode = await self._call(START, self._environment.start, task)
         if not callable(getattr(episode, "step", None)):
             raise self._wrong(START, "start() to return an Episode (an object with messages and step)", episode)
@@ -139,7 +166,12 @@ class EnvironmentHost:
         for message in messages:
             if not (isinstance(message.role, str) and isinstance(message.content, str)):
                 raise self._wrong(where, f"{what} to have text as role and content", message)
-        return tuple(messages)
+        n_characters = sum(len(message.content) for message in messages)
+        if n_characters > MESSAGE_CHARACTERS_MAX:
+            raise self._wrong(
+                where, f"{what} to have at most {MESSAGE_CHARACTERS_MAX} characters in all", f"{n_characters}"
+            )
+        return tuple(replace(m, extra=dict(m.extra)) if m.extra else m for m in messages)
 
     def _number(self, value: Any, what: str) -> float:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 from actors.environments.host import EnvironmentHost
@@ -34,8 +35,8 @@ def build_loop(host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics)
     if name is None and not host.config.loop.options:
         return MultiTurn()
     cls = find(name or "multi_turn", where, GROUP, BUILT_IN, "agent loop")
-    loop = construct(cls, host.config.loop.options, where)
-    if not isinstance(loop, AgentLoop):
-        raise ConfigurationError(f"{where}: expected {name} to be an AgentLoop, got {type(loop).__qualname__}")
+    if not (inspect.isclass(cls) and issubclass(cls, AgentLoop)):
+        raise ConfigurationError(f"{where}: expected {name} to be an AgentLoop class, got {cls!r}")
+    loop: AgentLoop = construct(cls, host.config.loop.options, where)
     loop.bind(host, renderer, metrics)
     return loop

@@ -136,6 +136,16 @@ class Renderer:
         with boundary(RENDERER):
             return (*self._encode(text), self._usual_end)
 
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Ids of a text alone, for measuring and cutting."""
+        with boundary(RENDERER):
+            return self._encode(text)
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        with boundary(RENDERER):
+            return self._decode(list(ids))
+
     def completed(self, completion_ids: Sequence[int]) -> Completed:
         """Decode a completion for the environment, without the end-of-turn token that closed it."""
         ids = list(completion_ids)

@@ -28,15 +28,18 @@ A plain function with type hints and a docstring is a tool too: :class:`Function
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
 import typing
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from actors.environments.threads import BlockingCalls
 from pipeline.schema import Task
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -95,20 +98,30 @@ class FunctionTool(Tool):
     ('add', 'Add two integers.', {'type': 'integer'})
 
     The function may be ``async def`` and may return a :class:`ToolResult`; anything else is turned into text. A plain
-    ``def`` runs on the event loop and must return within a millisecond. Raises :class:`TypeError` for a signature with
-    ``*args``, positional-only parameters, or hints that have no JSON schema.
+    ``def`` runs on the event loop and must return within a millisecond, unless ``threads`` are given to run it in.
+    Raises :class:`TypeError` for a signature with ``*args``, positional-only parameters, or hints that have no JSON
+    schema.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        threads: BlockingCalls | None = None,
     ) -> None:
         self.name = name or function.__name__
         self.description = inspect.cleandoc(description or function.__doc__ or "")
         self.parameters = schema_of(function)
         self._function = function
+        self._threads = threads if not inspect.iscoroutinefunction(function) else None
 
     async def execute(self, episode_key: str, arguments: Mapping[str, Any]) -> ToolResult:
-        value = self._function(**arguments)
+        if self._threads is not None:
+            value = await self._threads.run(functools.partial(self._function, **arguments))
+        else:
+            value = self._function(**arguments)
         if inspect.isawaitable(value):
             value = await value
         return value if isinstance(value, ToolResult) else ToolResult(str(value))
@@ -117,8 +130,35 @@ class FunctionTool(Tool):
 _PLAIN: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
+class Toolset(ABC):
+    """Several tools that come together and are known only when it is connected, such as those of an MCP server."""
+
+    @abstractmethod
+    async def tools(self) -> Sequence[Tool]:
+        """The tools, the same at every call. Waits until they are known; the caller has a limit."""
+
+    async def serve(self) -> None:  # noqa: B027 - optional
+        """Runs for as long as the actor lives."""
+
+    async def close(self) -> None:  # noqa: B027 - optional
+        """The actor stops."""
+
+
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """JSON schema of a function's parameters, from its type hints and defaults."""
+    """JSON schema of a function's parameters, from its type hints and defaults. A method is read once for all its
+    objects."""
+    key = getattr(function, "__func__", None)
+    if key is None:
+        return _schema_of(function)
+    if key not in _SCHEMAS:
+        _SCHEMAS[key] = _schema_of(function)
+    return _SCHEMAS[key]
+
+
+_SCHEMAS: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []

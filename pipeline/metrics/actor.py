@@ -17,6 +17,18 @@ MOVES = ("died", "lagging", "evicted")
 ENGINE_ERRORS = ("unavailable", "refused", "protocol")
 LESSON_SEARCHES = ("found", "none", "timeout", "error", "no_room")
 GUIDED = ("yes", "no")
+TOOL_OUTCOMES = (
+    "ok",
+    "refused",
+    "unreadable",
+    "unknown",
+    "bad_arguments",
+    "too_many",
+    "timeout",
+    "raised",
+    "wrong_value",
+    "release_failed",
+)
 _P = "afterplay_actor_"
 
 
@@ -61,6 +73,7 @@ class ActorMetrics:
         self._build_weight_updates(r)
         self._build_routing(r)
         self._build_lessons(r)
+        self._build_tools(r)
 
     def _build_sending(self, r: CollectorRegistry) -> None:
         self.send_queue_trajectories = gauge(
@@ -145,4 +158,17 @@ class ActorMetrics:
             "Undiscounted episode reward while lessons are on; guided = yes (in the prompt) or no.",
             REW,
             {"guided": GUIDED},
+        )
+
+    def _build_tools(self, r: CollectorRegistry) -> None:
+        """Label values of ``tool`` are the names of the run file's and environments' tools, and ``unknown``."""
+        self.tool_calls_total = counter(
+            r,
+            _P + "tool_calls_total",
+            "Tool calls; outcome = ok, refused (the tool said no), unreadable, unknown, bad_arguments, too_many, "
+            "timeout, raised, wrong_value or release_failed.",
+            {"tool": (), "outcome": TOOL_OUTCOMES},
+        )
+        self.tool_duration_seconds = histogram(
+            r, _P + "tool_duration_seconds", "Time of one tool call.", LAT, {"tool": ()}
         )

@@ -1,0 +1,80 @@
+"""Parsers of other libraries behind our interface: transformers' response templates and vLLM's tool parsers.
+
+Both are code that we did not write over text that nobody controls: whatever they raise becomes a :class:`CallError`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from actors.tools.parsing.base import CallError, Parsed, ToolCall, ToolSchema, Unreadable, call, json_of
+from pipeline.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+Parse = Callable[[str, Sequence[ToolSchema]], Parsed]
+
+
+def transformers_parser(tokenizer: Any, where: str = "parser") -> Parse:
+    """``tokenizer.parse_response`` with the tokenizer's own ``response_template``.
+
+    Raises :class:`ConfigurationError` for a tokenizer without one."""
+    if not callable(getattr(tokenizer, "parse_response", None)) or not getattr(tokenizer, "response_template", None):
+        raise ConfigurationError(
+            f"{where}: transformers needs a tokenizer with a response_template (transformers 5.13 or newer); "
+            "this one has none: name a format instead (hermes, qwen, llama, mistral, pythonic)"
+        )
+
+    def parse(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
+        try:
+            message = tokenizer.parse_response(text, prefix="", tools=[dict(tool) for tool in tools] or None)
+        except Exception as error:
+            return Parsed("", (CallError(f"The reply could not be read: {type(error).__name__}."),))
+        return _parsed(message.get("content") or "", message.get("tool_calls") or [], text)
+
+    return parse
+
+
+def vllm_parser(name: str, tokenizer: Any, where: str = "parser") -> Parse:
+    """vLLM's parser ``name``. Importing vLLM costs an actor seconds and hundreds of MB.
+
+    Raises :class:`ConfigurationError` where vLLM is not installed or knows no such parser."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise ConfigurationError(f"{where}: vllm:{name} needs vLLM in the actor's environment: {error}") from error
+    try:
+        parser_class = ToolParserManager.get_tool_parser(name)
+    except KeyError as error:
+        raise ConfigurationError(f"{where}: vLLM has no tool parser {name!r}: {error}") from error
+
+    def parse(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
+        try:
+            request = ChatCompletionRequest(messages=[], model="policy", tools=[dict(tool) for tool in tools] or None)
+            found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+        except Exception as error:
+            return Parsed("", (CallError(f"The reply could not be read: {type(error).__name__}."),))
+        if not found.tools_called:
+            return Parsed(text)
+        return _parsed(found.content or "", [one.model_dump() for one in found.tool_calls], text)
+
+    return parse
+
+
+def _parsed(content: Any, found: Sequence[Any], text: str) -> Parsed:
+    if not found:
+        return Parsed(text)
+    return Parsed(content if isinstance(content, str) else "", tuple(_call(one) for one in found))
+
+
+def _call(one: Any) -> ToolCall | CallError:
+    try:
+        function = one.get("function", one)
+        arguments = function["arguments"]
+        return call(str(function["name"]), json_of(arguments) if isinstance(arguments, str) else arguments)
+    except Unreadable as error:
+        return CallError(f"The tool call could not be read: {error}.")
+    except (AttributeError, KeyError, TypeError) as error:
+        return CallError(f"The tool call could not be read: {type(error).__name__}.")
