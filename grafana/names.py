@@ -32,6 +32,9 @@ NOT_SHOWN = {
     "afterplay_actor_weight_update_failures_total": "always 0, for the same reason",
     "afterplay_replay_equal_groups_total": "how much groups.equal_rewards has to do; what is left out is in the panel "
     "of groups by outcome and in the bias audit",
+    "afterplay_replay_score_retries_total": "to look at when a judge or reward model is slow; what fails in spite of "
+    "retries is in the panel of score failures",
+    "afterplay_replay_score_value": "one part of a reward: to be drawn by hand for the parts that a run has",
     "afterplay_replay_task_rows": "fixed when the data is opened: to look at once, after a start",
     "afterplay_learner_evaluation_score": "always 0: nothing evaluates yet",
 }

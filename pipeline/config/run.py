@@ -13,8 +13,9 @@ from pipeline.config.learner import LearnerConfig
 from pipeline.config.loss import ImportanceConfig, LossConfig
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
 from pipeline.config.replay import LessonsConfig, ReplayConfig
+from pipeline.config.rewards import ScorerConfig
 from pipeline.config.traces import TracesConfig
-from pipeline.config.training import CheckpointConfig, GroupsConfig, PublishConfig, ScorerConfig, StalenessConfig
+from pipeline.config.training import CheckpointConfig, GroupsConfig, PublishConfig, StalenessConfig
 
 
 class RunSection(Section):
@@ -115,6 +116,7 @@ class RunConfig(Section):
         self._check_replay()
         self._check_adapters()
         self._check_advantage()
+        self._check_rewards()
         self._check_demonstrations()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
@@ -132,6 +134,29 @@ class RunConfig(Section):
             )
         if self.groups.equal_rewards != "keep":
             self._check_equal_rewards()
+
+    def _check_rewards(self) -> None:
+        scorer = self.scorer
+        for part in scorer.parts:
+            unknown = sorted(set(part.environments) - set(self.environments))
+            if unknown:
+                raise ValueError(
+                    f"scorer: {part.known_as} is for the environments {', '.join(unknown)}, which are not there; there "
+                    f"are {', '.join(self.environments)}"
+                )
+        if scorer.by_group and self.advantage.orders_greedy:
+            raise ValueError(
+                f"scorer.functions has one with per: group, but advantage.estimator {self.advantage.estimator} "
+                "compares with a greedy rollout, which is in no group: use per: trajectory, or another estimator"
+            )
+        for name, section in self.environments.items():
+            if section.name == "question" and not any(p.weight and p.applies_to(name) for p in scorer.parts):
+                raise ValueError(
+                    f"environments.{name} is the built-in question, whose own score is always 0, and nothing else "
+                    "gives a reward: give a grader, for example scorer: {functions: [{path: exact}]}"
+                )
+            if section.name == "question" and section.tasks_from is None:
+                raise ValueError(f"environments.{name} is the built-in question: give its questions as tasks_from")
 
     def _check_demonstrations(self) -> None:
         learner, supervised = self.learner, self.loss.supervised

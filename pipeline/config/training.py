@@ -1,10 +1,10 @@
-"""Sections about a run's updates: groups, staleness, publication, checkpoints, rewards."""
+"""Sections about a run's updates: groups, staleness, publication, checkpoints."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pipeline.config.base import Section
 
@@ -64,32 +64,3 @@ class CheckpointConfig(Section):
     killed."""
     keep: int = Field(2, ge=1)
     at_end: bool = True
-
-
-class ScoreFunction(Section):
-    """One reward function beside the environment's score."""
-
-    path: str
-    """``module:function`` or ``file.py:function``; called with a Trajectory, returns a number or None. May be async."""
-    name: str | None = None
-    weight: float = 1.0
-    timeout_seconds: float = Field(30.0, gt=0)
-    worker: bool = False
-    """Run in a worker process: for functions that are slow or use the CPU."""
-
-
-class ScorerConfig(Section):
-    environment_weight: float = 1.0
-    """Weight of the environment's own score."""
-    functions: tuple[ScoreFunction, ...] = ()
-    concurrency: int = Field(64, ge=1)
-    """Trajectories scored at once."""
-    workers: int = Field(1, ge=1)
-    """Worker processes for functions with ``worker: true``."""
-
-    @model_validator(mode="after")
-    def _unique_names(self) -> ScorerConfig:
-        names = [f.name or f.path for f in self.functions]
-        if len(set(names)) != len(names) or "environment" in names:
-            raise ValueError(f"scorer.functions need different names, none of them 'environment', got {names}")
-        return self

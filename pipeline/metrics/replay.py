@@ -31,6 +31,7 @@ POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
 SAVED_FROM = ("rollout", "import")
 LEFT = ("full", "capacity", "retired", "age")
 GUARD = ("shrink", "recover")
+SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
 TASK_ROWS = ("used", "filtered", "bad", "held_out", "unused")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
@@ -147,7 +148,17 @@ class ReplayMetrics:
             r, _P + "score_duration_seconds", "Time of one score function.", LAT, {"function": functions}
         )
         self.score_failures_total = counter(
-            r, _P + "score_failures_total", "Scores that raised or took too long.", {"function": functions}
+            r,
+            _P + "score_failures_total",
+            "Parts of a reward that gave no number; reason = raised, timeout, crashed, missing, type, nonfinite, or of "
+            "a server unavailable, refused, protocol.",
+            {"function": functions, "reason": SCORE_FAILURES},
+        )
+        self.score_retries_total = counter(
+            r, _P + "score_retries_total", "Requests to a judge or reward model tried again.", {"function": functions}
+        )
+        self.score_value = histogram(
+            r, _P + "score_value", "Parts of rewards as they were given, unweighted.", REW, {"function": functions}
         )
 
     def _build_curriculum(self, r: CollectorRegistry) -> None:

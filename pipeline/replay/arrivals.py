@@ -81,7 +81,7 @@ class Arrivals:
         if self._score_now is not None:
             self.scored(record, self._score_now(trajectory))
         else:
-            journal.effect(Score(record, trajectory))
+            journal.effect(Score(record, trajectory, self._groups.unscored(record)))
 
     def _is_greedy(self, record: TrajectoryRecord) -> bool:
         """Greedy rollouts are never meant to be trained: the bias audit does not compare with them."""

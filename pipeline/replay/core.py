@@ -241,7 +241,7 @@ class StageCore:
         for group in s.groups.values():
             for slot in group.places:
                 if slot.trajectory is not None and slot.trajectory.reward is None:
-                    s.journal.effect(Score(slot.trajectory))
+                    s.journal.effect(Score(slot.trajectory, members=self.groups.unscored(slot.trajectory)))
 
     def _reconfigure(self, all_groups: bool) -> None:
         """The run file changed what a batch is: groups of the old kind cannot be trained any more."""

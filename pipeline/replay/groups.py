@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pipeline.replay.brake import Brake
 from pipeline.replay.equal import EqualRewards, Fate
 from pipeline.replay.experience.records import Planned
-from pipeline.replay.journal import Finished
+from pipeline.replay.journal import Finished, GivenUp
 from pipeline.replay.records import (
     LEFT_OUT,
     CancelReason,
@@ -148,6 +148,11 @@ class Groups:
             self._replays.finished(group)
             self._settle(group)
 
+    def unscored(self, record: TrajectoryRecord) -> int:
+        """Fresh places of its group without a reward, its own and the open ones included."""
+        slots = self._s.groups[record.key.group].slots
+        return sum(slot.trajectory is None or slot.trajectory.reward is None for slot in slots)
+
     def _settle(self, group: GroupRecord) -> None:
         """A group is complete: it is trained, unless its rewards are all equal."""
         s = self._s
@@ -180,6 +185,8 @@ class Groups:
         stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
         for order in stopped:
             s.end_order(order, OrderState.CANCELLED, reason.value)
+        if s.config.scorer.by_group:
+            s.journal.effect(GivenUp(group.number))
         equal = reason is CancelReason.UNINFORMATIVE
         if equal:
             self._replays.solved_aside(group)

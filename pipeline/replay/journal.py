@@ -29,6 +29,15 @@ class Score:
 
     record: TrajectoryRecord
     trajectory: Trajectory | None = None
+    members: int = 1
+    """Fresh trajectories of its group that have no reward yet, those that are still to come included."""
+
+
+@dataclass(slots=True)
+class GivenUp:
+    """A group was cancelled: a reward function that must see all of it has nothing to wait for."""
+
+    group: int
 
 
 @dataclass(slots=True)
@@ -50,7 +59,7 @@ class Unfit:
     """Unix seconds."""
 
 
-Effect = Send | Score | Finished | Unfit
+Effect = Send | Score | GivenUp | Finished | Unfit
 
 
 @dataclass(slots=True)

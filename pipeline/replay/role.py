@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
@@ -47,9 +48,8 @@ async def main(ctx: RoleContext) -> None:
 async def serve(ctx: RoleContext, hub: Hub) -> None:
     """The stage on a given hub (tests use one in memory)."""
     config, shard = ctx.config, Shard.of(ctx.config, ctx.index)
-    names = ("environment", *(f.name or f.path for f in config.scorer.functions))
-    metrics = ReplayMetrics(ctx.registry, environments=tuple(config.environments), score_functions=names)
-    scorer = Scorer(config.scorer, partial(_observe_score, metrics))
+    metrics = ReplayMetrics(ctx.registry, environments=tuple(config.environments), score_functions=config.scorer.names)
+    scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory, shard.index)
     ctx.report("starting", f"the store {path}")
@@ -72,6 +72,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         # with replay.memory_only this writes the last copy
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(store.close)
+            await scorer.close()
         for source in sources.values():
             source.close()
 
@@ -110,8 +111,12 @@ async def _serve(
     config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
 
-    async def deliver(record: TrajectoryRecord, verdict: Verdict) -> None:
-        await inbox_send.send(Scored(record, verdict))
+    async def deliver(verdicts: Sequence[tuple[TrajectoryRecord, Verdict]]) -> None:
+        for _, verdict in verdicts:
+            for name, value in verdict.rewards.items():
+                if name in scorer.names and value is not None:
+                    metrics.score_value.labels(function=name).observe(value)
+        await inbox_send.send(Scored(verdicts))
 
     async with hub, anyio.create_task_group() as sending:
         log.info("bound to %s", hub.address)
@@ -164,4 +169,8 @@ async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgo
 def _observe_score(metrics: ReplayMetrics, name: str, seconds: float, failure: str) -> None:
     metrics.score_duration_seconds.labels(function=name).observe(seconds)
     if failure:
-        metrics.score_failures_total.labels(function=name).inc()
+        metrics.score_failures_total.labels(function=name, reason=failure).inc()
+
+
+def _observe_retry(metrics: ReplayMetrics, name: str) -> None:
+    metrics.score_retries_total.labels(function=name).inc()

@@ -8,7 +8,7 @@ one waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Changes, Effect, Finished, Score, Unfit
+from pipeline.replay.journal import Changes, Effect, Finished, GivenUp, Score, Unfit
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
@@ -33,10 +33,9 @@ IDLE_SECONDS_MAX = 5.0
 
 @dataclass(slots=True)
 class Scored:
-    """A verdict on its way into the loop."""
+    """Verdicts on their way into the loop, to be committed together."""
 
-    record: TrajectoryRecord
-    verdict: Verdict
+    verdicts: Sequence[tuple[TrajectoryRecord, Verdict]]
 
 
 Item = Event | Scored
@@ -100,7 +99,8 @@ class Rounds:
         core.set_time(time.monotonic(), time.time())
         for item in items:
             if isinstance(item, Scored):
-                core.scored(item.record, item.verdict)
+                for record, verdict in item.verdicts:
+                    core.scored(record, verdict)
             else:
                 self._apply(item)
         core.plan()
@@ -139,6 +139,8 @@ class Rounds:
                 for effect in effects:
                     if isinstance(effect, Score):
                         self._scoring.put(effect)
+                    elif isinstance(effect, GivenUp):
+                        self._scoring.forget(effect.group)
                     elif isinstance(effect, Finished):
                         self.on_finished(effect)
                     elif not isinstance(effect, Unfit):

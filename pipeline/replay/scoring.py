@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
 import anyio.to_thread
 
 from pipeline.codec import decode_trajectory
+from pipeline.replay.gathering import Gathering
 from pipeline.replay.journal import Score
 from pipeline.replay.records import TrajectoryRecord
 from pipeline.replay.store import ReplayStore
+from pipeline.schema import Trajectory
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.transport.base import Limits
 
-Deliver = Callable[[TrajectoryRecord, Verdict], Awaitable[None]]
+Deliver = Callable[[Sequence[tuple[TrajectoryRecord, Verdict]]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    record: TrajectoryRecord
+    trajectory: Trajectory
+    verdict: Verdict
 
 
 class Scoring:
-    """*consumes* :class:`Score` effects; *produces* verdicts through ``deliver``; ``concurrency`` at once."""
+    """*consumes* :class:`Score` effects; *produces* verdicts through ``deliver``; ``concurrency`` at once.
+
+    Where a function must see a whole group, its verdicts are delivered together, once all of them are numbers: what is
+    delivered together is committed together, so a restart finds a group scored or not.
+    """
 
     def __init__(self, scorer: Scorer, store: ReplayStore, limits: Limits, concurrency: int, deliver: Deliver) -> None:
         self._scorer, self._store, self._limits, self._deliver = scorer, store, limits, deliver
         self._places = anyio.CapacityLimiter(concurrency)
+        self._gathering: Gathering[_Member] = Gathering()
         self._queue: deque[Score] = deque()
         self._wake = anyio.Event()
 
     def put(self, effect: Score) -> None:
         self._queue.append(effect)
         self._wake.set()
+
+    def forget(self, group: int) -> None:
+        """The group was given up."""
+        self._gathering.end(group)
 
     async def run(self) -> None:
         """Until cancelled; what is not scored then is scored by the next process."""
@@ -55,4 +74,21 @@ class Scoring:
             verdict = await self._scorer.score(trajectory)
         finally:
             self._places.release_on_behalf_of(effect.record.seq)
-        await self._deliver(effect.record, verdict)
+        if verdict.reward is None or not self._scorer.needs_group(trajectory.task.environment):
+            await self._deliver([(effect.record, verdict)])
+            return
+        member = _Member(effect.record, trajectory, verdict)
+        members = self._gathering.put(effect.record.key.group, effect.record.seq, member, effect.members)
+        if members is not None:
+            await self._together(effect.record.key.group, members)
+
+    async def _together(self, group: int, members: Sequence[_Member]) -> None:
+        verdicts = await self._scorer.score_group([m.trajectory for m in members], [m.verdict for m in members])
+        scored = [(member.record, verdict) for member, verdict in zip(members, verdicts, strict=True)]
+        failed = [(record, verdict) for record, verdict in scored if verdict.reward is None]
+        if failed:
+            self._gathering.drop(group, {record.seq for record, _ in failed})
+            await self._deliver(failed)
+        else:
+            self._gathering.end(group)
+            await self._deliver(scored)

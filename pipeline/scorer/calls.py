@@ -1,6 +1,6 @@
 """How one user function is called: awaited, in a thread, or in a worker process; always with a limit on its time.
 
-A call ends in a number or in a :class:`ScoreFailure`; it never raises for what user code does.
+A call ends in a number or in a :class:`ScoreFailure` for each trajectory; it never raises for what user code does.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ import inspect
 import logging
 import math
 import traceback
+from collections.abc import Mapping, Sequence
 from numbers import Real
+from typing import Any
 
 import anyio
 import anyio.to_process
 import anyio.to_thread
 
 from pipeline.codec import decode_trajectory, encode_trajectory
-from pipeline.config.training import ScoreFunction
+from pipeline.config.rewards import ScoreFunction
+from pipeline.errors import ConfigurationError
 from pipeline.schema import Trajectory
-from pipeline.scorer.resolve import resolve
+from pipeline.scorer.graders import BUILT_IN
+from pipeline.scorer.resolve import UserFunction, resolve
 from pipeline.scorer.verdict import ScoreFailure
 
 log = logging.getLogger("afterplay.scorer")
@@ -26,86 +30,140 @@ log = logging.getLogger("afterplay.scorer")
 ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""
 
+Outcome = float | ScoreFailure
+
 
 class Call:
-    """One function of the run file. Raises :class:`ConfigurationError` when its path does not lead to one."""
+    """One function of the run file. Raises :class:`ConfigurationError` when its path does not lead to one, or it does
+    not take its options."""
 
     def __init__(self, section: ScoreFunction, threads: anyio.CapacityLimiter, workers: anyio.CapacityLimiter) -> None:
-        self.name = section.name or section.path
-        self.weight = section.weight
-        self._section = section
-        self._function = resolve(section.path)
+        self.name = section.known_as
+        self._timeout_seconds = section.timeout_seconds
+        self._options = dict(section.options)
+        grader = BUILT_IN.get(section.path)
+        self._path = grader.path if grader else section.path
+        self._worker = section.worker if section.worker is not None else grader is not None and grader.worker
+        if grader is not None:
+            grader.check(self.name)
+        self._function = resolve(self._path)
+        _check_options(self.name, self._function, self._options)
         self._async = inspect.iscoroutinefunction(self._function)
         self._threads = threads
         self._workers = workers
         self._abandoned = 0
 
-    async def __call__(self, trajectory: Trajectory) -> float | ScoreFailure:
+    async def one(self, trajectory: Trajectory) -> Outcome:
         """The function's number, or why there is none."""
-        failure: ScoreFailure
+        value = await self._limited(trajectory, trajectory.trajectory_id)
+        return value if isinstance(value, ScoreFailure) else self._told(self._checked(value), trajectory.trajectory_id)
+
+    async def many(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
+        """A function of several trajectories: a number for each, or why there is none."""
+        n, first = len(trajectories), trajectories[0].trajectory_id
+        values = await self._limited(list(trajectories), f"{first} and {n - 1} more")
+        if isinstance(values, ScoreFailure):
+            return [values] * n
+        if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
+            return [self._told(self._wrong(f"a list of {n} numbers", values), first)] * n
+        listed: list[object] = list(values)  # type: ignore[call-overload]
+        if len(listed) != n:
+            return [self._told(self._wrong(f"a list of {n} numbers", f"{len(listed)} of them"), first)] * n
+        return [
+            self._told(self._checked(v), t.trajectory_id) for v, t in zip(listed, trajectories, strict=True)
+        ]  # fmt: skip
+
+    async def _limited(self, what: Trajectory | list[Trajectory], which: str) -> object:
         try:
-            with anyio.fail_after(self._section.timeout_seconds):
-                value = await self._run(trajectory)
-            checked = self._checked(value)
-            if not isinstance(checked, ScoreFailure):
-                return checked
-            failure = checked
+            with anyio.fail_after(self._timeout_seconds):
+                value = await self._run(what)
+            return self._told(value, which) if isinstance(value, ScoreFailure) else value
         except TimeoutError:
-            failure = ScoreFailure(self.name, "timeout", f"no answer within {self._section.timeout_seconds} s")
+            failure = ScoreFailure(self.name, "timeout", f"no answer within {self._timeout_seconds} s")
             self._abandon()
         except anyio.BrokenWorkerProcess:
             failure = ScoreFailure(self.name, "crashed", "its worker process died")
         except Exception:
             failure = ScoreFailure(self.name, "raised", traceback.format_exc())
-        log.warning(
-            "score function %s, trajectory %s: %s: %s",
-            self.name,
-            trajectory.trajectory_id,
-            failure.reason,
-            failure.details,
-        )
-        return failure
+        return self._told(failure, which)
 
-    async def _run(self, trajectory: Trajectory) -> object:
-        if self._section.worker:
-            frames = tuple(bytes(frame) for frame in encode_trajectory(trajectory))
+    async def _run(self, what: Trajectory | list[Trajectory]) -> object:
+        if self._worker:
+            many = isinstance(what, list)
+            every = [
+                tuple(bytes(f) for f in encode_trajectory(t)) for t in (what if isinstance(what, list) else [what])
+            ]
             outcome, value = await anyio.to_process.run_sync(
-                call_in_worker, self._section.path, frames, cancellable=True, limiter=self._workers
+                call_in_worker, self._path, every, many, self._options, cancellable=True, limiter=self._workers
             )
             return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
         if self._async:
-            return await self._function(trajectory)
-        return await anyio.to_thread.run_sync(self._function, trajectory, abandon_on_cancel=True, limiter=self._threads)
+            return await self._function(what, **self._options)
+        return await anyio.to_thread.run_sync(
+            lambda: self._function(what, **self._options), abandon_on_cancel=True, limiter=self._threads
+        )
 
     def _abandon(self) -> None:
         """A thread cannot be killed: give its place in the pool to another, up to a bound."""
-        if not (self._section.worker or self._async) and self._abandoned < ABANDONED_MAX:
+        if not (self._worker or self._async) and self._abandoned < ABANDONED_MAX:
             self._abandoned += 1
             self._threads.total_tokens += 1
             log.warning("%s hangs in a thread, which cannot be stopped: set worker: true for it", self.name)
 
-    def _checked(self, value: object) -> float | ScoreFailure:
+    def _checked(self, value: object) -> Outcome:
         if isinstance(value, ScoreFailure):
             return value
         if value is None:
             return ScoreFailure(self.name, "missing", "it returned None")
         if not isinstance(value, Real):
-            return ScoreFailure(
-                self.name, "type", f"expected a number or None, got {type(value).__name__}: {str(value)[:200]}"
-            )
+            return self._wrong("a number or None", value)
         number = float(value)
         return number if math.isfinite(number) else ScoreFailure(self.name, "nonfinite", f"it returned {number}")
 
+    def _wrong(self, expected: str, came: object) -> ScoreFailure:
+        return ScoreFailure(self.name, "type", f"expected {expected}, got {type(came).__name__}: {str(came)[:200]}")
 
-def call_in_worker(path: str, frames: tuple[bytes, ...]) -> tuple[str, object]:
-    """Runs in the worker process: ``("value", number)`` or ``("raised", traceback)``, both safe to send back."""
+    def _told(self, outcome: Any, which: str) -> Any:
+        """The same, logged if it is a failure."""
+        if isinstance(outcome, ScoreFailure):
+            log.warning("score function %s, trajectory %s: %s: %s", self.name, which, outcome.reason, outcome.details)
+        return outcome
+
+
+def call_in_worker(
+    path: str, every: list[tuple[bytes, ...]], many: bool, options: Mapping[str, Any]
+) -> tuple[str, object]:
+    """Runs in the worker process: ``("value", number or list)`` or ``("raised", traceback)``, both safe to send
+    back."""
     try:
         function = resolve(path)
-        value = function(decode_trajectory(frames))
+        trajectories = [decode_trajectory(frames) for frames in every]
+        value = function(trajectories if many else trajectories[0], **options)
         if inspect.iscoroutine(value):
             import asyncio
 
             value = asyncio.run(value)
-        return "value", float(value) if isinstance(value, Real) else (None if value is None else repr(value))
+        if many and not isinstance(value, str) and hasattr(value, "__iter__"):
+            return "value", [_plain(v) for v in value]
+        return "value", _plain(value)
     except Exception:
         return "raised", traceback.format_exc()
+
+
+def _plain(value: object) -> object:
+    return float(value) if isinstance(value, Real) else (None if value is None else repr(value))
+
+
+def _check_options(name: str, function: UserFunction, options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        takes = ", ".join(list(signature.parameters)[1:]) or "none"
+        raise ConfigurationError(
+            f"score function {name}: expected to call it with a trajectory and options {sorted(options)}, got: "
+            f"{error}; its options are {takes}"
+        ) from error

@@ -4,75 +4,172 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
 
 import anyio
 
-from pipeline.config.training import ScorerConfig
+from pipeline.config.rewards import Part, ScorerConfig
 from pipeline.schema import Trajectory
-from pipeline.scorer.calls import Call
+from pipeline.scorer.batches import Batches
+from pipeline.scorer.calls import Call, Outcome
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure, Verdict, combine
 
 Observe = Callable[[str, float, str], None]
-"""Called with function name, seconds and failure reason (empty when it succeeded)."""
+"""Called with the name of a part, seconds and failure reason (empty when it succeeded)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A part that scores one trajectory at a time, as far as its caller can tell."""
+
+    section: Part
+    name: str
+    one: Callable[[Trajectory], Awaitable[Outcome]]
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredTogether:
+    """A part that scores the fresh trajectories of a group."""
+
+    section: Part
+    name: str
+    many: Callable[[Sequence[Trajectory]], Awaitable[list[Outcome]]]
 
 
 class Scorer:
-    """``reward = environment_weight · environment score + Σ weight · function``; None as soon as one of them has no
-    value.
+    """``reward = environment_weight · environment score + Σ weight · part``; None as soon as one of them has no value.
 
-    *consumes* trajectories; *produces* verdicts; *waits for* user functions, each at most its ``timeout_seconds``; at
-    most ``concurrency`` trajectories at once.
-    Raises :class:`ConfigurationError` when it is built with a path that leads to no function.
+    *consumes* trajectories; *produces* verdicts; *waits for* user functions and servers, each with its own limit on
+    time; at most ``concurrency`` trajectories at once. ``async with`` closes its connections.
+    Raises :class:`ConfigurationError` when it is built with a path that leads to no function, options that it does not
+    take, or a token that is not there.
     """
 
-    def __init__(self, config: ScorerConfig, observe: Observe | None = None) -> None:
+    def __init__(
+        self,
+        config: ScorerConfig,
+        observe: Observe | None = None,
+        retried: Callable[[str], None] | None = None,
+    ) -> None:
         threads = anyio.CapacityLimiter(config.concurrency)
         workers = anyio.CapacityLimiter(config.workers)
-        self._calls = [Call(section, threads, workers) for section in config.functions]
-        self._weights = {ENVIRONMENT: config.environment_weight, **{call.name: call.weight for call in self._calls}}
+        self._environment_weight = config.environment_weight
+        self._parts: list[_Scored] = []
+        self._together: list[_ScoredTogether] = []
+        self._services: list[Any] = []
+        for function in config.functions:
+            call, name = Call(function, threads, workers), function.known_as
+            if function.per == "group":
+                self._together.append(_ScoredTogether(function, name, call.many))
+            elif function.per == "batch":
+                batches = Batches(name, call.many, function.batch_max, function.batch_wait_seconds)
+                self._parts.append(_Scored(function, name, batches.one))
+            else:
+                self._parts.append(_Scored(function, name, call.one))
+        if config.judges or config.reward_models:
+            self._build_services(config, retried or (lambda name: None))
         self._places = anyio.CapacityLimiter(config.concurrency)
         self._observe = observe or (lambda name, seconds, failure: None)
+        self.names = config.names
+        """Names of all parts, that of the environment's score first."""
+
+    def _build_services(self, config: ScorerConfig, retried: Callable[[str], None]) -> None:
+        from pipeline.scorer.http.judge import Judge
+        from pipeline.scorer.http.reward_model import RewardModel
+
+        for section in config.judges:
+            judge = Judge(section, retried)
+            self._services.append(judge)
+            self._parts.append(_Scored(section, section.name, judge.one))
+        for model_section in config.reward_models:
+            model = RewardModel(model_section, retried)
+            self._services.append(model)
+            batches = Batches(model_section.name, model.many, model_section.batch_max, model_section.batch_wait_seconds)
+            self._parts.append(_Scored(model_section, model_section.name, batches.one))
+
+    async def __aenter__(self) -> Scorer:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections to judges and reward models."""
+        for service in self._services:
+            await service.close()
 
     @property
     def immediate(self) -> bool:
-        """Whether there are no user functions, so that :meth:`score_now` is enough."""
-        return not self._calls
+        """Whether there is nothing but the environment's score, so that :meth:`score_now` is enough."""
+        return not (self._parts or self._together)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all parts."""
-        return tuple(self._weights)
+    def needs_group(self, environment: str) -> bool:
+        """Whether trajectories of this environment have a part that must see their whole group."""
+        return any(part.section.applies_to(environment) for part in self._together)
 
     def score_now(self, trajectory: Trajectory) -> Verdict:
         """The environment's own score, without waiting."""
         parts = dict(trajectory.rewards)
-        return combine(parts, {ENVIRONMENT: self._weights[ENVIRONMENT]}, self._environment_failure(parts))
+        return combine(parts, {ENVIRONMENT: self._environment_weight}, self._environment_failure(parts))
 
     async def score(self, trajectory: Trajectory) -> Verdict:
-        """All parts. Never raises for what user code does."""
+        """All parts but those of a group. Never raises for what user code does."""
+        environment = trajectory.task.environment
         parts: dict[str, float | None] = dict(trajectory.rewards)
         failures = list(self._environment_failure(parts))
+        mine = [part for part in self._parts if part.section.applies_to(environment)]
 
-        async def one(call: Call) -> None:
+        async def one(part: _Scored) -> None:
             started = time.perf_counter()
-            outcome = await call(trajectory)
-            failed = isinstance(outcome, ScoreFailure)
-            self._observe(
-                call.name, time.perf_counter() - started, outcome.reason if isinstance(outcome, ScoreFailure) else ""
-            )
-            parts[call.name] = None if failed else outcome  # type: ignore[assignment]
-            if isinstance(outcome, ScoreFailure):
-                failures.append(outcome)
+            outcome = await part.one(trajectory)
+            self._note(part.name, time.perf_counter() - started, outcome, parts, failures)
 
         async with self._places, anyio.create_task_group() as group:
-            for call in self._calls:
-                group.start_soon(one, call)
-        return combine(parts, self._weights, tuple(failures))
+            for part in mine:
+                group.start_soon(one, part)
+        return combine(parts, self._weights(mine), tuple(failures))
+
+    async def score_group(self, trajectories: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """The verdicts of :meth:`score` completed with the parts that see the whole group; all have numbers so far."""
+        environment = trajectories[0].task.environment
+        parts = [dict(verdict.rewards) for verdict in verdicts]
+        failures = [list(verdict.failures) for verdict in verdicts]
+        together = [part for part in self._together if part.section.applies_to(environment)]
+
+        async def one(part: _ScoredTogether) -> None:
+            started = time.perf_counter()
+            outcomes = await part.many(trajectories)
+            seconds = time.perf_counter() - started
+            for position, outcome in enumerate(outcomes):
+                self._note(part.name, seconds, outcome, parts[position], failures[position])
+
+        async with anyio.create_task_group() as group:
+            for part in together:
+                group.start_soon(one, part)
+        single = [part for part in self._parts if part.section.applies_to(environment)]
+        weights = {**self._weights(single), **{part.name: part.section.weight for part in together}}
+        return [combine(p, weights, tuple(f)) for p, f in zip(parts, failures, strict=True)]
+
+    def _note(
+        self, name: str, seconds: float, outcome: Outcome, parts: dict[str, float | None], failures: list[ScoreFailure]
+    ) -> None:
+        failed = isinstance(outcome, ScoreFailure)
+        self._observe(name, seconds, outcome.reason if isinstance(outcome, ScoreFailure) else "")
+        parts[name] = None if failed else outcome  # type: ignore[assignment]
+        if isinstance(outcome, ScoreFailure):
+            failures.append(outcome)
+
+    def _weights(self, parts: Sequence[_Scored]) -> dict[str, float]:
+        return {ENVIRONMENT: self._environment_weight, **{part.name: part.section.weight for part in parts}}
 
     def _environment_failure(self, parts: dict[str, float | None]) -> tuple[ScoreFailure, ...]:
         value = parts.get(ENVIRONMENT)
-        if self._weights[ENVIRONMENT] == 0 or (value is not None and math.isfinite(value)):
+        if self._environment_weight == 0 or (value is not None and math.isfinite(value)):
             return ()
         self._observe(ENVIRONMENT, 0.0, "missing")
         return (ScoreFailure(ENVIRONMENT, "missing", "the environment gave no score"),)

@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 
 ENVIRONMENT = "environment"
 """Name of the environment's own score among the rewards."""
+REASONS = (
+    *("raised", "timeout", "crashed", "missing", "type", "nonfinite"),
+    *("unavailable", "refused", "protocol"),
+)
+"""Kinds of failure. Of any part: the function raised, took too long, its process died, it gave None, something that is
+no number, or no finite one. Of a server: it does not answer (or 429, 5xx), refuses the request (4xx), or says what is
+not understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +23,7 @@ class ScoreFailure:
 
     name: str
     reason: str
-    """``raised``, ``timeout``, ``type``, ``nonfinite``, ``missing`` or ``crashed``."""
+    """One of :data:`REASONS`."""
     details: str = ""
 
 

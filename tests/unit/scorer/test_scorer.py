@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline.config.training import ScorerConfig
+from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.simulation import rollout
 from pipeline.schema import Order, Task, Trajectory
