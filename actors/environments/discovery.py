@@ -1,8 +1,8 @@
 """From the name in the run file to a constructed environment.
 
 ``arithmetic`` (built in), ``babyai`` (an adapter to a package), an entry point of the group
-``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``. Whatever cannot be found or built is a :class:`ConfigurationError` that names the section and
-what would have worked."""
+``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``. Whatever cannot be found or built is a
+:class:`ConfigurationError` that names the section and what would have worked."""
 
 from __future__ import annotations
 

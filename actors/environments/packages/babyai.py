@@ -121,8 +121,7 @@ def action_of(reply: str) -> str | None:
 def describe(image: Any, carrying: Any, compact: bool = False) -> str:
     """The view in words. ``image`` uint8 [7, 7, 3] (column, row, (type, colour, state)); the agent stands at column 3,
     row 6, and looks towards row 0."""
-    from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
-
+    constants = package("babyai", "minigrid.core.constants").core.constants
     columns, rows, _ = image.shape
     middle = columns // 2
     seen = []
@@ -132,7 +131,7 @@ def describe(image: Any, carrying: Any, compact: bool = False) -> str:
             aside = column - middle
             if kind in (_UNSEEN, _EMPTY, _WALL, _FLOOR) or (ahead == 0 and aside == 0):
                 continue
-            name = f"{IDX_TO_COLOR[colour]} {IDX_TO_OBJECT[kind]}"
+            name = f"{constants.IDX_TO_COLOR[colour]} {constants.IDX_TO_OBJECT[kind]}"
             name = f"{_DOOR_STATES[state]} {name}" if kind == _DOOR else name
             seen.append(f"{name} {_place(ahead, aside, compact)}")
     wall = next((a for a in range(1, rows) if int(image[middle, rows - 1 - a][0]) == _WALL), None)

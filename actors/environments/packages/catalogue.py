@@ -20,10 +20,10 @@ class Adapter:
 
     path: str
     """``module:Class`` of the environment."""
-    module: str
-    """What has to be importable."""
+    module: str | None
+    """What has to be importable. None: nothing, it talks to a server."""
     install: str
-    """The command that installs it."""
+    """What installs it."""
     program: str | None = None
     """A program that has to be on the PATH too."""
 
@@ -31,7 +31,7 @@ class Adapter:
     def missing(self) -> str | None:
         """What to do before it can be used; None when nothing is missing."""
         try:
-            found = importlib.util.find_spec(self.module) is not None
+            found = self.module is None or importlib.util.find_spec(self.module) is not None
         except (ImportError, ValueError):
             found = False
         if not found:
@@ -42,14 +42,18 @@ class Adapter:
 
 
 ADAPTERS: Mapping[str, Adapter] = {
-    "alfworld": Adapter(f"{_HERE}.alfworld:AlfWorld", "alfworld", "pip install 'alfworld>=0.4' && alfworld-download"),
+    "alfworld": Adapter(
+        f"{_HERE}.alfworld:AlfWorld", "alfworld", "pip install 'afterplay[alfworld]' && alfworld-download"
+    ),
     "appworld": Adapter(
         f"{_HERE}.appworld:AppWorldTasks",
-        "appworld",
-        "pip install appworld && appworld install && appworld download data",
+        None,
+        "pip install appworld && appworld install && appworld download data (in an environment of its own)",
     ),
     "babyai": Adapter(f"{_HERE}.babyai:BabyAI", "minigrid", "pip install 'afterplay[minigrid]'"),
-    "bfcl": Adapter(f"{_HERE}.bfcl:BFCL", "bfcl_eval", "pip install --no-deps bfcl-eval==2026.3.23 && pip install mpmath"),
+    "bfcl": Adapter(
+        f"{_HERE}.bfcl:BFCL", "bfcl_eval", "pip install --no-deps bfcl-eval==2026.3.23 && pip install mpmath"
+    ),
     "gymnasium": Adapter(f"{_HERE}.gymnasium_text:Gymnasium", "gymnasium", "pip install 'afterplay[gymnasium]'"),
     "openenv": Adapter(f"{_HERE}.openenv:OpenEnv", "websockets", "pip install 'afterplay[openenv]'"),
     "reasoning_gym": Adapter(
@@ -71,6 +75,8 @@ def package(name: str, *modules: str) -> Any:
 
     Raises :class:`ConfigurationError` that says what to install."""
     adapter = ADAPTERS[name]
+    if adapter.module is None:
+        raise ConfigurationError(f"the environment {name} has no package that could be imported here")
     if adapter.missing is not None:
         raise ConfigurationError(f"the environment {name} needs something that is not installed: {adapter.missing}")
     try:

@@ -66,13 +66,15 @@ class Pool:
 
     def _has_room(self) -> bool:
         return (
-            not self._alone or len(self._processes) < self._max or any(process.games == 0 for process in self._processes)
+            not self._alone
+            or len(self._processes) < self._max
+            or any(process.games == 0 for process in self._processes)
         )
 
 
 def _game_in(base: type, main: Any) -> Any:
     """One more game in a running process: the package's own class with everything but the game shared."""
-    game = object.__new__(_shared(base))
+    game: Any = object.__new__(_shared(base))
     game.__dict__.update(main.__dict__)
     game.server = main._gateway.jvm.textworldexpress.runtime.PythonInterface()
     game.runHistory, game.lastStepScore = [], 0

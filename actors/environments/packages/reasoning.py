@@ -42,7 +42,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 @dataclass(config=STRICT_OPTIONS)
 class ReasoningGym(Environment):
-    """One puzzle of reasoning-gym (arithmetic, algebra, logic, games, ...); its own scorer says how right the answer is."""
+    """One puzzle of reasoning-gym (arithmetic, algebra, logic, games, ...), judged by its own scorer."""
 
     splits: ClassVar[dict[str, range]] = {"train": range(HELD_OUT), "eval": range(HELD_OUT, 2 * HELD_OUT)}
 
@@ -143,7 +143,7 @@ def is_arithmetic(text: str) -> bool:
     power itself: nothing that evaluates to more than a formula, or for longer than a moment."""
     if len(text) > 500:
         return False
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return _arithmetic(ast.parse(text.strip(), mode="eval").body)
     return False
 
@@ -151,7 +151,7 @@ def is_arithmetic(text: str) -> bool:
 def _arithmetic(node: ast.AST) -> bool:
     match node:
         case ast.Constant(value=value):
-            return type(value) in (int, float) and abs(value) < 10**12
+            return type(value) in (int, float) and abs(float(value)) < 10**12  # type: ignore[arg-type]
         case ast.Name(id=name):
             return len(name) == 1 or name in ("pi",)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
@@ -173,6 +173,6 @@ def _small(node: ast.AST) -> bool:
     """An exponent: an integer or a fraction of integers, at most 99."""
     return all(
         isinstance(n, ast.Constant | ast.BinOp | ast.UnaryOp | ast.Div | ast.USub)
-        and (not isinstance(n, ast.Constant) or (type(n.value) in (int, float) and abs(n.value) <= 99))
+        and (not isinstance(n, ast.Constant) or (type(n.value) is int and -99 <= n.value <= 99))
         for n in ast.walk(node)
     )

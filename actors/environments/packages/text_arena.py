@@ -26,9 +26,9 @@ GAMES = (
     "2048-v0", "2048-v0-3x3", "2048-v0-easy", "2048-v0-ultra-easy", "Bandit-v0", "Blackjack-v0", "Countdown-v0",
     "Crosswords-v0", "Cryptarithm-v0", "FifteenPuzzle-v0", "FrozenLake-v0", "FrozenLake-v0-hardcore",
     "FrozenLake-v0-random", "GuessTheNumber-v0", "GuessTheNumber-v0-hardcore", "LightsOut-v0", "LogicPuzzle-v0",
-    "LogicPuzzle-v0-hard", "Mastermind-v0", "Mastermind-v0-hard", "Minesweeper-v0", "Minesweeper-v0-small", "PegJump-v0",
-    "RushHour-v0", "Secretary-v0", "Set-v0", "Slitherlink-v0", "Sokoban-v0", "Sudoku-v0", "Sudoku-v0-very-easy",
-    "ThreeCardMonte-v0", "TowerOfHanoi-v0", "TowerOfHanoi-v0-hard",
+    "LogicPuzzle-v0-hard", "Mastermind-v0", "Mastermind-v0-hard", "Minesweeper-v0", "Minesweeper-v0-small",
+    "PegJump-v0", "RushHour-v0", "Secretary-v0", "Set-v0", "Slitherlink-v0", "Sokoban-v0", "Sudoku-v0",
+    "Sudoku-v0-very-easy", "ThreeCardMonte-v0", "TowerOfHanoi-v0", "TowerOfHanoi-v0-hard",
 )  # fmt: skip
 """Played by the tests with TextArena 0.7.4. Other single-player ids may need a download (Hangman, Wordle and the other
 word games) or a newer Python (LinesOfAction, Surround ...); building one says which."""
