@@ -65,6 +65,10 @@ def show(
         str | None, typer.Option(metavar="N|A-B", help="A token was sampled by such a policy version.")
     ] = None,
     replayed: Annotated[bool, typer.Option("--replayed", help="Trained again from the pool.")] = False,
+    kept: Annotated[
+        bool | None,
+        typer.Option("--kept/--all", help="Only those whose tokens are kept. A page takes only them unless --all."),
+    ] = None,
     sort: Annotated[SortBy, typer.Option(help="Largest or newest first.")] = SortBy.newest,
     reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
     limit: Annotated[
@@ -100,13 +104,15 @@ def show(
     from pipeline.replay.listing import Filters
     from pipeline.show.page import write_page
     from pipeline.show.reading import RunReader
-    from pipeline.show.terminal import print_found, print_list
-    from pipeline.show.views import dumps, found_json, listed_json
+    from pipeline.show.terminal import json_line, print_found, print_list
+    from pipeline.show.views import found_json, listed_json
     from pipeline.show.vocabulary import Vocabulary
 
     config, directory = open_run(run)
     reader = RunReader(config, directory)
+    only_kept = html is not None if kept is None else kept
     filters = Filters(
+        kept=reader.traced if only_kept and trajectory is None else None,
         trajectory_id=trajectory,
         step=span("--step", step),
         version=span("--version", version),
@@ -135,12 +141,12 @@ def show(
         for found in reader.find(listing.rows, filters.step):
             value = found_json(found, vocabulary)
             if as_json:
-                typer.echo(dumps(value))
+                typer.echo(json_line(value))
             else:
                 print_found(value, colour.value, console)
     elif as_json:
         for row in listing.rows:
-            typer.echo(dumps(listed_json(row)))
+            typer.echo(json_line(listed_json(row)))
     else:
         print_list(listing, reader, console)
 

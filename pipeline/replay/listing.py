@@ -81,6 +81,8 @@ class Filters:
     empty: any failure."""
     replayed: bool = False
     """Trained again from the pool at least once."""
+    kept: frozenset[str] | None = None
+    """Tokens are in the store, or kept elsewhere of these trajectory ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,11 @@ def _conditions(f: Filters) -> tuple[str, list[Any]]:
         add("(failure IS NOT NULL OR (state = 'dropped' AND reason IN ('failed', 'unscored', 'aborted')))")
         if f.failure:
             add(f"instr({_FAILURE}, ?) > 0", f.failure.lower())
+    if f.kept is not None:
+        add(
+            "(trajectory_id IN (SELECT value FROM json_each(?)) OR seq IN (SELECT seq FROM payloads))",
+            orjson.dumps(sorted(f.kept)).decode(),
+        )
     if f.replayed:
         add("n_replays > 0")
     return (f"WHERE {' AND '.join(parts)}" if parts else ""), values

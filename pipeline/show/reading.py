@@ -83,6 +83,11 @@ class RunReader:
             count += fit
         return Listing(list(islice(heapq.merge(*parts, key=sort_key(sort, reverse)), limit)), count)
 
+    @property
+    def traced(self) -> frozenset[str]:
+        """Ids of the trajectories whose tokens are in a trace."""
+        return frozenset(self._traces)
+
     def has_trace(self, listed: Listed) -> bool:
         """Whether what the learner saw of it, or a failed rollout, is kept."""
         return listed.trajectory_id in self._traces

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from pipeline.replay.listing import Listed
 from pipeline.show.reading import Listing, RunReader
+from pipeline.show.views import dumps
 
 Colour = Literal["sampled", "logprob", "ratio", "entropy", "advantage", "version"]
 COLUMN: Mapping[str, str] = {
@@ -27,6 +28,7 @@ COLUMN: Mapping[str, str] = {
 CONTEXT_CHARACTERS_MAX = 4000
 """Of one message; the middle of a longer one is left out."""
 _CONTROL = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if i not in (0x09, 0x0A)}
+_CONTROL_JSON = {i: f"\\u{i:04x}" for i in range(0x7F, 0xA0)}
 _STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted": "red"}
 _VERSIONS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16")
 _SAMPLED = Style(color="green")
@@ -38,6 +40,11 @@ def safe(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def json_line(value: Mapping[str, Any]) -> str:
+    """JSON text that does not steer a terminal either: JSON escapes only half of the control characters."""
+    return dumps(value).translate(_CONTROL_JSON)
+
+
 def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     """One line for each trajectory."""
     several = len({row.environment for row in listing.rows}) > 1
@@ -45,13 +52,13 @@ def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     table.add_column("", width=1)
     table.add_column("trajectory", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("task", overflow="ellipsis", no_wrap=True, max_width=32)
+    table.add_column("task", overflow="ellipsis", no_wrap=True, max_width=24)
     if several:
-        table.add_column("environment", overflow="ellipsis", no_wrap=True, max_width=20)
+        table.add_column("environment", overflow="ellipsis", no_wrap=True, max_width=16)
     table.add_column("reward", justify="right", no_wrap=True)
     for name in ("turns", "sampled", "versions", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("became", overflow="fold")
+    table.add_column("became", overflow="ellipsis", no_wrap=True, min_width=8)
     for row in listing.rows:
         mark = Text("●", "cyan") if reader.has_trace(row) else Text("")
         cells = [mark, Text(row.trajectory_id), Text(_steps(row)), Text(safe(row.task_id))]

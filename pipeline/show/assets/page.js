@@ -52,7 +52,8 @@
   function keep(name, value) { try { localStorage.setItem(`afterplay.${name}`, value); } catch { /* private window */ } }
 
   const short = (v) => v === null || v === undefined ? "–" : Number.isInteger(v) ? String(v) : Number(v.toPrecision(4)).toString();
-  const seconds = (v) => v >= 100 ? `${Math.round(v)} s` : `${Number(v.toPrecision(2))} s`;
+  const seconds = (v) => v >= 100 ? `${Math.round(v)} s` : v >= 0.1 || v === 0 ? `${Number(v.toPrecision(2))} s` : `${Number((v * 1e3).toPrecision(2))} ms`;
+  const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   const spoken = (r) => r.words ??= (r.transcript?.turns ?? []).map((t) =>
     [...t.messages.map((m) => m.content), t.message.content].join("\n")).join("\n").toLowerCase();
 
@@ -257,7 +258,7 @@
   function facts(r) {
     const t = r.transcript, items = [["reward", short(r.reward)]];
     for (const [name, value] of Object.entries(r.rewards)) items.push([`reward: ${name}`, short(value)]);
-    items.push(["turns", r.n_turns], ["tokens", `${r.n_sampled} sampled of ${r.n_tokens}`]);
+    items.push(["turns", String(r.n_turns)], ["tokens", `${r.n_sampled} sampled of ${r.n_tokens}`]);
     if (r.versions) items.push(["policy versions", r.versions[0] === r.versions[1] ? r.versions[0] : `${r.versions[0]} to ${r.versions[1]}`]);
     const mean = (name, f) => {
       const all = (t?.turns ?? []).flatMap((turn) => turn.completion[name] ?? []).filter((v) => v !== null);
@@ -267,7 +268,8 @@
       items.push(["mean log-prob", mean("logprobs", (v) => v)], ["mean ratio", mean("ratios", (v) => v)],
         ["mean entropy", mean("entropies", (v) => v)], ["mean advantage", mean("advantages", (v) => v)],
         ["time", `${seconds(r.seconds)}: engine ${seconds(t.timings.generate_seconds)}, environment ${seconds(t.timings.environment_seconds)}`],
-        ["engine", `${t.engine.backend} ${t.engine.model}`], ["seed", t.seed]);
+        ["engine", `${t.engine.backend} ${t.engine.model}`], ["temperature", [...new Set(t.turns.map((turn) => short(turn.temperature)))].join(", ")],
+        ["seed", t.seed]);
       if (t.trained) items.push(["seen by the learner", `step ${t.trained.step}, version ${t.trained.policy_version}${t.trained.replayed ? ", replayed" : ""}`]);
       if (t.lessons.length) items.push(["lessons", t.lessons.join(", ")]);
       if (Object.keys(t.payload).length) items.push(["task payload", JSON.stringify(t.payload).slice(0, 300)]);
@@ -285,23 +287,24 @@
       const body = h("div", {class: "text"});
       if (plainContext) body.append(turn.context.texts.join(""));
       else turn.context.texts.forEach((_, i) => body.append(token(turn.context, i, {turn, number, i, context: true})));
-      cards.push(h("div", {class: "message context"}, head("context", `${turn.context.ids.length} tokens`), folded(body, turn.context.ids.length * 4)));
+      const n = turn.context.ids.length;
+      cards.push(card("context", "context", [count(n, "token")], folded(body, n * 4)));
     } else {
-      for (const message of turn.messages) cards.push(messageCard(message));
+      for (const m of turn.messages) cards.push(card("context", m.role, [], folded(h("div", {class: "text"}, m.content), m.content.length), extra(m)));
     }
-    const notes = [`turn ${number + 1}`, turn.finish === "length" ? "reached the limit of tokens" : turn.finish, `${turn.completion.ids.length} tokens`,
-      `temperature ${short(turn.temperature)}`];
+    const notes = [`turn ${number + 1} · ${count(turn.completion.ids.length, "token")}`];
+    notes.push(turn.finish === "length" ? "cut at the limit" : turn.finish);
     if (turn.reward !== null) notes.push(`reward ${short(turn.reward)}`);
     for (const [name, value] of Object.entries(turn.signals)) notes.push(`${name} ${short(value)}`);
     const body = h("div", {class: "text"});
     turn.completion.texts.forEach((_, i) => body.append(token(turn.completion, i, {turn, number, i, context: false})));
-    cards.push(h("div", {class: "message sampled"}, head(turn.message.role, notes.join(" · ")), body, extra(turn.message)));
+    cards.push(card("sampled", turn.message.role, notes, body, extra(turn.message)));
     return cards;
   }
 
-  const head = (role, note) => h("div", {class: "head"}, h("b", {}, role), h("span", {}, note));
+  const card = (kind, role, notes, ...body) => h("div", {class: `message ${kind}`},
+    h("div", {class: "head"}, h("b", {}, role), ...notes.map((note) => h("span", {}, note))), h("div", {class: "body"}, ...body));
   const extra = (m) => m.extra ? h("div", {class: "text extra"}, JSON.stringify(m.extra, null, 1)) : "";
-  const messageCard = (m) => h("div", {class: "message context"}, head(m.role, ""), folded(h("div", {class: "text"}, m.content), m.content.length), extra(m));
   const folded = (body, size) => size <= FOLD ? body : h("details", {}, h("summary", {}, `${size.toLocaleString()} characters`), body);
 
   function token(side, i, where) {
