@@ -6,6 +6,7 @@ global one's place while a method of the game runs, so an episode neither distur
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ GAMES = (
 """Played by the tests with TextArena 0.7.4. Other single-player ids may need a download (Hangman, Wordle and the other
 word games) or a newer Python (LinesOfAction, Surround ...); building one says which."""
 
+INVALID_MOVE_PAYS = -1.0
+"""TextArena's default."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -84,8 +87,8 @@ class TextArenaEpisode(Episode):
                 return Step((Message("user", self._seen() or "Your move."),))
             rewards, information = self._game.close()
         reward = (rewards or {}).get(0, 0.0)
-        if isinstance(reward, str):  # Countdown gives reward and reason of an invalid move in the wrong order
-            reward = information[0]["reason"]
+        if isinstance(reward, str):  # some games give reward and reason of an invalid move in the wrong order
+            reward = _number_in(information[0]["reason"], otherwise=INVALID_MOVE_PAYS)
         reward = float(reward)
         if reward < 0 and self._options.loss_pays is not None:
             reward = self._options.loss_pays
@@ -96,6 +99,11 @@ class TextArenaEpisode(Episode):
         """What the game has said since it was last asked, without the player's own moves."""
         player, observed = self._game.get_observation()
         return "\n".join(str(text).strip() for sender, text, *_ in observed if sender != player)
+
+
+def _number_in(text: object, otherwise: float) -> float:
+    found = re.search(r"-?\d+(?:\.\d+)?(?:e-?\d+)?$", str(text))
+    return float(found[0]) if found else otherwise
 
 
 @contextmanager

@@ -1,0 +1,83 @@
+"""Any Gymnasium environment plays with a describe function by import path."""
+
+import pytest
+
+from actors.environments import Reply
+from pipeline.errors import ConfigurationError
+
+HELPERS = '''
+def describe(observation, env):
+    return f"You stand on square {observation} of {env.observation_space.n}."
+
+def cards(observation, env):
+    return "Your sum is {}, the dealer shows {}.".format(*observation)
+
+def parse(reply, env):
+    try:
+        return float(reply)
+    except ValueError:
+        return None
+
+def steer(reply, env):
+    import numpy as np
+    value = parse(reply, env)
+    return None if value is None else np.array([value], dtype=np.float32)
+'''
+WORDS = ["left", "down", "right", "up"]
+
+
+@pytest.fixture
+def helpers(tmp_path):
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    return str(tmp_path / "helpers.py")
+
+
+def lake(kit, helpers, **more):
+    return kit.build(
+        "gymnasium",
+        id="FrozenLake-v1",
+        options={"is_slippery": False},
+        describe=f"{helpers}:describe",
+        actions=WORDS,
+        **more,
+    )
+
+
+def test_words_reach_the_goal(kit, helpers):
+    total, last = kit.play(lake(kit, helpers), 1, ["I go down.", "down", "right", "right", "down", "Right!"])
+    assert (total, last.done, last.messages) == (1.0, True, ())
+
+
+def test_observations_are_described_and_unknown_words_told(kit, helpers):
+    episode = lake(kit, helpers).start(kit.task(1))
+    assert episode.messages[0].content.endswith("You stand on square 0 of 16.")
+    assert episode.step(Reply("down")).messages[0].content == "You stand on square 4 of 16."
+    step = episode.step(Reply("downwards"))
+    assert (step.done, step.signals) == (False, {"unknown_action": 1.0}) and "one of: left" in step.messages[0].content
+    assert lake(kit, helpers, unknown_ends=True).start(kit.task(1)).step(Reply("?")).done
+
+
+def test_same_task_starts_the_same(kit, helpers):
+    cards = kit.build("gymnasium", id="Blackjack-v1", describe=f"{helpers}:cards", actions=["stick", "hit"])
+    starts = [cards.start(kit.task(seed)).messages for seed in (*range(9), *range(9))]
+    assert starts[:9] == starts[9:] and len(set(m[0].content for m in starts)) > 3
+
+
+def test_other_action_spaces_have_a_parse_function(kit, helpers):
+    pendulum = kit.build("gymnasium", id="Pendulum-v1", parse=f"{helpers}:steer", options={"max_episode_steps": 4})
+    total, last = kit.play(pendulum, 1, ["0.5", "left", "-1", "2", "1"])
+    assert total < 0 and last.done
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"id": "NoSuch-v0"}, "NoSuch"),
+        ({"actions": ["left"]}, "a word for each action"),
+        ({"actions": WORDS, "describe": "no_such_module:x"}, "no_such_module"),
+        ({"actions": WORDS, "describe": "math:pi"}, "to be a function"),
+    ],
+)
+def test_wrong_options_say_what_would_be_right(kit, options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        kit.build("gymnasium", **options)

@@ -1,0 +1,105 @@
+"""Every dataset pays for its own answer, survives any other, and never evaluates what a model said."""
+
+import ast
+import inspect
+import random
+import re
+import warnings
+
+import pytest
+
+from actors.environments import Reply
+from actors.environments.packages.reasoning import ARITHMETIC_ONLY, READ_AS_LITERAL, answer_of, is_arithmetic
+
+SLOW = {"knight_swap", "arc_agi", "rush_hour", "word_ladder", "codeio", "intermediate_integration", "quantum_lock"}
+NEEDS_CONFIG = {"composite"}
+WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+JUNK = [
+    "", "junk", "[1,2", "9**9**9**9", "-1e309", "None!", "{}", "[[]]", "\x00", "(" * 300, "1 2 3", "a" * 5000, "nan",
+    "1/0", "True and", "1,2,3", "é", "-" * 200,
+]  # fmt: skip
+
+
+def datasets():
+    try:
+        import reasoning_gym.factory as factory
+    except ImportError:
+        return ["chain_sum"]
+    return sorted(set(factory.DATASETS) - NEEDS_CONFIG - SLOW)
+
+
+@pytest.mark.parametrize("name", datasets())
+def test_right_answer_pays_and_junk_does_not_raise(kit, name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gym = kit.build("reasoning_gym", dataset=name)
+        random.seed(1)
+        puzzle = gym.start(kit.task(5))
+        random.seed(2)
+        assert gym.start(kit.task(5)).messages == puzzle.messages, "the start depends on the global random state"
+        answer = puzzle._entry["answer"]
+        if name not in WITHOUT_ANSWER:
+            right = puzzle.step(Reply(f"Because <answer>no</answer>, <answer>{answer}</answer>"))
+            assert (right.reward, right.done) == (1.0, True)
+        mark = tmp_path / "evaluated"
+        for junk in [*JUNK, f"__import__('pathlib').Path({str(mark)!r}).touch()", f"[open({str(mark)!r}, 'w')]"]:
+            if junk != answer:
+                assert puzzle.step(Reply(f"<answer>{junk}</answer>")).reward == 0.0, junk
+        assert not mark.exists()
+
+
+def test_every_scorer_that_evaluates_is_known(kit):
+    """A new version of the package that evaluates in more places must be looked at."""
+    kit.build("reasoning_gym")
+    import reasoning_gym.factory as factory
+
+    calls = re.compile(r"(?<![\w.])eval\(|parse_expr\(|sympify\(|(?<![\w.])exec\(")
+    evaluating = {
+        name
+        for name, (cls, _) in factory.DATASETS.items()
+        if calls.search(inspect.getsource(cls.score_answer)) and "evaluate" not in name
+    }
+    assert evaluating - READ_AS_LITERAL - ARITHMETIC_ONLY <= {"number_sorting"}, "number_sorting evaluates its own answer"
+
+
+def test_partial_credit_is_an_option(kit):
+    half = "<answer>it is 4 or so, I think</answer>"
+    for threshold, low, high in ((0.99, 0.0, 0.0), (0.0, 0.001, 0.9)):
+        gym = kit.build("reasoning_gym", dataset="chain_sum", threshold=threshold, config={"min_terms": 2})
+        puzzle = gym.start(kit.task(3))
+        answer = puzzle._entry["answer"]
+        step = puzzle.step(Reply(half.replace("4", answer)))
+        assert low <= step.reward <= high
+        assert 0 < step.signals["score"] < 0.99
+
+
+def test_failing_scorer_is_a_failure_and_not_a_zero(kit):
+    puzzle = kit.build("reasoning_gym").start(kit.task(1))
+
+    def broken(answer, entry):
+        raise RuntimeError("scorer broken")
+
+    puzzle._dataset.score_answer = broken
+    with pytest.raises(RuntimeError, match="scorer broken"):
+        puzzle.step(Reply("<answer>-99999</answer>"))
+
+
+def test_answer_is_the_last_between_tags():
+    assert answer_of("<answer>1</answer> no <ANSWER> 2\n</ANSWER>", True) == "2"
+    assert answer_of("2", True) is None
+    assert answer_of(" 2 ", False) == "2"
+
+
+@pytest.mark.parametrize("text", ["1+2*3", "x**2 + 3*x - 1", "-(4 - 2)/3", "sin(x)**2", "exp(2*x)*log(x)", "2**10", "x**99"])
+def test_formulas_pass(text):
+    ast.parse(text, mode="eval")
+    assert is_arithmetic(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9**9**9", "2**1000", "(2**99)**99", "().__class__", "x.y", "f('a')", "[1]", "lambda: 0", "abc", "x if y else z",
+     "open(1)", "1;2", "", "1" * 600, "1 " * 900, "'a'*9", "9" * 400, "2**-1e9", "sin(x, y)", "2**(x)"],
+)  # fmt: skip
+def test_anything_else_does_not(text):
+    assert not is_arithmetic(text)
