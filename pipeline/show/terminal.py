@@ -25,6 +25,8 @@ COLUMN: Mapping[str, str] = {
     "advantage": "advantages",
     "version": "versions",
 }
+WIDE = 96
+"""Columns of a terminal that has room for all of a list."""
 CONTEXT_CHARACTERS_MAX = 4000
 """Of one message; the middle of a longer one is left out."""
 _CONTROL = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if i not in (0x09, 0x0A)}
@@ -56,7 +58,8 @@ def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     if several:
         table.add_column("environment", overflow="ellipsis", no_wrap=True, max_width=16)
     table.add_column("reward", justify="right", no_wrap=True)
-    for name in ("turns", "sampled", "versions", "seconds"):
+    wide = console.width >= WIDE
+    for name in ("turns", "sampled", *(("versions", "seconds") if wide else ())):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("became", overflow="ellipsis", no_wrap=True, min_width=8)
     for row in listing.rows:
@@ -64,8 +67,8 @@ def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
         cells = [mark, Text(row.trajectory_id), Text(_steps(row)), Text(safe(row.task_id))]
         cells += [Text(safe(row.environment))] if several else []
         cells += [
-            _reward(row.reward), Text(str(row.n_turns)), Text(str(row.n_sampled)), Text(_versions(row)),
-            Text(f"{row.duration_seconds:.1f}"), _became(row),
+            _reward(row.reward), Text(str(row.n_turns)), Text(str(row.n_sampled)),
+            *((Text(_versions(row)), Text(f"{row.duration_seconds:.1f}")) if wide else ()), _became(row),
         ]  # fmt: skip
         table.add_row(*cells)
     console.print(table)

@@ -292,8 +292,7 @@
     } else {
       for (const m of turn.messages) cards.push(card("context", m.role, [], folded(h("div", {class: "text"}, m.content), m.content.length), extra(m)));
     }
-    const notes = [`turn ${number + 1} · ${count(turn.completion.ids.length, "token")}`];
-    notes.push(turn.finish === "length" ? "cut at the limit" : turn.finish);
+    const notes = [`turn ${number + 1}`, `${count(turn.completion.ids.length, "token")}, ${turn.finish === "length" ? "cut off" : turn.finish}`];
     if (turn.reward !== null) notes.push(`reward ${short(turn.reward)}`);
     for (const [name, value] of Object.entries(turn.signals)) notes.push(`${name} ${short(value)}`);
     const body = h("div", {class: "text"});
@@ -342,6 +341,7 @@
     const canvas = $("strip"), sampled = state.tokens.filter((t) => !t.context);
     canvas.hidden = sampled.length < 40 || colour === "none";
     if (canvas.hidden) return;
+    canvas.style.width = `min(100%, ${sampled.length * 12}px)`;
     const width = canvas.width = Math.max(200, Math.floor(canvas.clientWidth * (window.devicePixelRatio || 1)));
     const pen = canvas.getContext("2d"), n = sampled.length;
     pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--card");
