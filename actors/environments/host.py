@@ -54,6 +54,11 @@ class EnvironmentHost:
         self._slow = 0
 
     @property
+    def environment(self) -> Environment:
+        """The plug-in itself."""
+        return self._environment
+
+    @property
     def blocking(self) -> bool:
         """Whether its plain functions run in threads."""
         return self._blocking

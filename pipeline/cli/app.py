@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pipeline.cli.env import app as env_app
 from pipeline.cli.replay import START
 from pipeline.cli.replay import app as replay_app
 from pipeline.cli.show import show
@@ -42,7 +43,6 @@ app = typer.Typer(
 """,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with everything filled in.")
-env_app = typer.Typer(no_args_is_help=True, help="Environments that run files can name.")
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(replay_app, name="replay")
@@ -214,24 +214,6 @@ def config_show(
     from pipeline.config.show import show
 
     typer.echo(show(_load(file, sets), plain), nl=False)
-
-
-@env_app.command("list")
-def env_list() -> None:
-    """List the environments that are installed, with what each is about.
-
-    Others are named in the run file as module:Class or path/file.py:Class.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    from pipeline.role import load_main
-
-    names, find = (load_main(f"actors.environments.discovery:{name}") for name in ("names", "find"))
-    table = Table("name", "what it is", box=None, header_style="bold")
-    for name in names():
-        table.add_row(name, ((find(name).__doc__ or "").strip().splitlines() or [""])[0])
-    Console(highlight=False).print(table)
 
 
 def _load(file: Path, sets: list[str] | None) -> RunConfig:

@@ -26,6 +26,8 @@ class Adapter:
     """What installs it."""
     program: str | None = None
     """A program that has to be on the PATH too."""
+    server: str | None = None
+    """What has to run elsewhere while it is played."""
 
     @property
     def missing(self) -> str | None:
@@ -49,13 +51,16 @@ ADAPTERS: Mapping[str, Adapter] = {
         f"{_HERE}.appworld:AppWorldTasks",
         None,
         "pip install appworld && appworld install && appworld download data (in an environment of its own)",
+        server="needs its servers: appworld serve environment",
     ),
     "babyai": Adapter(f"{_HERE}.babyai:BabyAI", "minigrid", "pip install 'afterplay[minigrid]'"),
     "bfcl": Adapter(
         f"{_HERE}.bfcl:BFCL", "bfcl_eval", "pip install --no-deps bfcl-eval==2026.3.23 && pip install mpmath"
     ),
     "gymnasium": Adapter(f"{_HERE}.gymnasium_text:Gymnasium", "gymnasium", "pip install 'afterplay[gymnasium]'"),
-    "openenv": Adapter(f"{_HERE}.openenv:OpenEnv", "websockets", "pip install 'afterplay[openenv]'"),
+    "openenv": Adapter(
+        f"{_HERE}.openenv:OpenEnv", "websockets", "pip install 'afterplay[openenv]'", server="needs a server"
+    ),
     "reasoning_gym": Adapter(
         f"{_HERE}.reasoning:ReasoningGym", "reasoning_gym", "pip install 'afterplay[reasoning-gym]'"
     ),

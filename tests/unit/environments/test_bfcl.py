@@ -108,7 +108,8 @@ def test_calls_are_read_from_tags_fences_and_bare_json():
 
 
 @pytest.mark.parametrize(
-    "reply", ["<tool_call>cd('x')</tool_call>", "{", "[1]", '{"name": 1}', '{"name": "a", "arguments": []}', "[" * 100_000]
+    "reply",
+    ["<tool_call>cd('x')</tool_call>", "{", "[1]", '{"name": 1}', '{"name": "a", "arguments": []}', "[" * 100_000],
 )
 def test_a_malformed_call_is_told_and_not_raised(kit, reply):
     (told, *_) = calls_of(reply)

@@ -5,7 +5,7 @@ import pytest
 from actors.environments import Reply
 from pipeline.errors import ConfigurationError
 
-HELPERS = '''
+HELPERS = """
 def describe(observation, env):
     return f"You stand on square {observation} of {env.observation_space.n}."
 
@@ -22,7 +22,7 @@ def steer(reply, env):
     import numpy as np
     value = parse(reply, env)
     return None if value is None else np.array([value], dtype=np.float32)
-'''
+"""
 WORDS = ["left", "down", "right", "up"]
 
 

@@ -141,9 +141,15 @@ async def _megabytes(socket):
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [(_error, "no such move"), (_garbage, "OpenEnv protocol"), (_wrong_shape, "OpenEnv protocol"), (_hang_up, "closed|received"),
-     (_silence, "no answer within"), (_megabytes, "too big|message")],
-)  # fmt: skip
+    [
+        (_error, "no such move"),
+        (_garbage, "OpenEnv protocol"),
+        (_wrong_shape, "OpenEnv protocol"),
+        (_hang_up, "Closed"),
+        (_silence, "no answer within"),
+        (_megabytes, "Closed"),
+    ],
+)
 async def test_a_servers_fault_fails_the_episode_under_its_name_and_leaks_nothing(fault, says):
     async with serving() as (server, url):
         section = EnvironmentConfig(
@@ -163,5 +169,5 @@ async def test_a_servers_fault_fails_the_episode_under_its_name_and_leaks_nothin
 
 async def test_no_server_is_a_failure_that_says_so():
     game = host("http://127.0.0.1:9")
-    with pytest.raises(PlugInError, match="Connect|connect|refused"):
+    with pytest.raises(PlugInError, match="[Cc]onnect"):
         await game.start(task(1))

@@ -1,0 +1,1 @@
+"""What ``afterplay env`` does: list, show, play, demonstrate, new. :mod:`pipeline.cli.env` is its command line."""
