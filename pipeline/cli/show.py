@@ -104,7 +104,9 @@ def show(
     from pipeline.replay.listing import Filters
     from pipeline.show.page import write_page
     from pipeline.show.reading import RunReader
-    from pipeline.show.terminal import json_line, print_found, print_list
+    from pipeline.show.safe import json_line
+    from pipeline.show.table import print_list
+    from pipeline.show.terminal import print_found
     from pipeline.show.views import found_json, listed_json
     from pipeline.show.vocabulary import Vocabulary
 

@@ -1,4 +1,4 @@
-"""Rollouts in the terminal: a table of many, the transcript of one."""
+"""The transcript of one rollout in the terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.rule import Rule
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
-from pipeline.replay.listing import Listed
-from pipeline.show.reading import Listing, RunReader
-from pipeline.show.views import dumps
+from pipeline.show.safe import safe
 
 Colour = Literal["sampled", "logprob", "ratio", "entropy", "advantage", "version"]
 COLUMN: Mapping[str, str] = {
@@ -25,58 +22,11 @@ COLUMN: Mapping[str, str] = {
     "advantage": "advantages",
     "version": "versions",
 }
-WIDE = 96
-"""Columns of a terminal that has room for all of a list."""
 CONTEXT_CHARACTERS_MAX = 4000
 """Of one message; the middle of a longer one is left out."""
-_CONTROL = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if i not in (0x09, 0x0A)}
-_CONTROL_JSON = {i: f"\\u{i:04x}" for i in range(0x7F, 0xA0)}
-_STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted": "red"}
 _VERSIONS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16")
 _SAMPLED = Style(color="green")
 _EDGE = Style(dim=True)
-
-
-def safe(text: str) -> str:
-    """Without the control characters that would steer a terminal: what a model writes must not."""
-    return text.translate(_CONTROL)
-
-
-def json_line(value: Mapping[str, Any]) -> str:
-    """JSON text that does not steer a terminal either: JSON escapes only half of the control characters."""
-    return dumps(value).translate(_CONTROL_JSON)
-
-
-def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
-    """One line for each trajectory."""
-    several = len({row.environment for row in listing.rows}) > 1
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("", width=1)
-    table.add_column("trajectory", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("task", overflow="ellipsis", no_wrap=True, max_width=24)
-    if several:
-        table.add_column("environment", overflow="ellipsis", no_wrap=True, max_width=16)
-    table.add_column("reward", justify="right", no_wrap=True)
-    wide = console.width >= WIDE
-    for name in ("turns", "sampled", *(("versions", "seconds") if wide else ())):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("became", overflow="ellipsis", no_wrap=True, min_width=8)
-    for row in listing.rows:
-        mark = Text("●", "cyan") if reader.has_trace(row) else Text("")
-        cells = [mark, Text(row.trajectory_id), Text(_steps(row)), Text(safe(row.task_id))]
-        cells += [Text(safe(row.environment))] if several else []
-        cells += [
-            _reward(row.reward), Text(str(row.n_turns)), Text(str(row.n_sampled)),
-            *((Text(_versions(row)), Text(f"{row.duration_seconds:.1f}")) if wide else ()), _became(row),
-        ]  # fmt: skip
-        table.add_row(*cells)
-    console.print(table)
-    shown = len(listing.rows)
-    rest = f" of {listing.count} (--limit {listing.count} shows all)" if shown < listing.count else ""
-    console.print(f"{shown}{rest} trajectories. ● kept with its tokens in traces/", style="dim", highlight=False)
-    for note in reader.notes:
-        console.print(safe(note), style="yellow", markup=False)
 
 
 def print_found(found: Mapping[str, Any], colour: Colour, console: Console) -> None:
@@ -208,35 +158,9 @@ def _background(rgb: tuple[int, int, int], share: float) -> Style:
     return Style(color="black" if share < 0.6 else "white", bgcolor=f"rgb({red},{green},{blue})")
 
 
-def _reward(reward: float | None) -> Text:
-    return Text("-", "dim") if reward is None else Text(f"{reward:.4g}", "green" if reward > 0 else "")
-
-
-def _became(row: Listed) -> Text:
-    text = Text(row.status, _STATUS.get(row.status, ""))
-    if row.state != "trained":
-        text.append(f" {row.state}", "dim")
-    if row.failure:
-        text.append(safe(f" {row.failure['boundary']}: {row.failure['kind']}: {row.failure['message'][:80]}"), "red")
-    elif row.reason:
-        text.append(f" {safe(row.reason)}", "dim")
-    return text
-
-
-def _steps(row: Listed) -> str:
-    own = "" if row.step is None else str(row.step)
-    return own + (f" +{len(row.replays)}" if row.replays else "")
-
-
 def _joined_steps(step: int | None, replays: Sequence[int]) -> str:
     fresh = "not trained fresh" if step is None else f"trained in step {step}"
     return fresh + (f", replayed in {', '.join(map(str, replays))}" if replays else "")
-
-
-def _versions(row: Listed) -> str:
-    if row.version_min < 0:
-        return ""
-    return str(row.version_min) if row.version_min == row.version_max else f"{row.version_min}-{row.version_max}"
 
 
 def _cut(text: str) -> str:

@@ -8,7 +8,8 @@ from pipeline.cli.app import app
 from pipeline.cli.show import SortBy, span
 from pipeline.errors import ConfigurationError
 from pipeline.replay.listing import _ORDER, Span
-from pipeline.show.terminal import COLUMN, safe
+from pipeline.show.safe import safe
+from pipeline.show.terminal import COLUMN
 from tests.unit.show.making import Rollout, make_run
 from tests.unit.show.test_reading import BROKEN, ROLLOUTS
 

@@ -1,0 +1,90 @@
+"""Rollouts as a table in the terminal, one line for each."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.replay.listing import Listed
+from pipeline.show.reading import Listing, RunReader
+from pipeline.show.safe import safe
+
+WIDE = 96
+"""Columns of a terminal that has room for everything."""
+BECAME_WIDTH_MIN = 14
+_STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted": "red"}
+
+
+def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
+    """Print the table, and how many there are."""
+    headings = ["", "trajectory", "step", "task", "environment", "reward", "turns", "sampled", "versions", "seconds"]
+    left_out = set() if console.width >= WIDE else {"versions", "seconds"}
+    if len({row.environment for row in listing.rows}) < 2:
+        left_out.add("environment")
+    shown = [i for i, heading in enumerate(headings) if heading not in left_out]
+    lines = [_cells(row, reader.has_trace(row)) for row in listing.rows]
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    taken = 0
+    for i in shown:
+        text = headings[i] in ("", "trajectory", "task", "environment")
+        width = max([len(headings[i]), *(line[i].cell_len for line in lines)])
+        table.add_column(headings[i], width=width, no_wrap=True, justify="left" if text else "right")
+        taken += width + 2
+    room = max(BECAME_WIDTH_MIN, console.width - taken)
+    table.add_column("became", width=room, no_wrap=True, overflow="ellipsis")
+    for row, line in zip(listing.rows, lines, strict=True):
+        table.add_row(*(line[i] for i in shown), _became(row))
+    console.print(table)
+    rest = f" of {listing.count} (--limit {listing.count} shows all)" if len(lines) < listing.count else ""
+    console.print(f"{len(lines)}{rest} trajectories. ● kept with its tokens in traces/", style="dim", highlight=False)
+    for note in reader.notes:
+        console.print(safe(note), style="yellow", markup=False)
+
+
+def _cells(row: Listed, kept: bool) -> list[Text]:
+    """By heading."""
+    return [
+        Text("●" if kept else "", "cyan"),
+        Text(row.trajectory_id),
+        Text(_steps(row)),
+        _short(row.task_id, 24),
+        _short(row.environment, 16),
+        _reward(row.reward),
+        Text(str(row.n_turns)),
+        Text(str(row.n_sampled)),
+        Text(_versions(row)),
+        Text(f"{row.duration_seconds:.1f}"),
+    ]
+
+
+def _short(text: str, width: int) -> Text:
+    out = Text(safe(text))
+    out.truncate(width, overflow="ellipsis")
+    return out
+
+
+def _reward(reward: float | None) -> Text:
+    return Text("-", "dim") if reward is None else Text(f"{reward:.4g}", "green" if reward > 0 else "")
+
+
+def _became(row: Listed) -> Text:
+    text = Text(row.status, _STATUS.get(row.status, ""))
+    if row.state != "trained":
+        text.append(f" {row.state}", "dim")
+    if row.failure:
+        text.append(safe(f" {row.failure['boundary']}: {row.failure['kind']}: {row.failure['message'][:80]}"), "red")
+    elif row.reason:
+        text.append(f" {safe(row.reason)}", "dim")
+    return text
+
+
+def _steps(row: Listed) -> str:
+    own = "" if row.step is None else str(row.step)
+    return own + (f" +{len(row.replays)}" if row.replays else "")
+
+
+def _versions(row: Listed) -> str:
+    if row.version_min < 0:
+        return ""
+    return str(row.version_min) if row.version_min == row.version_max else f"{row.version_min}-{row.version_max}"
