@@ -1,0 +1,56 @@
+"""A failed rollout leaves its turns behind, and what keeps them never harms the stage."""
+
+import logging
+
+from pipeline.codec import decode_trajectory, encode_trajectory
+from pipeline.config.traces import TracesConfig
+from pipeline.replay.journal import Unfit
+from pipeline.replay.simulation import rollout
+from pipeline.replay.unfit import UnfitTraces, unfit_traces
+from pipeline.schema import TrajectoryStatus
+from pipeline.traces import TraceWriter, scan_traces, trace_files
+from pipeline.transport.base import Kind, Message
+from tests.unit.replay.test_replay_core import started
+from tests.unit.show.making import Rollout, trajectory_of
+
+
+def test_the_stage_hands_over_what_failed_and_nothing_else():
+    stage = started()
+    good, bad, left = stage.orders()[:3]
+    handed = []
+    for order, status in ((good, "complete"), (bad, "error"), (left, "aborted")):
+        frames = encode_trajectory(rollout(order, order.policy_version, status=TrajectoryStatus(status)))
+        stage.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        handed += [(e.trajectory_id, e.frames) for e in stage.core.collect()[1] if isinstance(e, Unfit)]
+    assert [name for name, _ in handed] == [bad.order_id, left.order_id]
+    assert [decode_trajectory(frames).status for _, frames in handed] == ["error", "aborted"]
+
+
+def unfit(name="g000001.0.0"):
+    return Unfit(name, encode_trajectory(trajectory_of(Rollout())), 1e9)
+
+
+def test_stages_keep_their_failures_apart(tmp_path):
+    for stage in (0, 1):
+        with unfit_traces(TracesConfig(), tmp_path, stage) as traces:
+            traces.keep([unfit(f"g00000{stage}.0.0"), unfit(f"g00000{stage}.1.0")])
+    found = [(e.path.name, e.trajectory_id) for e in scan_traces(trace_files(tmp_path))]
+    assert found == [
+        ("failed-00000000.traces", "g000000.0.0"), ("failed-00000000.traces", "g000000.1.0"),
+        ("failed-1-00000000.traces", "g000001.0.0"), ("failed-1-00000000.traces", "g000001.1.0"),
+    ]  # fmt: skip
+
+
+def test_a_disk_that_refuses_is_said_once_and_switched_off_writes_nothing(tmp_path, caplog):
+    class Full(TraceWriter):
+        def append(self, *args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+    traces = UnfitTraces(Full(tmp_path, "failed", 1 << 20))
+    with caplog.at_level(logging.WARNING):
+        traces.keep([unfit()])
+        traces.keep([unfit()])
+    assert caplog.text.count("No space left") == 1
+    with unfit_traces(TracesConfig(failed=False), tmp_path / "off", 0) as off:
+        off.keep([unfit()])
+    assert not (tmp_path / "off").exists()
