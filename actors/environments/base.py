@@ -32,6 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.schema import FinishReason, Message, Task
@@ -108,6 +109,13 @@ class Environment(ABC):
 
     loop: str | None = None
     """The agent loop that plays it unless the run file says another: ``"tool_agent"`` for an environment with tools."""
+
+    splits: Mapping[str, Sequence[int]] = MappingProxyType({})
+    """Seeds of each split, for environments whose tasks are fixed or partly held out: ``{"train": range(900), "eval":
+    range(900, 1000)}``. A class or an instance may set it. Empty: every seed is for training."""
+    blocking: bool = False
+    """Its plain methods take longer than a millisecond and run in threads, as with ``blocking: true`` in the run
+    file."""
 
     @abstractmethod
     def start(self, task: Task) -> Episode | Awaitable[Episode]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -31,7 +30,7 @@ _ONE_AT_A_TIME = threading.Lock()
 class AlfWorld(Environment):
     """Household tasks in text (ALFWorld); a finished task pays 1.0. Needs the game files."""
 
-    blocking: ClassVar[bool] = True
+    blocking = True
 
     data: str | None = None
     """Folder with ``json_2.1.1``. None: the environment variable ALFWORLD_DATA, or ``~/.cache/alfworld``."""
@@ -49,7 +48,7 @@ class AlfWorld(Environment):
                 f"expected ALFWorld's games in {folder}/train (traj_data.json and game.tw-pddl), found none: run "
                 "alfworld-download, or set options.data"
             )
-        self.splits: dict[str, Sequence[int]] = {
+        self.splits = {
             name: range(FIRST_SEED[name], FIRST_SEED[name] + len(games)) for name, games in self._games.items()
         }
 

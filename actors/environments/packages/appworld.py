@@ -13,9 +13,8 @@ import queue
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -45,7 +44,7 @@ Task: {instruction}"""
 class AppWorldTasks(Environment):
     """Tasks in a simulated world of apps, solved by code (AppWorld); all tests passed pays 1.0. Needs its servers."""
 
-    blocking: ClassVar[bool] = True
+    blocking = True
 
     urls: tuple[str, ...] = Field(default=("http://127.0.0.1:8700",), min_length=1)
     """Addresses of AppWorld environment servers, one for each episode that is played at once."""
@@ -67,9 +66,7 @@ class AppWorldTasks(Environment):
                 "pip install appworld && appworld install && appworld download data, then set options.data to its "
                 "data folder"
             )
-        self.splits: dict[str, Sequence[int]] = {
-            name: range(FIRST_SEED[name], FIRST_SEED[name] + len(ids)) for name, ids in self._ids.items()
-        }
+        self.splits = {name: range(FIRST_SEED[name], FIRST_SEED[name] + len(ids)) for name, ids in self._ids.items()}
         self._free: queue.Queue[str] = queue.Queue()
         for url in self.urls:
             self._free.put(url.rstrip("/"))

@@ -5,7 +5,7 @@ The view is what the package gives the agent (no look behind walls). A level's o
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -13,12 +13,11 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.held_out import held_out
 from pipeline.schema import Message, Task
 
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")
 """Words of the package's actions 0 to 6."""
-HELD_OUT = 10**9
-"""Seeds from here on are the ``eval`` split: a level has as many starts as there are seeds."""
 _UNSEEN, _EMPTY, _WALL, _FLOOR, _DOOR = 0, 1, 2, 3, 4
 _DOOR_STATES = ("open", "closed", "locked")
 
@@ -27,7 +26,7 @@ _DOOR_STATES = ("open", "closed", "locked")
 class BabyAI(Environment):
     """Reach the goal of a BabyAI level (minigrid) by words like ``left`` and ``forward``; a reached goal pays 1.0."""
 
-    splits: ClassVar[dict[str, range]] = {"train": range(HELD_OUT), "eval": range(HELD_OUT, 2 * HELD_OUT)}
+    splits = held_out(10**9)
 
     level: str = "BabyAI-GoToRedBallNoDists-v0"
     """A registered id of minigrid, BabyAI's or another."""

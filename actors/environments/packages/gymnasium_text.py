@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -26,18 +26,16 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import attribute
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.held_out import held_out
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
-
-HELD_OUT = 10**9
-"""Seeds from here on are the ``eval`` split."""
 
 
 @dataclass(config=STRICT_OPTIONS)
 class Gymnasium(Environment):
     """Any Gymnasium environment; you say how an observation reads and what the actions are called."""
 
-    splits: ClassVar[dict[str, range]] = {"train": range(HELD_OUT), "eval": range(HELD_OUT, 2 * HELD_OUT)}
+    splits = held_out(10**9)
 
     id: str = "FrozenLake-v1"
     """A registered id; ``module:id`` imports the module that registers it first."""

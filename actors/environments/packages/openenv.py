@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 from pydantic import Field
@@ -19,11 +19,10 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.held_out import held_out
 from pipeline.schema import Message, Task
 
 CLOSE_SECONDS_MAX = 1.0
-HELD_OUT = 2**31 - 2**30
-"""Seeds from here on are the ``eval`` split; servers get 32-bit seeds."""
 
 
 class OpenEnvError(Exception):
@@ -34,7 +33,7 @@ class OpenEnvError(Exception):
 class OpenEnv(Environment):
     """Environment servers of the OpenEnv protocol, one WebSocket an episode."""
 
-    splits: ClassVar[dict[str, range]] = {"train": range(HELD_OUT), "eval": range(HELD_OUT, 2**31)}
+    splits = held_out(2**30)
 
     urls: tuple[str, ...] = Field(default=("ws://127.0.0.1:8000",), min_length=1)
     """Servers (``ws://host:port`` or ``http://host:port``), taken in turn."""

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import re
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -18,12 +18,11 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.held_out import held_out
 from actors.environments.packages.timing import takes_long
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
 
-HELD_OUT = 2**31
-"""Seeds from here on are the ``eval`` split."""
 ANSWER_CHARACTERS_MAX = 20_000
 READ_AS_LITERAL = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
 """Their scorers call ``eval`` on the answer to accept a Python list."""
@@ -44,7 +43,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 class ReasoningGym(Environment):
     """One puzzle of reasoning-gym (arithmetic, algebra, logic, games, ...), judged by its own scorer."""
 
-    splits: ClassVar[dict[str, range]] = {"train": range(HELD_OUT), "eval": range(HELD_OUT, 2 * HELD_OUT)}
+    splits = held_out(2**31)
 
     dataset: str = "chain_sum"
     """A name of ``reasoning_gym.factory.DATASETS``. To mix several, give each a section with a ``weight``."""

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -18,11 +18,10 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.held_out import held_out
 from actors.environments.packages.timing import takes_long
 from pipeline.schema import Message, Task
 
-HELD_OUT = 2**31
-"""Seeds from here on are the ``eval`` split."""
 GAMES = (
     "2048-v0", "2048-v0-3x3", "2048-v0-easy", "2048-v0-ultra-easy", "Bandit-v0", "Blackjack-v0", "Countdown-v0",
     "Crosswords-v0", "Cryptarithm-v0", "FifteenPuzzle-v0", "FrozenLake-v0", "FrozenLake-v0-hardcore",
@@ -43,7 +42,7 @@ _ONE_AT_A_TIME = threading.Lock()
 class TextArena(Environment):
     """A single-player game of TextArena: 2048, Sudoku, FrozenLake, Mastermind, TowerOfHanoi and others."""
 
-    splits: ClassVar[dict[str, range]] = {"train": range(HELD_OUT), "eval": range(HELD_OUT, 2 * HELD_OUT)}
+    splits = held_out(2**31)
 
     game: str = "GuessTheNumber-v0"
     """An id of TextArena without ``-train`` or ``-raw``. Tested: see docs/ENVIRONMENTS.md."""

@@ -4,7 +4,8 @@ Here ``jvms`` Java processes serve all episodes of an actor (:mod:`actors.enviro
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -27,11 +28,9 @@ this game and for no other)."""
 class TextWorldExpress(Environment):
     """A text game of TextWorldExpress (find the coin, cook, sort, ...); the score from 0 to 1 is the reward."""
 
-    splits: ClassVar[dict[str, range]] = {
-        "train": range(1000), "dev": range(10_000, 11_000), "test": range(20_000, 21_000)
-    }  # fmt: skip
+    splits = MappingProxyType({"train": range(1000), "dev": range(10_000, 11_000), "test": range(20_000, 21_000)})
     """The seeds that the package gives as its own. Any other seed is played as ``train`` with ``seed % 1000``."""
-    blocking: ClassVar[bool] = True
+    blocking = True
 
     game: Game = "coin"
     params: str = Field(default="", max_length=1000)

@@ -169,5 +169,5 @@ async def test_a_servers_fault_fails_the_episode_under_its_name_and_leaks_nothin
 
 async def test_no_server_is_a_failure_that_says_so():
     game = host("http://127.0.0.1:9")
-    with pytest.raises(PlugInError, match="[Cc]onnect"):
+    with pytest.raises(PlugInError, match=r"[Cc]onnect"):
         await game.start(task(1))

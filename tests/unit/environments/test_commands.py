@@ -1,0 +1,186 @@
+"""``afterplay env``: what is listed can be named, pipes can play, an engine can play, a new package works as it is."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.environments.commands.describing import details, entries, seeds_in_words
+from actors.environments.commands.playing import play
+from actors.environments.discovery import find, names
+from actors.environments.packages.catalogue import ADAPTERS, Adapter, package
+from pipeline.cli import app
+from pipeline.errors import ConfigurationError
+from pipeline.replay.demonstrations import read_demonstrations
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def invoke(*args, **more):
+    return CliRunner().invoke(app, ["env", *args], **more)
+
+
+def test_everything_that_can_be_named_is_listed_and_loads_without_its_package():
+    assert [entry.name for entry in entries()] == names()
+    for name in ADAPTERS:
+        assert find(name).__doc__
+    output = invoke("list").output
+    assert all(name in output for name in names())
+
+
+def test_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(ADAPTERS, "babyai", Adapter(ADAPTERS["babyai"].path, "no_such_module", "pip install it"))
+    with pytest.raises(ConfigurationError, match="pip install it"):
+        package("babyai")
+    assert "pip install it" in invoke("list").output
+    output = invoke("show", "babyai").output
+    assert "not ready: pip install it" in output and "level: str" in output
+
+
+def test_missing_program_says_so_too():
+    assert "install no_such_program" in Adapter("a:B", "json", "pip", program="no_such_program").missing
+    assert Adapter("a:B", None, "pip").missing is None
+    assert Adapter("a:B", "no.such.module", "pip install no").missing == "pip install no"
+
+
+@pytest.mark.parametrize("name", sorted(ADAPTERS))
+def test_every_option_of_every_adapter_is_documented(name):
+    for option in details(name, {"urls": ["ws://127.0.0.1:9"]} if name == "openenv" else {}).options:
+        assert option.doc or option.name in ("message_bytes_max", "connect_seconds_max", "output_characters",
+                                             "request_seconds_max"), option  # fmt: skip
+
+
+def test_show_tells_options_splits_and_a_start():
+    output = invoke("show", "number_guess", "--set", "high=99").output
+    assert "closeness: float = 0.0" in output
+    assert "All or nothing" in output or "all or nothing" in output
+    assert "from 0 to 99" in output and "train: any seed" in output
+
+
+def test_wrong_names_and_options_are_refused():
+    assert isinstance(invoke("show", "nothing_of_the_kind").exception, ConfigurationError)
+    assert isinstance(invoke("play", "number_guess", "--set", "hihg=3").exception, ConfigurationError)
+    assert isinstance(invoke("play", "number_guess", "--set", "high").exception, ConfigurationError)
+    assert isinstance(invoke("play", "number_guess", "--expert").exception, ConfigurationError)
+
+
+def test_a_pipe_plays_to_the_end(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0\n1\nI say \\\n2\n3\n"))
+    score = play("number_guess", {"high": 3, "turns": 4}, 7, 100, lambda who, text: said.append((who, text)))
+    assert score == 1.0 and said[-1] == ("done", "score 1")
+    assert ("assistant", "0") in said
+
+
+def test_the_end_of_the_pipe_leaves(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "stdin", io.StringIO("77\n"))
+    assert play("number_guess", {}, 7, 100, lambda who, text: said.append(who)) is None
+    assert said[-1] == "left"
+
+
+async def test_an_engine_plays_token_by_token(tmp_path):
+    from actors.engine.client import EngineClient
+    from actors.engine.stub import (
+        StubEngine,  # noqa: F401 - the same module serves the routes
+        StubServer,
+    )
+    from actors.environments.commands.playing import _sampling, episode
+    from actors.environments.host import EnvironmentHost
+    from actors.rendering import Renderer, load_tokenizer
+    from learner.models.tiny import TinyOptions, write_tiny_model
+    from pipeline.config.play import EnvironmentConfig
+    from pipeline.schema import Task
+
+    write_tiny_model(TinyOptions(hidden_size=16, layers=1), tmp_path)
+    renderer = Renderer(*load_tokenizer(tmp_path))
+    answers = iter(range(0, 16))
+    said = []
+
+    def script(token_ids, sampling):
+        return renderer.completion_ids(str(next(answers)))
+
+    async with StubServer(script=script) as server, EngineClient(server.url) as client:
+        host = EnvironmentHost("guess", EnvironmentConfig(name="number_guess", options={"compact": True, "turns": 16}))
+        score = await episode(
+            host, Task("guess/3", "guess", 3), 20, _sampling(client, renderer, 1.0, 4), lambda *line: said.append(line)
+        )
+    assert score == 1.0 and said[0] == ("user", "guess") and said[1] == ("assistant", "0")
+
+
+def test_demonstrations_can_be_imported(kit, tmp_path):
+    kit.build("babyai")
+    out = tmp_path / "babyai.jsonl"
+    result = invoke("demonstrate", "babyai", "-n", "3", "--first", "5", "--out", str(out), "--section", "ball")
+    assert "3 episodes" in result.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["environment"], line["seed"], line["reward"]) for line in lines] == [
+        ("ball", s, 1.0) for s in (5, 6, 7)
+    ]
+
+    def render(messages):
+        return [((1, 2), (3, 4)) for message in messages if message.role == "assistant"]
+
+    imported = list(read_demonstrations(out, render, 0))
+    assert [trajectory.task.task_id for trajectory in imported] == ["ball/5", "ball/6", "ball/7"]
+
+
+def test_a_new_package_passes_its_own_test(tmp_path):
+    result = invoke("new", "paint_pots", "--folder", str(tmp_path / "new"))
+    assert result.exit_code == 0, result.output
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path / "new",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout
+
+
+def test_a_new_package_is_found_by_its_name_once_installed(tmp_path):
+    invoke("new", "paint_pots", "--folder", str(tmp_path / "new"))
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    done = subprocess.run(
+        [*install, "--target", str(tmp_path / "site"), str(tmp_path / "new")],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        pytest.skip(f"pip install 'setuptools>=61' pip wheel: {done.stderr[-300:]}")
+    run = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "env", "play", "paint_pots", "--seed", "1"],
+        input="mauve\n",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path / "site")))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Mix " in run.stdout and "score 0" in run.stdout
+
+
+@pytest.mark.parametrize("name", ["Paint", "arithmetic", "babyai", "../x", ""])
+def test_a_new_name_must_be_new_and_a_name(tmp_path, name):
+    assert isinstance(invoke("new", name, "--folder", str(tmp_path / "n")).exception, ConfigurationError)
+    assert not (tmp_path / "n").exists()
+
+
+def test_new_does_not_write_over_anything(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    assert isinstance(invoke("new", "paint", "--folder", str(tmp_path)).exception, ConfigurationError)
+    shutil.rmtree(tmp_path)
+
+
+def test_seeds_in_words():
+    assert seeds_in_words(range(0)) == "none"
+    assert seeds_in_words(range(1, 200, 5)) == "40 seeds: 1, 6, 11, 16, 21, 26, ..."
