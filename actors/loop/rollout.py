@@ -136,7 +136,7 @@ class Rollout:
             if agent is not None:
                 await self._close_agent(agent)
             with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
-                await host.close(episode)
+                await game.close()
 
     async def _close_agent(self, agent: AgentEpisode) -> None:
         """A failure here is logged: the play is over, and its result stands."""

@@ -16,6 +16,7 @@ from actors.lessons.guide import Guide
 from actors.lessons.recall import Search
 from actors.loop.base import AgentLoop
 from actors.loop.build import build_loops
+from actors.loop.leaks import watch_tasks
 from actors.rendering import Renderer
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
@@ -91,6 +92,7 @@ class Services:
 
     async def serve(self) -> None:
         """Runs beside the episodes for as long as the actor lives: what agent loops keep connected."""
+        watch_tasks()
         async with anyio.create_task_group() as group:
             for loop in self.loops.values():
                 group.start_soon(loop.serve)

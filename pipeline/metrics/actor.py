@@ -74,6 +74,9 @@ class ActorMetrics:
         self._build_routing(r)
         self._build_lessons(r)
         self._build_tools(r)
+        self.leaked_tasks_total = counter(
+            r, _P + "leaked_tasks_total", "asyncio tasks that an episode's steps left running; they are cancelled.", env
+        )
 
     def _build_sending(self, r: CollectorRegistry) -> None:
         self.send_queue_trajectories = gauge(

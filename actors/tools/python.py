@@ -1,0 +1,184 @@
+"""``python``: a Python subset in pydantic-monty's sandbox.
+
+The interpreter is Rust, has no access to files, network or processes, and runs in worker processes of its own with
+limits on time, memory, recursion and sleep; a worker that crashes or hangs is replaced. Variables last for an episode:
+they travel as bytes between calls, so an episode holds no worker. Where bubblewrap is installed the workers also run
+without network and with a read-only view of the file system.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from actors.environments.options import STRICT_OPTIONS
+from actors.tools.base import Tool, ToolError, ToolResult
+from pipeline.errors import ConfigurationError
+from pipeline.schema import Task
+
+ANSWER_CHARACTERS_MAX = 100_000
+
+
+@dataclass(config=STRICT_OPTIONS)
+class Python(Tool):
+    """What the code prints, and the value of its last expression. Needs the extra ``tools``."""
+
+    seconds_max: float = Field(default=5.0, gt=0, le=600)
+    """CPU time of one call."""
+    memory_mib: int = Field(default=64, ge=1, le=65_536)
+    """Memory of the code's objects."""
+    recursion_max: int = Field(default=200, ge=10, le=1000)
+    processes: int = Field(default=2, ge=1, le=256)
+    """Workers of one actor; calls beyond that wait."""
+    code_characters_max: int = Field(default=20_000, ge=1)
+    keep_variables: bool = True
+    """From one call of an episode to the next."""
+    state_bytes_max: int = Field(default=1_000_000, ge=1)
+    """Variables that take more are forgotten, and the policy is told."""
+    bubblewrap: Literal["auto", "always", "never"] = "auto"
+    """Whether workers run under ``bwrap``: a second wall around the sandbox."""
+
+    name = "python"
+    description = (
+        "Run Python code (a subset: functions, classes, math, json, re, datetime; no files, no network, no packages). "
+        "Answers with what was printed and the value of the last expression. Variables are kept between calls."
+    )
+    parameters = {  # noqa: RUF012 - never changed
+        "type": "object",
+        "properties": {"code": {"type": "string"}},
+        "required": ["code"],
+        "additionalProperties": False,
+    }
+
+    def __post_init__(self) -> None:
+        try:
+            monty: Any = importlib.import_module("pydantic_monty")
+        except ImportError as error:
+            raise ConfigurationError("the tool python needs pydantic-monty: pip install 'afterplay[tools]'") from error
+        self._monty = monty
+        self._limits = monty.ResourceLimits(
+            max_feed_duration_secs=self.seconds_max,
+            max_memory=self.memory_mib * 2**20,
+            max_recursion_depth=self.recursion_max,
+            max_total_sleep_secs=0.0,
+        )
+        self._pool: Any = None
+        self._starting = anyio.Lock()
+        self._states: dict[str, bytes] = {}
+        self._wrapper: tempfile.TemporaryDirectory[str] | None = None
+
+    async def create(self, episode_key: str, task: Task) -> None:
+        await self._workers()
+
+    async def execute(self, episode_key: str, arguments: Mapping[str, Any]) -> ToolResult:
+        code = arguments["code"]
+        if len(code) > self.code_characters_max:
+            raise ToolError(f"expected at most {self.code_characters_max} characters of code, got {len(code)}")
+        pool = await self._workers()
+        printed = self._monty.CollectString()
+        note = ""
+        async with pool.checkout(limits=self._limits) as session:
+            if episode_key in self._states:
+                await session.load_session(self._states[episode_key])
+            try:
+                await session.feed_run(showing_the_last_value(code), print_callback=printed)
+            except self._monty.MontyError as error:
+                return ToolResult(f"{_shown(printed.output)}{error}", signals={"python_errors": 1.0})
+            except (ValueError, OverflowError) as error:  # a value that Python cannot take over
+                return ToolResult(f"{_shown(printed.output)}{error}", signals={"python_errors": 1.0})
+            if self.keep_variables:
+                note = await self._keep(episode_key, session)
+        return ToolResult(_shown(printed.output) + note or "(nothing was printed)")
+
+    async def release(self, episode_key: str) -> None:
+        self._states.pop(episode_key, None)
+
+    async def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.__aexit__(None, None, None)
+        if self._wrapper is not None:
+            self._wrapper.cleanup()
+
+    async def _keep(self, episode_key: str, session: Any) -> str:
+        state = await session.dump()
+        if len(state) > self.state_bytes_max:
+            self._states.pop(episode_key, None)
+            return "(the variables are too large to be kept and were forgotten)\n"
+        self._states[episode_key] = state
+        return ""
+
+    async def _workers(self) -> Any:
+        async with self._starting:
+            if self._pool is None:
+                pool = self._monty.AsyncMonty(
+                    min_processes=0,
+                    max_processes=self.processes,
+                    request_timeout=self.seconds_max + 5.0,
+                    binary_path=self._binary(),
+                )
+                self._pool = await pool.__aenter__()
+        return self._pool
+
+    def _binary(self) -> str | None:
+        """A script that starts the worker under bubblewrap, or None for the worker itself."""
+        bwrap = shutil.which("bwrap") if self.bubblewrap != "never" else None
+        if bwrap is None:
+            if self.bubblewrap == "always":
+                raise ConfigurationError("the tool python: bubblewrap is always, but there is no bwrap on the PATH")
+            return None
+        find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
+        self._wrapper = tempfile.TemporaryDirectory(prefix="afterplay-python-")
+        script = Path(self._wrapper.name) / "worker"
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(walls(bwrap, find_monty_binary()))} "$@"\n')
+        script.chmod(0o700)
+        return str(script)
+
+
+def walls(bwrap: str, worker: str) -> list[str]:
+    """``worker`` in namespaces of its own: nothing writable, no network, ends with its parent."""
+    return [
+        *(bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
+        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
+        *("--ro-bind", worker, worker),  # also where it is installed below /tmp
+        *("--", worker),
+    ]
+
+
+def showing_the_last_value(code: str) -> str:
+    """``code`` that also prints the value of its last expression, as a console would. Unchanged where it has none, or
+    cannot be read: the sandbox then says why.
+
+    >>> showing_the_last_value("x = 1; x + 1")
+    'x = 1; \\n_ = (x + 1)\\nif _ is not None: print(repr(_))\\n'
+    """
+    code = code.replace("\r\n", "\n").replace("\r", "\n")
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return code
+    if not body or not isinstance(body[-1], ast.Expr):
+        return code
+    last = body[-1].value
+    lines = code.encode().split(b"\n")
+    start = sum(len(line) + 1 for line in lines[: last.lineno - 1]) + last.col_offset
+    expression = ast.get_source_segment(code, last)
+    before = code.encode()[:start].decode()
+    return f"{before}\n_ = ({expression})\nif _ is not None: print(repr(_))\n"
+
+
+def _shown(printed: str) -> str:
+    if len(printed) <= ANSWER_CHARACTERS_MAX:
+        return printed
+    half = ANSWER_CHARACTERS_MAX // 2
+    return f"{printed[:half]}\n...\n{printed[-half:]}"
