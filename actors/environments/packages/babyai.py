@@ -14,6 +14,7 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
 from actors.environments.packages.held_out import held_out
+from actors.environments.packages.timing import takes_long
 from pipeline.schema import Message, Task
 
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")
@@ -46,6 +47,8 @@ class BabyAI(Environment):
             gymnasium.spec(self.level)
         except gymnasium.error.Error as error:
             raise ValueError(f"level: minigrid has no {self.level!r}: {error}") from error
+        self.start(Task("babyai/0", "babyai", 0)).close()
+        self.blocking = takes_long(lambda: self.start(Task("babyai/1", "babyai", 1)).close())
 
     def start(self, task: Task) -> BabyAIEpisode:
         limit = {"max_steps": self.steps} if self.steps is not None else {}

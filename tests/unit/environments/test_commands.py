@@ -15,7 +15,7 @@ from actors.environments.commands.describing import details, entries, seeds_in_w
 from actors.environments.commands.playing import play
 from actors.environments.discovery import find, names
 from actors.environments.packages.catalogue import ADAPTERS, Adapter, package
-from pipeline.cli import app
+from pipeline.cli.app import app
 from pipeline.errors import ConfigurationError
 from pipeline.replay.demonstrations import read_demonstrations
 
