@@ -30,6 +30,9 @@ log = logging.getLogger("afterplay.scorer")
 ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""
 
+_NO_LIMIT = anyio.CapacityLimiter(math.inf)
+"""Worker processes are counted by the scorer's own limiter, before a call's time begins."""
+
 Outcome = float | ScoreFailure
 
 
@@ -75,8 +78,12 @@ class Call:
 
     async def _limited(self, what: Trajectory | list[Trajectory], which: str) -> object:
         try:
-            with anyio.fail_after(self._timeout_seconds):
-                value = await self._run(what)
+            if self._worker:
+                # waiting for a free worker is not the function's time
+                async with self._workers:
+                    value = await self._in_time(what)
+            else:
+                value = await self._in_time(what)
             return self._told(value, which) if isinstance(value, ScoreFailure) else value
         except TimeoutError:
             failure = ScoreFailure(self.name, "timeout", f"no answer within {self._timeout_seconds} s")
@@ -87,6 +94,10 @@ class Call:
             failure = ScoreFailure(self.name, "raised", traceback.format_exc())
         return self._told(failure, which)
 
+    async def _in_time(self, what: Trajectory | list[Trajectory]) -> object:
+        with anyio.fail_after(self._timeout_seconds):
+            return await self._run(what)
+
     async def _run(self, what: Trajectory | list[Trajectory]) -> object:
         if self._worker:
             many = isinstance(what, list)
@@ -94,7 +105,7 @@ class Call:
                 tuple(bytes(f) for f in encode_trajectory(t)) for t in (what if isinstance(what, list) else [what])
             ]
             outcome, value = await anyio.to_process.run_sync(
-                call_in_worker, self._path, every, many, self._options, cancellable=True, limiter=self._workers
+                call_in_worker, self._path, every, many, self._options, cancellable=True, limiter=_NO_LIMIT
             )
             return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
         if self._async:

@@ -6,11 +6,16 @@ thread, so they are off: the scorer ends a worker that takes too long.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from pipeline.errors import SchemaError
 from pipeline.schema import Trajectory
 from pipeline.scorer.graders.answers import given, right_answers
+
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+"""It warns once a process that its time limits are off."""
 
 
 def math(trajectory: Trajectory, answer: str = "answer", after: str | None = None) -> float:
@@ -26,7 +31,8 @@ def math(trajectory: Trajectory, answer: str = "answer", after: str | None = Non
 
 
 def _parsed_right(text: str) -> list[Any]:
-    for form in (text, f"${text}$"):
+    forms = (text, f"${text}$") if "$" in text or not any(c in text for c in "\\^_{") else (f"${text}$", text)
+    for form in forms:
         if found := _parsed(form):
             return found
     raise SchemaError(f"expected an answer that math-verify understands, got {text!r:.200}")

@@ -46,3 +46,49 @@ def dies(trajectory):
 
 
 NOT_A_FUNCTION = 3
+
+
+def number_of(trajectory):
+    return float(trajectory.turns[-1].completion_message.content)
+
+
+def batch_of_numbers(trajectories):
+    return [number_of(t) for t in trajectories]
+
+
+def batch_with_holes(trajectories):
+    return [None if number_of(t) % 2 == 0 else 1.0 for t in trajectories]
+
+
+def batch_too_short(trajectories):
+    return [1.0]
+
+
+def batch_with_text(trajectories):
+    return ["high" if number_of(t) == 1 else 1.0 for t in trajectories]
+
+
+def length_text(trajectories):
+    return "good"
+
+
+def rank_of_number(trajectories):
+    numbers = [number_of(t) for t in trajectories]
+    return [sorted(numbers).index(n) for n in numbers]
+
+
+def share_of_group(trajectories):
+    return [1 / len(trajectories)] * len(trajectories)
+
+
+def fails_once_for_each_first_slot(trajectories):
+    """None for slot 0 of a group until it was played again."""
+    values = []
+    for trajectory in trajectories:
+        _, slot, serial = trajectory.trajectory_id.split(".")
+        values.append(None if slot == "0" and serial == "0" else len(trajectories))
+    return values
+
+
+def never_for_the_first_slot(trajectories):
+    return [None if t.trajectory_id.split(".")[1] == "0" else 1.0 for t in trajectories]
