@@ -17,7 +17,7 @@ import anyio
 
 from pipeline.codec import decode_trajectory
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, StoreError
+from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.replay.reading import pooled_rewards, pooled_seqs, reading
 from pipeline.schema import Trajectory
 from pipeline.scorer.scorer import Scorer
@@ -66,8 +66,13 @@ def rescore(config: RunConfig, paths: Sequence[Path], n: int) -> Rescored:
     give the same ones. A run may be using the stores.
 
     Raises :class:`StoreError` for stores that are missing, not ours or hold what is no trajectory,
-    :class:`ConfigurationError` where a path leads to no score function.
+    :class:`ConfigurationError` where a path leads to no score function, or one must see whole groups.
     """
+    if config.scorer.by_group:
+        raise ConfigurationError(
+            "expected score functions that see one trajectory or any batch, got one with per: group: what a pool holds "
+            "of a group is not all of it, so it cannot be scored again"
+        )
     scorer = Scorer(config.scorer)
     limits = Limits(tokens_max=config.transport.tokens_max)
     pooled, chosen = _read(paths, n, random.Random(f"{config.run.seed}/rescore"), limits)
@@ -78,7 +83,7 @@ def rescore(config: RunConfig, paths: Sequence[Path], n: int) -> Rescored:
         verdicts[position] = verdict.reward, "; ".join(f"{f.name}: {f.reason}" for f in verdict.failures)
 
     async def every() -> None:
-        async with anyio.create_task_group() as tasks:
+        async with scorer, anyio.create_task_group() as tasks:
             for position, (trajectory, _) in enumerate(chosen):
                 tasks.start_soon(one, position, trajectory)
 

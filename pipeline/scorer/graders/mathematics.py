@@ -13,7 +13,6 @@ from pipeline.errors import SchemaError
 from pipeline.schema import Trajectory
 from pipeline.scorer.graders.answers import given, right_answers
 
-
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 """It warns once a process that its time limits are off."""
 
