@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from learner.batching import token_numbers
 from learner.report import StepReport
-from learner.rows import Batch
+from learner.rows import Batch, Row
 from learner.statistics import TokenValues
 from pipeline.codec import encode_trajectory
 from pipeline.config.traces import TracesConfig
@@ -45,9 +45,13 @@ class Tracer:
         values = report.statistics.values
         if self._writer is None or values is None or not len(values):
             return
+        trajectories, seen = batch.trajectories, Seen(batch, values)
         try:
-            for sequence in drawn(len(batch.trajectories), self._trained, self._seed, report.update):
-                self._keep(self._writer, batch, sequence, values, report)
+            for sequence in drawn(len(trajectories), self._trained, self._seed, report.update):
+                if rows := seen.rows.get(sequence):
+                    index = trace_index(trajectories[sequence], report, replayed=rows[0][0].replayed)
+                    frames = encode_trajectory(trajectories[sequence])
+                    self._writer.append(index, frames, seen.of(sequence, trajectories[sequence]), report.update)
         except (OSError, SchemaError) as error:
             log.warning("traces of trained trajectories are kept no longer: %s", error)
             self.close()
@@ -57,16 +61,6 @@ class Tracer:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def _keep(
-        self, writer: TraceWriter, batch: Batch, sequence: int, values: TokenValues, report: StepReport
-    ) -> None:
-        trajectory = batch.trajectories[sequence]
-        rows = [row for row in batch.rows if row.sequence == sequence]
-        if not rows:
-            return
-        index = trace_index(trajectory, report, replayed=rows[0].replayed, whole=rows[0].whole)
-        writer.append(index, encode_trajectory(trajectory), seen_tokens(batch, sequence, values), report.update)
 
 
 @contextmanager
@@ -90,23 +84,28 @@ def drawn(n: int, count: int, seed: int, update: int) -> list[int]:
     return sorted(int(i) for i in rng.choice(n, min(n, count), replace=False))
 
 
-def seen_tokens(batch: Batch, sequence: int, values: TokenValues) -> SeenTokens:
-    """Of the sampled tokens of trajectory number ``sequence``, in order of its turns. Tokens of turns that were not
-    trained stay unknown."""
-    trajectory = batch.trajectories[sequence]
-    lengths = [len(turn.completion) for turn in trajectory.turns]
-    begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]).astype(np.int64)
-    out = SeenTokens.unknown(int(begins[-1]))
-    at = np.full(batch.n_sampled, -1)
-    at[values.numbers] = np.arange(len(values))
-    for row, first in zip(batch.rows, token_numbers(batch.rows), strict=True):
-        if row.sequence != sequence:
-            continue
-        found = at[int(first) : int(first) + row.n_sampled]
-        places = _places(row.turns[row.loss_mask], begins)[found >= 0]
-        found = found[found >= 0]
-        _fill(out, places, values, found)
-    return out
+class Seen:
+    """What the passes of one update saw, by trajectory."""
+
+    def __init__(self, batch: Batch, values: TokenValues) -> None:
+        self._values = values
+        self._at = np.full(batch.n_sampled, -1)
+        self._at[values.numbers] = np.arange(len(values))
+        self.rows: dict[int, list[tuple[Row, int]]] = {}
+        """By ``Row.sequence``: its rows, each with the number of its first sampled token."""
+        for row, first in zip(batch.rows, token_numbers(batch.rows).tolist(), strict=True):
+            self.rows.setdefault(row.sequence, []).append((row, first))
+
+    def of(self, sequence: int, trajectory: Trajectory) -> SeenTokens:
+        """Of its sampled tokens, in order of its turns. Tokens of turns that were not trained stay unknown."""
+        lengths = [len(turn.completion) for turn in trajectory.turns]
+        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]).astype(np.int64)
+        out = SeenTokens.unknown(int(begins[-1]))
+        for row, first in self.rows.get(sequence, ()):
+            found = self._at[first : first + row.n_sampled]
+            places = _places(row.turns[row.loss_mask], begins)[found >= 0]
+            _fill(out, places, self._values, found[found >= 0])
+        return out
 
 
 def _places(turns: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -133,13 +132,11 @@ def _fill(out: SeenTokens, places: npt.NDArray[np.int64], values: TokenValues, f
     out.flags[places] = flags
 
 
-def trace_index(trajectory: Trajectory, report: StepReport, *, replayed: bool, whole: bool) -> Mapping[str, Any]:
+def trace_index(trajectory: Trajectory, report: StepReport, *, replayed: bool) -> Mapping[str, Any]:
     """What the index of a trace says."""
     return {
         "trajectory_id": trajectory.trajectory_id,
         "policy_version": report.policy_version,
         "replayed": replayed,
-        "whole": whole,
         "time": time.time(),
     }
-

@@ -10,7 +10,7 @@ import torch
 from learner.groups import Group, Replay
 from learner.policy import Policy
 from learner.rows import build_batch
-from learner.tracing import Tracer, drawn, seen_tokens, tracing
+from learner.tracing import Seen, Tracer, drawn, tracing
 from learner.trainer import Trainer
 from pipeline.codec import decode_trajectory
 from pipeline.config.traces import TracesConfig
@@ -41,7 +41,7 @@ def test_every_token_has_its_own_value(kit, learner):
     report = trainer.train(batch, policy_version=0)
     for sequence, rows in alone.items():
         trajectory = batch.trajectories[sequence]
-        seen = seen_tokens(batch, sequence, report.statistics.values)
+        seen = Seen(batch, report.statistics.values).of(sequence, trajectory)
         assert len(seen) == trajectory.n_sampled
         at = seen.flags > 0
         if rows[0].whole:
@@ -71,7 +71,7 @@ def test_kept_trajectories_come_back_with_their_values(kit, tmp_path):
             trajectory.turns[0].completion.token_ids.tolist()
         )
         assert (entry.step, entry.index["policy_version"]) == (1, 7)
-        expected = seen_tokens(batch, sequence, report.statistics.values)
+        expected = Seen(batch, report.statistics.values).of(sequence, trajectory)
         np.testing.assert_allclose(trace.seen.log_ratios, expected.log_ratios, rtol=2e-3, atol=1e-6)
         np.testing.assert_array_equal(trace.seen.flags, expected.flags)
 
