@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.bfcl_tasks import Row, Simulators, rows, schemas, turn_is_right
 from actors.environments.packages.catalogue import package
+from actors.tools import Tool, ToolResult
 from pipeline.schema import Message, Task
 
 CALLS_MAX = 256
@@ -49,9 +51,16 @@ class BFCL(Environment):
     """A longer result is cut for the policy (not for the check)."""
     tool_role: Literal["user", "tool"] = "user"
     """Role of the messages that say what calls returned; ``tool`` where the chat template knows it."""
+    native_calls: bool = False
+    """Give the functions as tools to the loop ``tool_agent``, which tells and reads calls in the way of the model's own
+    chat template. Set the loop's ``max_parallel_calls`` to 1: calls of one reply build on each other. ``replies`` is
+    then the loop's ``max_assistant_turns``."""
 
     def __post_init__(self) -> None:
         package("bfcl")
+        if self.native_calls and self.category == "miss_func":
+            raise ValueError("native_calls: a chat template cannot add functions in the middle, as miss_func needs")
+        self.loop = "tool_agent" if self.native_calls else None
         rows(self.category)
 
     def start(self, task: Task) -> BFCLEpisode:
@@ -83,9 +92,13 @@ class BFCLEpisode(Episode):
         self._turn = self._replies = self._right = 0
         self._called = self._failed = False
         late = {name for names in row.held_back.values() for name in names}
-        tools = [schema for name in row.classes for schema in schemas(name) if schema["name"] not in late]
-        listed = "\n".join(json.dumps(tool) for tool in tools)
-        self.messages = (Message("system", f"{_FORMAT}\n{listed}"), Message("user", self._asked()))
+        shown = [schema for name in row.classes for schema in schemas(name) if schema["name"] not in late]
+        self.messages = (Message("user", self._asked()),)
+        if options.native_calls:
+            self.tools = [Function(self, schema) for schema in {schema["name"]: schema for schema in shown}.values()]
+        else:
+            listed = "\n".join(json.dumps(schema) for schema in shown)
+            self.messages = (Message("system", f"{_FORMAT}\n{listed}"), *self.messages)
 
     def step(self, reply: Reply) -> Step:
         calls = calls_of(reply)
@@ -102,12 +115,15 @@ class BFCLEpisode(Episode):
         """Make one call; the policy sees the result between tags."""
         if isinstance(call, str):
             return f"<tool_response>Error: {call}</tool_response>"
-        answer = self._played.call(call["name"], call["arguments"])
+        return f"<tool_response>{self.call(call['name'], call['arguments'])}</tool_response>"
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Make one call; what the policy sees of its result."""
+        answer = self._played.call(name, arguments)
         self._called = True
         self._answers.append(answer)
         limit = self._options.result_characters
-        shown = answer if len(answer) <= limit else f"{answer[:limit]} ... ({len(answer) - limit} more characters)"
-        return f"<tool_response>{shown}</tool_response>"
+        return answer if len(answer) <= limit else f"{answer[:limit]} ... ({len(answer) - limit} more characters)"
 
     def _judged(self) -> bool:
         """Play the ground truth's turn too and compare. Turns without calls in the ground truth are not judged."""
@@ -133,6 +149,18 @@ class BFCLEpisode(Episode):
         added = [schema for name in self._row.classes for schema in schemas(name) if schema["name"] in late]
         news = "You can call more functions now:\n" + "\n".join(json.dumps(s) for s in added) if added else ""
         return "\n\n".join(filter(None, (news, self._row.questions[self._turn]))) or "Go on."
+
+
+class Function(Tool):
+    """One function of an episode's simulators, for the tool agent."""
+
+    def __init__(self, episode: BFCLEpisode, schema: Mapping[str, Any]) -> None:
+        self.name, self.description = schema["name"], schema["description"]
+        self.parameters = schema["parameters"]
+        self._episode = episode
+
+    async def execute(self, episode_key: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(self._episode.call(self.name, arguments))
 
 
 def calls_of(reply: str) -> list[dict[str, Any] | str]:

@@ -128,3 +128,33 @@ def test_the_adapter_never_evaluates():
     for module in (bfcl, bfcl_tasks):
         source = inspect.getsource(module).replace("ast.literal_eval(", "")
         assert "eval(" not in source and "exec(" not in source
+
+
+@pytest.mark.parametrize("category", ["base", "miss_param", "long_context"])
+async def test_ground_truth_scores_one_through_the_tool_agents_running_of_tools(kit, category):
+    """The agent loop's own checks of arguments and order of calls, without its templates."""
+    from actors.tools.arguments import check_of, schema_of_tool
+
+    environment = kit.build("bfcl", category=category, native_calls=True)
+    assert environment.loop == "tool_agent"
+    scores, refused = [], []
+    for i in range(200):
+        episode, total = environment.start(kit.task(i)), 0.0
+        assert episode.messages[0].role == "user"
+        tools = {tool.name: tool for tool in episode.tools}
+        checks = {name: check_of(schema_of_tool(tool, "bfcl"), "bfcl") for name, tool in tools.items()}
+        for reply in environment.expert(kit.task(i)):
+            for call in calls_of(reply):
+                fault = checks[call["name"]](call["arguments"])
+                refused += [(i, call["name"], fault)] if fault else []
+                await tools[call["name"]].execute("key", call["arguments"])
+            if not calls_of(reply):
+                total += episode.step(Reply(reply)).reward
+        scores.append(total)
+    assert scores == [1.0] * 200
+    assert {i for i, *_ in refused} <= {173}, "only task 173's ground truth breaks its own schema"
+
+
+def test_native_calls_refuse_a_category_that_adds_functions(kit):
+    with pytest.raises(Exception, match="miss_func"):
+        kit.build("bfcl", category="miss_func", native_calls=True)
