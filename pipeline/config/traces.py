@@ -13,7 +13,7 @@ class TracesConfig(Section):
 
     trained: int = Field(4, ge=0, le=65_536)
     """Trajectories of every update, drawn at random, that are kept with what the learner saw at each token: log-prob,
-    entropy, advantage, clipping. A few tell how the policy plays; each costs about 6 bytes a token. 0: none."""
+    entropy, advantage, clipping. A few tell how the policy plays; each costs about 8 bytes a token. 0: none."""
     failed: bool = True
     """Keep failed rollouts with the turns that were played."""
     bytes_max: int = Field(256 * 1024 * 1024, ge=1024 * 1024)

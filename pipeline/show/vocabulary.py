@@ -45,6 +45,8 @@ class Vocabulary:
     def __init__(self, tokens: Mapping[int, bytes], special: Iterable[int] = ()) -> None:
         self._tokens = tokens
         self._special = frozenset(special)
+        self._pieces: dict[int, Piece] = {}
+        """Of tokens that are whole characters."""
         self.known = bool(tokens)
 
     @classmethod
@@ -79,22 +81,32 @@ class Vocabulary:
         """One piece for each id. All texts together are the text of the ids; bytes that are no character become
         U+FFFD where that is certain."""
         out: list[Piece] = []
-        decoder = _decoder()
+        decoder, pending = _decoder(), False
         for token_id in token_ids:
-            raw = self.bytes_of(token_id)
-            special = token_id in self._special
-            if special:
-                # a control token never ends a character: what is open before it stays broken
-                left = decoder.decode(b"", final=True)
-                decoder = _decoder()
-                if left:
-                    out[-1] = Piece(out[-1].text + left, out[-1].part, out[-1].special)
-            text = decoder.decode(raw)
-            out.append(Piece(text, "" if _whole(raw) else raw.hex(" ").upper(), special))
-        left = decoder.decode(b"", final=True)
-        if left and out:
-            out[-1] = Piece(out[-1].text + left, out[-1].part, out[-1].special)
+            piece = self._pieces.get(token_id)
+            if piece is None:
+                piece = self._piece(token_id)
+            if pending and (piece.special or piece.part == ""):
+                # a whole character follows: what is open before it stays broken
+                out[-1] = _with(out[-1], decoder.decode(b"", final=True))
+                decoder, pending = _decoder(), False
+            if piece.part:
+                piece = Piece(decoder.decode(self.bytes_of(token_id)), piece.part)
+                pending = decoder.getstate()[0] != b""
+            out.append(piece)
+        if pending:
+            out[-1] = _with(out[-1], decoder.decode(b"", final=True))
         return out
+
+    def _piece(self, token_id: int) -> Piece:
+        """By itself."""
+        raw, special = self.bytes_of(token_id), token_id in self._special
+        try:
+            piece = Piece(raw.decode(), "", special)
+        except UnicodeDecodeError:
+            return Piece("", raw.hex(" ").upper())
+        self._pieces[token_id] = piece
+        return piece
 
     def text(self, token_ids: Sequence[int]) -> str:
         return "".join(piece.text for piece in self.pieces(token_ids))
@@ -104,12 +116,8 @@ def _decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _whole(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+def _with(piece: Piece, text: str) -> Piece:
+    return Piece(piece.text + text, piece.part, piece.special)
 
 
 def _rule(raw: Mapping[str, Any]) -> ToBytes:

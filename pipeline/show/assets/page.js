@@ -308,7 +308,8 @@
 
   function token(side, i, where) {
     const part = side.parts[i], text = side.texts[i];
-    const element = h("span", {class: "t"}, text === "" ? `‹${part ?? ""}›` : text);
+    const shown = text === "" ? `‹${part ?? ""}›` : state.exact ? text.replaceAll("\n", "↵\n") : text;
+    const element = h("span", {class: "t"}, shown);
     if (text === "" && part) element.classList.add("part");
     if (side.special.includes(i)) element.classList.add("special");
     element.dataset.n = state.tokens.length;
