@@ -141,6 +141,14 @@ def boundary(name: str) -> Iterator[None]:
     except AfterplayError:
         raise
     except TimeoutError as error:
-        raise PlugInTimeout(name, "TimeoutError", str(error) or "took too long", traceback.format_exc()) from error
+        raise PlugInTimeout(name, "TimeoutError", _words(error) or "took too long", traceback.format_exc()) from error
     except Exception as error:
-        raise PlugInError(name, type(error).__name__, str(error), traceback.format_exc()) from error
+        raise PlugInError(name, type(error).__name__, _words(error), traceback.format_exc()) from error
+
+
+def _words(error: Exception) -> str:
+    """Its message, also where its own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its message could not be read: {type(broken).__name__})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from actors.loop.base import Answer, Opening
@@ -14,12 +15,13 @@ AGENT_LOOP = "agent loop"
 
 
 def checked_opening(opening: Any) -> Opening:
-    """Raises :class:`PlugInError`."""
+    """With messages that the plug-in cannot change any more. Raises :class:`PlugInError`."""
     if not isinstance(opening, Opening):
         raise _wrong("start() to return an Opening", opening)
     if not opening.messages or not _are_messages(opening.messages):
         raise _wrong("Opening.messages to be Messages, at least one", opening.messages)
-    return opening
+    messages = tuple(replace(message, extra=dict(message.extra)) for message in opening.messages)
+    return replace(opening, messages=messages, tools=tuple(opening.tools))
 
 
 def checked_answer(answer: Any) -> Answer:

@@ -54,13 +54,13 @@ def watch_tasks() -> None:
         loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
     ) -> asyncio.Task[Any]:
         if before is None:
-            task: Any = asyncio.Task(coroutine, loop=loop, **options)  # type: ignore[arg-type]
+            task: Any = asyncio.Task(coroutine, loop=loop, **options)
         else:
-            task = before(loop, coroutine, **options)  # type: ignore[arg-type]
+            task = before(loop, coroutine, **options)
         owner = _OWNER.get()
         if owner is not None and isinstance(task, asyncio.Task):
             owner.add(task)
         return task  # type: ignore[no-any-return]
 
     start.afterplay_notes_owners = True  # type: ignore[attr-defined]
-    loop.set_task_factory(start)  # type: ignore[arg-type]
+    loop.set_task_factory(start)

@@ -34,7 +34,7 @@ tokenizer.chat_template = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 config = RunConfig.model_validate(
-    {"environments": {"mine": {"name": "treasure"}}, "sampling": {"max_tokens": 500}, "model": {"max_length": 9000}}
+    {"environments": {"mine": {"name": "treasure"}}, "sampling": {"max_tokens": 2000}, "model": {"max_length": 9000}}
 )
 SAID = ['<tool_call>{"name": "dig", "arguments": {"place": %d}}</tool_call>' % p for p in range(9)]
 
