@@ -33,6 +33,8 @@ class TextWorldExpress(Environment):
     blocking = True
 
     game: Game = "coin"
+    """Which game: find the coin, put things where they belong (``twc``), cook, read a map, calculate, sort, do what
+    Simon says, follow a book of instructions."""
     params: str = Field(default="", max_length=1000)
     """The game's own parameters, for example ``numLocations=5,includeDoors=0``; empty: its defaults."""
     steps: int = Field(default=50, ge=1, le=10_000)

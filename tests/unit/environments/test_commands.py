@@ -1,6 +1,7 @@
 """``afterplay env``: what is listed can be named, pipes can play, an engine can play, a new package works as it is."""
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -11,13 +12,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from actors.engine.client import EngineClient
+from actors.engine.stub import StubServer
 from actors.environments.commands.describing import details, entries, seeds_in_words
-from actors.environments.commands.playing import play
+from actors.environments.commands.playing import _sampling, episode, play
 from actors.environments.discovery import find, names
+from actors.environments.host import EnvironmentHost
 from actors.environments.packages.catalogue import ADAPTERS, Adapter, package
+from actors.rendering import Renderer, load_tokenizer
+from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.cli.app import app
+from pipeline.config.play import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.demonstrations import read_demonstrations
+from pipeline.schema import Task
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -86,32 +94,25 @@ def test_the_end_of_the_pipe_leaves(monkeypatch):
 
 
 async def test_an_engine_plays_token_by_token(tmp_path):
-    from actors.engine.client import EngineClient
-    from actors.engine.stub import (
-        StubEngine,  # noqa: F401 - the same module serves the routes
-        StubServer,
-    )
-    from actors.environments.commands.playing import _sampling, episode
-    from actors.environments.host import EnvironmentHost
-    from actors.rendering import Renderer, load_tokenizer
-    from learner.models.tiny import TinyOptions, write_tiny_model
-    from pipeline.config.play import EnvironmentConfig
-    from pipeline.schema import Task
-
     write_tiny_model(TinyOptions(hidden_size=16, layers=1), tmp_path)
     renderer = Renderer(*load_tokenizer(tmp_path))
-    answers = iter(range(0, 16))
-    said = []
+    guesses, prompts, said = iter(range(16)), [], []
 
-    def script(token_ids, sampling):
-        return renderer.completion_ids(str(next(answers)))
+    def answer(body):
+        prompts.append(body["token_ids"])
+        ids = list(renderer.completion_ids(str(next(guesses))))
+        content = [{"token_id": i, "logprob": -0.5, "rank": 1, "top_logprobs": []} for i in ids]
+        versions = [{"version": "0", "start": 0, "end": len(ids)}]
+        choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"}
+        return {"choices": [{**choice, "weight_versions": versions}]}
 
-    async with StubServer(script=script) as server, EngineClient(server.url) as client:
+    async with StubServer(answer) as server, EngineClient(server.url) as client:
         host = EnvironmentHost("guess", EnvironmentConfig(name="number_guess", options={"compact": True, "turns": 16}))
-        score = await episode(
-            host, Task("guess/3", "guess", 3), 20, _sampling(client, renderer, 1.0, 4), lambda *line: said.append(line)
-        )
-    assert score == 1.0 and said[0] == ("user", "guess") and said[1] == ("assistant", "0")
+        speak = _sampling(client, renderer, 1.0, 4)
+        score = await episode(host, Task("guess/3", "guess", 3), 20, speak, lambda *line: said.append(line))
+    assert score == 1.0 and said[:2] == [("user", "guess"), ("assistant", "0")]
+    for before, after in itertools.pairwise(prompts):
+        assert after[: len(before)] == before and len(after) > len(before) + 2
 
 
 def test_demonstrations_can_be_imported(kit, tmp_path):
@@ -155,7 +156,7 @@ def test_a_new_package_is_found_by_its_name_once_installed(tmp_path):
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        pytest.skip(f"pip install 'setuptools>=61' pip wheel: {done.stderr[-300:]}")
+        pytest.skip(f"pip install pip hatchling: {done.stderr[-300:]}")
     run = subprocess.run(
         [sys.executable, "-m", "pipeline.cli", "env", "play", "paint_pots", "--seed", "1"],
         input="mauve\n",
