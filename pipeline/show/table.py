@@ -19,7 +19,7 @@ _STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted"
 def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     """Print the table, and how many there are."""
     headings = ["", "trajectory", "step", "task", "environment", "reward", "turns", "sampled", "versions", "seconds"]
-    left_out = set() if console.width >= WIDE else {"versions", "seconds"}
+    left_out = set() if console.width >= WIDE else {"environment", "versions", "seconds"}
     if len({row.environment for row in listing.rows}) < 2:
         left_out.add("environment")
     shown = [i for i, heading in enumerate(headings) if heading not in left_out]

@@ -1,6 +1,8 @@
 """A list is what the stores hold, whatever is asked; tokens come from where they are, or it is said why not."""
 
 import itertools
+import sqlite3
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.cli.replay import open_run
 from pipeline.errors import StoreError
-from pipeline.replay import store_file
+from pipeline.replay import listing, store_file
 from pipeline.replay.listing import Filters, Span
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import Failure
@@ -95,6 +97,30 @@ def test_a_limit_takes_the_first_of_the_whole_order(reader, sort, reverse):
     for limit in (1, 3, 7):
         listing = reader.listing(Filters(), sort, reverse, limit)
         assert ([value(r) for r in listing.rows], listing.count) == (whole[:limit], len(ROLLOUTS))
+
+
+def test_a_list_reads_no_payload(reader, monkeypatch):
+    whole = listing.reading
+
+    @contextmanager
+    def watched(path):
+        with whole(path) as connection:
+            connection.set_authorizer(
+                lambda action, table, *_: (
+                    sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_READ and table == "payloads" else sqlite3.SQLITE_OK
+                )
+            )
+            yield connection
+
+    monkeypatch.setattr(listing, "reading", watched)
+    for filters in (
+        Filters(),
+        Filters(step=Span(1, 9), reward_min=0.0, task="game", failure=""),
+        Filters(replayed=True),
+    ):
+        reader.listing(filters, "reward")
+    with pytest.raises(StoreError, match="prohibited"):
+        reader.listing(Filters(kept=frozenset()))
 
 
 def found(reader, step=None):
