@@ -14,7 +14,6 @@ from numbers import Real
 from typing import Any
 
 import anyio
-import anyio.to_process
 import anyio.to_thread
 
 from pipeline.codec import decode_trajectory, encode_trajectory
@@ -24,14 +23,12 @@ from pipeline.schema import Trajectory
 from pipeline.scorer.graders import BUILT_IN
 from pipeline.scorer.resolve import UserFunction, resolve
 from pipeline.scorer.verdict import ScoreFailure
+from pipeline.scorer.workers import Workers
 
 log = logging.getLogger("afterplay.scorer")
 
 ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""
-
-_NO_LIMIT = anyio.CapacityLimiter(math.inf)
-"""Worker processes are counted by the scorer's own limiter, before a call's time begins."""
 
 Outcome = float | ScoreFailure
 
@@ -40,12 +37,13 @@ class Call:
     """One function of the run file. Raises :class:`ConfigurationError` when its path does not lead to one, or it does
     not take its options."""
 
-    def __init__(self, section: ScoreFunction, threads: anyio.CapacityLimiter, workers: anyio.CapacityLimiter) -> None:
+    def __init__(self, section: ScoreFunction, threads: anyio.CapacityLimiter, workers: Workers) -> None:
         self.name = section.known_as
         self._timeout_seconds = section.timeout_seconds
         self._options = dict(section.options)
         grader = BUILT_IN.get(section.path)
         self._path = grader.path if grader else section.path
+        self._needs = grader.needs if grader else None
         self._worker = section.worker if section.worker is not None else grader is not None and grader.worker
         if grader is not None:
             grader.check(self.name)
@@ -79,8 +77,7 @@ class Call:
     async def _limited(self, what: Trajectory | list[Trajectory], which: str) -> object:
         try:
             if self._worker:
-                # waiting for a free worker is not the function's time
-                async with self._workers:
+                async with self._workers.place(self._path, self._needs):
                     value = await self._in_time(what)
             else:
                 value = await self._in_time(what)
@@ -104,9 +101,7 @@ class Call:
             every = [
                 tuple(bytes(f) for f in encode_trajectory(t)) for t in (what if isinstance(what, list) else [what])
             ]
-            outcome, value = await anyio.to_process.run_sync(
-                call_in_worker, self._path, every, many, self._options, cancellable=True, limiter=_NO_LIMIT
-            )
+            outcome, value = await self._workers.run(call_in_worker, self._path, every, many, self._options)
             return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
         if self._async:
             return await self._function(what, **self._options)

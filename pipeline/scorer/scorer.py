@@ -16,6 +16,7 @@ from pipeline.schema import Trajectory
 from pipeline.scorer.batches import Batches
 from pipeline.scorer.calls import Call, Outcome
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure, Verdict, combine
+from pipeline.scorer.workers import Workers
 
 Observe = Callable[[str, float, str], None]
 """Called with the name of a part, seconds and failure reason (empty when it succeeded)."""
@@ -55,7 +56,7 @@ class Scorer:
         retried: Callable[[str], None] | None = None,
     ) -> None:
         threads = anyio.CapacityLimiter(config.concurrency)
-        workers = anyio.CapacityLimiter(config.workers)
+        workers = Workers(config.workers)
         self._environment_weight = config.environment_weight
         self._parts: list[_Scored] = []
         self._together: list[_ScoredTogether] = []

@@ -19,7 +19,8 @@ TINY = [
     "sampling.max_tokens=4",
     "learner.threads=1", "learner.compute_dtype=float32", "groups.n_rollout=4", "groups.groups_per_step=3",
 ]  # fmt: skip
-RUN_SECONDS_MAX = 300
+RUN_SECONDS_MAX = 600
+"""A guard against hanging, far above what a run takes."""
 
 
 def overrides(steps: int, data: Path = DATA) -> list[str]:
