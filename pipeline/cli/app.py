@@ -188,12 +188,22 @@ def plot(run_directory: Run) -> None:
 
 
 @config_app.command("check")
-def config_check(file: File, sets: Sets = None) -> None:
+def config_check(
+    file: File,
+    sets: Sets = None,
+    data: Annotated[bool, typer.Option("--data", help="Read the data of tasks_from too, and show a task.")] = False,
+) -> None:
     """Say whether FILE is right, or everything that is wrong in it.
 
-    afterplay config check configs/tiny.yaml --set groups.n_rollout=16
+      afterplay config check configs/tiny.yaml --set groups.n_rollout=16
+      afterplay config check configs/questions.yaml --data
     """
     config = _load(file, sets)
+    if data:
+        from pipeline.tasks.open import told
+
+        for line in told(config):
+            typer.echo(line)
     typer.echo(
         f"{file} is right: {config.run.total_steps} steps of {config.groups.groups_per_step} groups of "
         f"{config.groups.n_rollout} rollouts, staleness up to {config.staleness.max}, "

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
-from pipeline.config.tasks import TasksFromConfig
+from pipeline.config.tasks import TRAIN, TasksFromConfig
 
 
 class ModelConfig(Section):
@@ -100,6 +100,12 @@ class LoopConfig(Section):
     but a prompt that the template alone would not have written."""
 
 
+HELD_OUT_SEED = 2**40
+"""Seeds of held-out tasks begin here; those of training end below."""
+HELD_OUT_MAX = 2**20
+"""Tasks of one held-out split."""
+
+
 class EnvironmentConfig(Section):
     """One environment that tasks are drawn from."""
 
@@ -114,8 +120,11 @@ class EnvironmentConfig(Section):
     """How many different tasks there are; None: as many as are asked for, each seen once."""
     tasks_from: TasksFromConfig | None = None
     """Tasks are the rows of a data set, which the environment gets as ``task.payload``. None: tasks are seeds."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=HELD_OUT_SEED // 2)
     """Seed of the first task; task i has seed ``seed + i``."""
+    held_out: dict[str, int] = Field(default_factory=dict)
+    """Splits that are never trained and how many tasks each has, for example ``{eval: 64}``, where tasks are seeds.
+    With ``tasks_from``, ``splits`` says this."""
     step_seconds_max: float = Field(60.0, gt=0)
     """An environment step that takes longer has failed."""
     blocking: bool = False
@@ -130,6 +139,13 @@ class EnvironmentConfig(Section):
     def _one_source_of_tasks(self) -> EnvironmentConfig:
         if self.tasks is not None and self.tasks_from is not None:
             raise ValueError("tasks is for tasks made from seeds: with tasks_from set tasks_from.limit instead")
+        if self.held_out and self.tasks_from is not None:
+            raise ValueError("held_out is for tasks made from seeds: with tasks_from set tasks_from.splits instead")
+        if self.tasks is not None and self.seed + self.tasks > HELD_OUT_SEED:
+            raise ValueError(f"seed + tasks must stay below {HELD_OUT_SEED}, where seeds of held-out tasks begin")
+        for split, n in self.held_out.items():
+            if split == TRAIN or not split.isidentifier() or not 1 <= n <= HELD_OUT_MAX:
+                raise ValueError(f"held_out: expected names other than {TRAIN} and numbers of tasks, got {split}: {n}")
         return self
 
 

@@ -77,6 +77,19 @@ def open_source(name: str, section: EnvironmentConfig, run_seed: int = 0) -> Tas
     return source
 
 
+def told(config: RunConfig) -> list[str]:
+    """What :func:`open_sources` finds, for people. Raises :class:`ConfigurationError`."""
+    lines = []
+    for name, source in open_sources(config).items():
+        lines.append(f"environments.{name}: {', '.join(f'{n} {kind}' for kind, n in source.counts.items() if n)}")
+        lines += [f"  skipped {reason}" for reason in source.bad]
+        for split in source.splits.values():
+            first = split[split.order(0)]
+            lines.append(f"  {split.split}: {len(split)} tasks, first {first.task_id} {str(dict(first.payload))[:200]}")
+        source.close()
+    return lines
+
+
 def _rows(name: str, data: TasksFromConfig, path: Path | None, split: str, reading: Reading) -> Rows:
     where = f"environments.{name}.tasks_from"
     try:

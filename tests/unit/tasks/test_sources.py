@@ -159,3 +159,21 @@ def test_parquet_keeps_few_row_groups_in_memory(tmp_path: Path, opened: Opened) 
     split, rows = source.splits["train"], source.rows[0]
     assert sorted(split[split.order(i)].payload["answer"] for i in range(400)) == list(range(1, 401))
     assert rows._held <= 2048 and len(rows._cache) < 10  # type: ignore[attr-defined]
+
+
+def test_the_command_line_shows_the_data_or_what_is_wrong_with_it(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from pipeline.cli.app import app
+
+    path = write_jsonl(tmp_path / "q.jsonl", questions(9))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "environments:\n  q:\n    name: question\n    tasks_from:\n      kind: jsonl\n"
+        f"      path: {path}\n      columns: {{prompt: question}}\nscorer: {{functions: [{{path: exact}}]}}\n"
+    )
+    said = CliRunner().invoke(app, ["config", "check", str(file), "--data"])
+    assert said.exit_code == 0 and "environments.q: 9 used" in said.output and "train: 9 tasks, first q/" in said.output
+    path.write_text("no\n")
+    said = CliRunner().invoke(app, ["config", "check", str(file), "--data"])
+    assert said.exit_code != 0 and "line 1: expected a JSON object" in str(said.exception)

@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from pipeline.config.play import EnvironmentConfig
 from pipeline.config.tasks import TasksFromConfig
+from pipeline.errors import ConfigurationError
+from pipeline.replay.tasks import TaskSampler
 from pipeline.tasks.base import Row, Rows
 from pipeline.tasks.rows import Reading
+from pipeline.tasks.seeds import SeedSplit
 from pipeline.tasks.source import Indexing
 from tests.unit.tasks.conftest import Opened, questions, write_jsonl
 
@@ -107,3 +111,33 @@ def test_ids_of_splits_differ(tmp_path: Path, opened: Opened) -> None:
 def test_a_section_that_makes_no_sense_says_why(section: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         TasksFromConfig.model_validate(section)
+
+
+@given(
+    st.integers(0, 2**39 - 1),
+    st.none() | st.integers(1, 1000),
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(1, 20), min_size=1),
+)
+def test_held_out_seeds_are_never_trained(seed: int, tasks: int | None, held_out: dict[str, int]) -> None:
+    section = EnvironmentConfig(seed=seed, tasks=tasks, held_out=held_out)
+    sampler = TaskSampler({"e": section}, 0)
+    trained = [sampler.draw() for _ in range(30)]
+    held = [task for split in held_out for task in SeedSplit("e", section, split)]
+    assert len({task.seed for task in held} | {task.seed for task in trained}) == len(held) + len(
+        {task.seed for task in trained}
+    )
+    assert len({task.task_id for task in held}) == len(held) == sum(held_out.values())
+    assert not {task.task_id for task in held} & {task.task_id for task in trained}
+
+
+@pytest.mark.parametrize(
+    "section", [{"held_out": {"train": 3}}, {"held_out": {"a b": 3}}, {"held_out": {"eval": 0}}, {"seed": 2**40}]
+)
+def test_held_out_splits_that_make_no_sense_are_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        EnvironmentConfig.model_validate(section)
+
+
+def test_a_split_that_is_not_named_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"held_out \(eval\), got 'dev'"):
+        SeedSplit("e", EnvironmentConfig(held_out={"eval": 3}), "dev")
