@@ -125,7 +125,8 @@ class MCP(Toolset):
     def _lost(self) -> None:
         """Nobody may use the connection any more; :meth:`serve` makes another."""
         self._session = None
-        self._ready = anyio.Event()
+        if self._ready.is_set():  # else somebody waits for it
+            self._ready = anyio.Event()
         self._broken.set()
 
     async def _one_connection(self) -> None:
