@@ -35,6 +35,8 @@ class BabyAI(Environment):
     """Actions before the game ends unsolved. None: the level's own limit."""
     quick_pays_more: bool = False
     """Pay what the package pays, ``1 - 0.9 * steps / limit``, and not 1.0."""
+    unknown_pays: float = Field(default=0.0, ge=-1, le=0)
+    """Reward of a reply that is no action. Below 0 it teaches the words to a policy that knows nothing."""
     compact: bool = False
     """Few words a message and no instructions, for tiny models with a tokenizer of words."""
 
@@ -101,10 +103,13 @@ class BabyAIEpisode(Episode):
         done = bool(terminated or truncated)
         return Step(
             messages=() if done else (Message("user", text),),
-            reward=(float(reward) if self._options.quick_pays_more else 1.0) if solved else 0.0,
+            reward=self._paid(float(reward)) if solved else 0.0 if known else self._options.unknown_pays,
             done=done,
             signals={"unknown_action": float(not known), **({"solved": float(solved)} if done else {})},
         )
+
+    def _paid(self, theirs: float) -> float:
+        return theirs if self._options.quick_pays_more else 1.0
 
     def close(self) -> None:
         self._game.close()

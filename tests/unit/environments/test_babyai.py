@@ -45,6 +45,11 @@ def test_unknown_words_cost_a_step_and_are_told(kit):
     assert "Reply with one of" in step.messages[0].content
 
 
+def test_unknown_words_can_cost(kit):
+    total, _ = kit.play(kit.build("babyai", steps=4, unknown_pays=-0.25), 1, ["fly", "left", "hm", "right"])
+    assert total == -0.5
+
+
 def test_quick_solutions_can_pay_more(kit):
     babyai = kit.build("babyai", quick_pays_more=True)
     total, _ = kit.play(babyai, 1, babyai.expert(kit.task(1)))

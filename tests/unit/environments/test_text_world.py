@@ -37,7 +37,7 @@ def test_gold_path_scores_one_in_each_split(kit, express, game):
         assert (last.done, last.signals) == (True, {"solved": 1.0})
 
 
-@pytest.mark.parametrize("game", sorted(set(GAMES) - {"cookingworld"}))
+@pytest.mark.parametrize("game", GAMES)
 def test_plays_of_one_seed_at_once_do_not_disturb_each_other(kit, express, game):
     """What a group is: several plays of the same task, at different points."""
     environment = express(game=game, steps=300, jvms=4 if game in ALONE else 1)
