@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from pipeline.replay.gathering import Gathering
 from pipeline.replay.ledger import read_ledger
 from pipeline.transport.memory import MemoryNetwork
 from tests.unit.replay.test_replay_role import PLUGINS, configuration, links, stage
+from tests.unit.scorer.test_http_parts import serving, spoken
 
 
 def config(folder: Path, path: str, **more: Any) -> Any:
@@ -80,6 +82,32 @@ async def test_groups_that_can_never_be_scored_are_given_up_and_kept_nowhere(tmp
                 ) or 0.0  # fmt: skip
             peers.cancel_scope.cancel()
     assert trainer.trained == []
+    assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
+
+
+async def test_a_judge_that_fails_at_times_costs_rollouts_and_no_trajectory_a_false_reward(tmp_path: Path) -> None:
+    busy, junk, good = (lambda _: web.Response(status=503)), spoken("no idea"), spoken("Score: 5")
+    async with serving(busy, junk, good, busy, good, junk, good) as server:
+        judge = {"name": "judge", "url": server.url, "retry_seconds": 0.01}
+        settings = configuration(tmp_path, scorer={"environment_weight": 0, "judges": [judge]})
+        network, trainer, player = MemoryNetwork(), InstantLearner(4, 3, 2), InstantActor()
+        actor, learner = links(network)
+        with anyio.fail_after(120):
+            async with stage(settings, network) as ctx, anyio.create_task_group() as peers:
+                peers.start_soon(player.run, actor)
+                peers.start_soon(trainer.run, learner)
+                await trainer.done.wait()
+                peers.cancel_scope.cancel()
+    assert set(trainer.rewards) == {0.5} and len(trainer.trained) == 4 * 2 * 3
+    for name, labels, value in (
+        ("score_retries_total", {"function": "judge"}, 2),
+        ("score_failures_total", {"function": "judge", "reason": "protocol"}, 2),
+        ("score_failures_total", {"function": "judge", "reason": "unavailable"}, 0),
+        ("terminal_trajectories_total", {"state": "unscored"}, 2),
+    ):
+        assert ctx.registry.get_sample_value(f"afterplay_replay_{name}", labels) == value, name
+    values = ctx.registry.get_sample_value("afterplay_replay_score_value_count", {"function": "judge"})
+    assert values is not None and values >= 24
     assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
 
 

@@ -170,9 +170,11 @@ def test_a_stage_without_its_data_is_an_error(data: Path) -> None:
         TaskSampler({"q": environment(kind="jsonl", path=data)}, 0)
 
 
-def test_the_stage_knows_how_many_tasks_the_data_has(data: Path) -> None:
+@pytest.mark.parametrize("replay", [False, True])
+def test_the_stage_knows_how_many_tasks_the_data_has(data: Path, replay: bool) -> None:
     config = RunConfig.model_validate(
         {
+            "replay": {"enabled": replay},
             "environments": {"q": environment(kind="jsonl", path=data).model_dump()},
             "scorer": {"functions": [{"path": "exact"}]},
         }
@@ -180,6 +182,7 @@ def test_the_stage_knows_how_many_tasks_the_data_has(data: Path) -> None:
     sources = open_sources(config)
     core = StageCore(config, Snapshot(), sources={name: s.splits["train"] for name, s in sources.items()})
     assert core.sampler.sizes == {"q": 17}
-    assert core.replays.next().task.payload["prompt"].startswith("What is")
+    tasks = [core.replays.next().task for _ in range(17)]
+    assert {task.payload["prompt"] for task in tasks} == {row["question"] for row in questions(17)}
     for source in sources.values():
         source.close()
