@@ -1,13 +1,16 @@
 """Java processes of TextWorldExpress, shared by many games.
 
-The package starts one process (120 MB, later 300 MB) for each of its environments; a process can hold any number of
+The package starts one process (120 MB, more later) for each of its environments; a process can hold any number of
 games though. Calls into one process are made one at a time. Games whose Java code keeps state outside of the game get a
 process to themselves."""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,24 +31,30 @@ class Process:
 class Pool:
     """At most ``processes_max`` processes, started when they are needed."""
 
-    def __init__(self, environment: type, processes_max: int, alone: bool) -> None:
-        """``environment``: the package's class. ``alone``: one game in a process at a time."""
+    def __init__(self, environment: type, processes_max: int, alone: bool, heap_mib: int) -> None:
+        """``environment``: the package's class. ``alone``: one game in a process at a time. ``heap_mib``: the most that
+        the objects of one process take."""
         self._environment = environment
         self._max = processes_max
         self._alone = alone
+        self._heap_mib = heap_mib
         self._processes: list[Process] = []
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what fails is raised as well
         self._changed = threading.Condition()
 
     def take(self) -> tuple[Process, Any]:
-        """A process and a new game in it. Raises :class:`TimeoutError` where all processes stay taken."""
+        """A process and a new game in it. A process that died is replaced. Raises :class:`TimeoutError` where all stay
+        taken."""
         with self._changed:
+            self._bury()
             if not self._changed.wait_for(self._has_room, WAIT_SECONDS_MAX):
                 raise TimeoutError(
                     f"no Java process became free in {WAIT_SECONDS_MAX:g} s: this game needs one for each episode. "
                     "Raise options.jvms, or lower actor.concurrency"
                 )
             if len(self._processes) < self._max and all(p.games for p in self._processes):
-                self._processes.append(Process(self._environment(envStepLimit=10**9)))
+                with _java_options(f"-Xmx{self._heap_mib}m"):
+                    self._processes.append(Process(self._environment(envStepLimit=10**9)))
             process = min(self._processes, key=lambda p: p.games)
             process.games += 1
         with process.lock:
@@ -64,12 +73,34 @@ class Pool:
                 _end(process.main)
             self._processes.clear()
 
+    def _bury(self) -> None:
+        """Forget processes that died. py4j would still tell each about every object that is collected, and log it."""
+        dead = [p for p in self._processes if p.main._gateway.java_process.poll() is not None]
+        for process in dead:
+            process.main._gateway._gateway_client.is_connected = False
+            with suppress(Exception):
+                _end(process.main)
+        self._processes = [p for p in self._processes if p not in dead]
+
     def _has_room(self) -> bool:
         return (
             not self._alone
             or len(self._processes) < self._max
             or any(process.games == 0 for process in self._processes)
         )
+
+
+@contextmanager
+def _java_options(options: str) -> Iterator[None]:
+    """What a Java process started inside is told, unless the person who started us tells it something themselves."""
+    mine = "JAVA_TOOL_OPTIONS" not in os.environ
+    if mine:
+        os.environ["JAVA_TOOL_OPTIONS"] = options
+    try:
+        yield
+    finally:
+        if mine:
+            os.environ.pop("JAVA_TOOL_OPTIONS", None)
 
 
 def _game_in(base: type, main: Any) -> Any:
@@ -92,10 +123,13 @@ def _shared(base: type) -> type:
 
 
 def _end(main: Any) -> None:
-    main.close()
+    """End a process, alive or not, and close its pipes."""
     java = main._gateway.java_process
-    if java is not None:
-        java.stdin.close()
-        if java.stdout is not None:
-            java.stdout.close()
+    try:
+        main.close()
+    finally:
+        for pipe in (java.stdin, java.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
         java.wait(timeout=5)

@@ -97,6 +97,19 @@ def test_java_ends_with_the_environment(kit, express):
     assert java.wait(10) is not None
 
 
+def test_a_java_process_that_died_is_replaced(kit, express):
+    environment = express(game="coin")
+    episode = environment.start(kit.task(1))
+    java = environment._pool._processes[0].main._gateway.java_process
+    java.kill()
+    java.wait(10)
+    with pytest.raises(Exception, match=r"(?s)."):
+        episode.step(Reply("look around"))
+    episode.close()
+    environment.start(kit.task(1)).close()
+    assert environment._pool._processes[0].main._gateway.java_process.pid != java.pid
+
+
 def test_splits_are_the_packages_own(kit, express):
     environment = express(game="coin")
     environment.start(kit.task(0)).close()
