@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,13 @@ def test_the_command_line_shows_the_data_or_what_is_wrong_with_it(tmp_path: Path
     path.write_text("no\n")
     said = CliRunner().invoke(app, ["config", "check", str(file), "--data"])
     assert said.exit_code != 0 and "line 1: expected a JSON object" in str(said.exception)
+
+
+@pytest.mark.parametrize(("kind", "package"), [("parquet", "pyarrow"), ("huggingface", "datasets")])
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, kind: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "q.parquet").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=rf"needs {package} .*pip install 'afterplay\[data\]'"):
+        opened(kind=kind, path=tmp_path)
