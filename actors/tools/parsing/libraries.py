@@ -49,6 +49,10 @@ def vllm_parser(name: str, tokenizer: Any, where: str = "parser") -> Parse:
         parser_class = ToolParserManager.get_tool_parser(name)
     except KeyError as error:
         raise ConfigurationError(f"{where}: vLLM has no tool parser {name!r}: {error}") from error
+    try:
+        parser_class(tokenizer, None)
+    except Exception as error:
+        raise ConfigurationError(f"{where}: vLLM's tool parser {name} does not fit the tokenizer: {error}") from error
 
     def parse(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
         try:
