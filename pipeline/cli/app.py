@@ -195,8 +195,8 @@ def config_check(
 ) -> None:
     """Say whether FILE is right, or everything that is wrong in it.
 
-      afterplay config check configs/tiny.yaml --set groups.n_rollout=16
-      afterplay config check configs/questions.yaml --data
+    afterplay config check configs/tiny.yaml --set groups.n_rollout=16
+    afterplay config check configs/questions.yaml --data
     """
     config = _load(file, sets)
     if data:

@@ -104,7 +104,7 @@ class JudgeConfig(Service):
     prompt: str = JUDGE_PROMPT
     """What the judge is asked. ``{prompt}`` (the conversation before the last reply), ``{reply}``, ``{transcript}``
     (all of it) and names of the task's payload are replaced; other braces stay."""
-    score_pattern: str = r"(?i)score\s*(?:is|:|=)?\s*\**\s*(-?\d+(?:\.\d+)?)"
+    score_pattern: str = r"(?i)score\s{0,5}(?:is|:|=)?\s{0,5}\*{0,3}\s{0,5}(-?\d{1,12}(?:\.\d{1,12})?)"
     """Finds the score in the judge's reply: the first group of the last match. None found: a failure."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score of the judge; they become 0 and 1. A score outside is a failure."""

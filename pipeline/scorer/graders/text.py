@@ -12,9 +12,13 @@ from pipeline.scorer.graders.answers import given, payload_value, right_answers
 
 _NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 _DIGITS_MAX = 40
-_STATED = re.compile(r"(?i:answer|choice|option)(?i:\s+is|\s*[:=])?\s*[*_(\[\"'$]*\s*([A-Z])(?![A-Za-z'])")
-_MARKED = re.compile(r"[(\[*]([A-Z])[)\]*]|(?:^|\n)\s*([A-Z])\s*[.):](?!\w)|(?:^|\n)\s*([A-Z])\s*(?=\n|$)")
-_LONE = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])(?!\s+[a-z])")
+_STATED = re.compile(
+    r"(?i:answer|choice|option)(?i:\s{1,3}is|\s{0,3}[:=])?\s{0,3}[*_(\[\"'$]{0,4}\s{0,3}([A-Z])(?![A-Za-z'])"
+)
+_MARKED = re.compile(
+    r"[(\[*]([A-Z])[)\]*]|(?:^|\n)[ \t]{0,20}([A-Z])[ \t]?[.):](?!\w)|(?:^|\n)[ \t]{0,20}([A-Z])[ \t]{0,20}(?=\n|$)"
+)
+_LONE = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])(?!\s{1,3}[a-z])")
 
 
 def exact(

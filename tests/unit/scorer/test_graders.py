@@ -197,7 +197,8 @@ def test_a_number_is_read_as_it_was_written(value: int, form: str) -> None:
 
 
 def test_long_replies_are_graded_in_time() -> None:
-    for text in ("1," * 500_000, "A " * 500_000, "(" * 1_000_000, "answer " * 100_000, "9" * 1_000_000):
+    n = 200_000
+    for text in ("1," * n, "A " * n, "(" * n, "answer " * n, "9" * n, "\n" * n, "answer" + " " * n, "A" + "\n" * n):
         last_number(text)
         chosen_letter(text, "ABCD")
 
