@@ -146,7 +146,7 @@ def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pyt
     assert isinstance(build("sums"), Arithmetic)
     with pytest.raises(ConfigurationError, match="no_such_module"):
         build("broken")
-    with pytest.raises(ConfigurationError, match="arithmetic, .*broken, .*number_guess, .*passcode, .*sums"):
+    with pytest.raises(ConfigurationError, match=r"arithmetic, .*broken, .*number_guess, .*passcode, .*sums"):
         build("chess")
 
 
