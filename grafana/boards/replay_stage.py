@@ -199,7 +199,7 @@ SERVICE = RowSpec(
         PanelSpec(
             "Scores that failed",
             "cps",
-            (Query(f"sum by (function) ({rate('replay_score_failures_total')})", "{{function}}"),),
+            (Query(f"sum by (function, reason) ({rate('replay_score_failures_total')})", "{{function}} {{reason}}"),),
             "0.",
             "its trajectories are unscored and its groups never complete: the stage's log has the message.",
             stacked=True,
