@@ -20,7 +20,7 @@ _INTEGER = re.compile(r"-?\d[\d,]*")
 
 @dataclass(config=STRICT_OPTIONS)
 class BigSums(Environment):
-    """ "What is 48213 * 9071? Use the calculator." The last integer of the reply that is not a call is the answer."""
+    """ "What is 48213 * 90714?" The last integer of the reply that is not a call is the answer."""
 
     digits: int = Field(default=5, ge=1, le=50)
     """Of each number."""
@@ -28,8 +28,9 @@ class BigSums(Environment):
     call_reward: float = Field(default=0.2, ge=0, le=1)
     """Of the reward 1.0, what a call with the right result pays even if the answer is then wrong: something to learn
     from before both steps work together."""
-    example: bool = True
-    """Show one call in the prompt; a model that never saw a tool seldom finds the form by itself."""
+    examples: int = Field(default=2, ge=0, le=20)
+    """Solved sums that stand before the question, with their calls: a small model copies the form from them and would
+    seldom find it by itself."""
 
     loop = "tool_agent"
 
@@ -49,17 +50,33 @@ class BigSums(Environment):
         return BigSumsEpisode(self, a, draw.choice(self.operations), b)
 
 
+def _value(a: int, operation: str, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b}[operation]
+
+
+def _solved(options: BigSums, index: int) -> tuple[Message, ...]:
+    """Question, call, the calculator's answer, answer. The same in every episode."""
+    draw = random.Random(f"big_sums/{index}")
+    low, high = 10 ** (options.digits - 1), 10**options.digits - 1
+    a, b = draw.randint(low, high), draw.randint(low, high)
+    operation = options.operations[index % len(options.operations)]
+    question, answer = f"{a} {operation} {b}", str(_value(a, operation, b))
+    number = f"{index:09d}"
+    function = {"name": "calculator", "arguments": {"expression": question}}
+    return (
+        Message("user", f"What is {question}?"),
+        Message("assistant", "", {"tool_calls": [{"id": number, "type": "function", "function": function}]}),
+        Message("tool", answer, {"name": "calculator", "tool_call_id": number}),
+        Message("assistant", answer),
+    )
+
+
 class BigSumsEpisode(Episode):
     def __init__(self, options: BigSums, a: int, operation: str, b: int) -> None:
-        text = f"What is {a} {operation} {b}? Call the calculator, then reply with only the number."
-        if options.example:
-            text += (
-                "\nA call looks like this:\n<tool_call>\n"
-                '{"name": "calculator", "arguments": {"expression": "12 + 34"}}\n</tool_call>'
-            )
-        self.messages = (Message("user", text),)
+        shown = [message for i in range(options.examples) for message in _solved(options, i)]
+        self.messages = (*shown, Message("user", f"What is {a} {operation} {b}?"))
         self._options = options
-        self._answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
+        self._answer = _value(a, operation, b)
         self.hint = f"The answer is {self._answer}."
 
     def step(self, reply: Reply) -> Step:

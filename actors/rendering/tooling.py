@@ -50,7 +50,7 @@ class ToolStyle:
         """``messages`` as the template can take them."""
         shown = list(messages)
         if tools and not self.schemas:
-            shown = with_system_text(shown, tools)
+            shown = with_system_text(with_calls_in_text(shown), tools)
         if not self.role and any(message.role == "tool" for message in shown):
             shown = with_answers_of_the_user(shown)
         return shown
@@ -77,6 +77,21 @@ def with_system_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -
     if messages and messages[0].role == "system":
         return [replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:]]
     return [Message("system", text), *messages]
+
+
+def with_calls_in_text(messages: Sequence[Message]) -> list[Message]:
+    """Calls that are stated apart (in written examples), as the text that the policy would have said."""
+    return [_called(message) if message.extra.get("tool_calls") else message for message in messages]
+
+
+def _called(message: Message) -> Message:
+    """In the form that the system text asks for."""
+    calls = [call["function"] for call in message.extra["tool_calls"]]
+    blocks = [
+        f"<tool_call>\n{json.dumps({'name': c['name'], 'arguments': c['arguments']}, ensure_ascii=False)}\n</tool_call>"
+        for c in calls
+    ]
+    return Message(message.role, "\n".join([message.content, *blocks] if message.content else blocks))
 
 
 def with_answers_of_the_user(messages: Sequence[Message]) -> list[Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,9 @@ from actors.environments.big_sums import BigSums
 from actors.environments.host import EnvironmentHost
 from actors.loop.build import build_loop
 from actors.rendering import Renderer
+from actors.tools.arguments import schema_of_tool
 from actors.tools.calculator import calculate
+from actors.tools.parsing import FORMATS, ToolCall
 from pipeline.config.load import load
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Task
@@ -23,7 +26,7 @@ RUN_FILE = Path(__file__).resolve().parents[3] / "configs" / "tools.yaml"
 
 def step(seed: int, reply: str, *uses: ToolUse) -> tuple[str, Step]:
     episode = BigSums().start(Task(f"t/{seed}", "sums", seed))
-    question = episode.messages[0].content.split("What is ")[1].split("?")[0]
+    question = episode.messages[-1].content.split("What is ")[1].split("?")[0]
     answer = calculate(question)
     done = episode.step(Reply(reply.format(answer=answer), tool_calls=uses))
     assert isinstance(done, Step)
@@ -39,6 +42,17 @@ def test_the_calculators_answer_is_the_right_one(seed: int, text: str) -> None:
     assert done.reward == 0.2 and done.signals == {"called": 1.0, "right": 0.0}
     _, done = step(seed, "9" * 5000 + "-")
     assert done.reward == 0.0
+
+
+def test_solved_examples_stand_before_the_question_in_the_form_that_is_asked_for(smollm2: Any) -> None:
+    environment = BigSums(examples=2)
+    renderer = Renderer(smollm2)
+    tools = [schema_of_tool(tool, "") for tool in environment.tools()]
+    text = renderer.start(environment.start(Task("t", "sums", 1)).messages, tools).text
+    calls = [c for c in FORMATS["hermes"].parse(text.split("<|im_end|>", 1)[1], tools).calls]
+    answers = [part.split("\n</tool_response>")[0] for part in text.split("<tool_response>\n")[1:]]
+    assert [calculate(c.arguments["expression"]) for c in calls if isinstance(c, ToolCall)] == answers
+    assert len(answers) == 2 and text.endswith("?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_the_run_file_builds_its_agent_loop(words: Renderer, metrics: ActorMetrics) -> None:
