@@ -63,6 +63,9 @@ class ToolAgent(AgentLoop):
 
     tools: tuple[str | ToolSpec, ...] = ()
     """Beside those that the environment brings. A name alone is a tool without options."""
+    tell_schemas: bool = True
+    """Whether the prompt says what tools there are. False where the environment's own messages show it: a long text
+    about tools confuses a model that never saw one, and a few examples do not."""
     parser: str = "auto"
     """How calls are written: ``auto`` (what the chat template asks for), ``hermes``, ``qwen``, ``qwen_xml``, ``llama``,
     ``mistral``, ``pythonic``, ``transformers`` (the tokenizer's response template) or ``vllm:NAME``."""
@@ -197,7 +200,7 @@ class ToolAgentEpisode(AgentEpisode):
     async def start(self) -> Opening:
         tools = self._tools = await self._loop.episode_tools(self.game)
         await tools.create()
-        return Opening(self.game.episode.messages, tools.schemas)
+        return Opening(self.game.episode.messages, tools.schemas if self._loop.tell_schemas else ())
 
     async def answer(self, reply: Reply) -> Answer:
         assert self._tools is not None

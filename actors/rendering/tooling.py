@@ -49,8 +49,9 @@ class ToolStyle:
     def messages(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
         """``messages`` as the template can take them."""
         shown = list(messages)
-        if tools and not self.schemas:
-            shown = with_system_text(with_calls_in_text(shown), tools)
+        if not self.schemas:
+            shown = with_calls_in_text(shown)
+            shown = with_system_text(shown, tools) if tools else shown
         if not self.role and any(message.role == "tool" for message in shown):
             shown = with_answers_of_the_user(shown)
         return shown

@@ -44,12 +44,15 @@ def test_the_calculators_answer_is_the_right_one(seed: int, text: str) -> None:
     assert done.reward == 0.0
 
 
-def test_solved_examples_stand_before_the_question_in_the_form_that_is_asked_for(smollm2: Any) -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_solved_examples_stand_before_the_question_in_the_form_that_is_asked_for(smollm2: Any, told: bool) -> None:
     environment = BigSums(examples=2)
     renderer = Renderer(smollm2)
     tools = [schema_of_tool(tool, "") for tool in environment.tools()]
-    text = renderer.start(environment.start(Task("t", "sums", 1)).messages, tools).text
-    calls = [c for c in FORMATS["hermes"].parse(text.split("<|im_end|>", 1)[1], tools).calls]
+    text = renderer.start(environment.start(Task("t", "sums", 1)).messages, tools if told else ()).text
+    assert ("# Tools" in text) == told
+    shown = text.split("<|im_end|>", 1)[1] if told else text
+    calls = [*FORMATS["hermes"].parse(shown, tools).calls]
     answers = [part.split("\n</tool_response>")[0] for part in text.split("<tool_response>\n")[1:]]
     assert [calculate(c.arguments["expression"]) for c in calls if isinstance(c, ToolCall)] == answers
     assert len(answers) == 2 and text.endswith("?<|im_end|>\n<|im_start|>assistant\n")
