@@ -29,11 +29,12 @@ from learner.metrics_log import MetricsLog
 from learner.preparing import Prepared, Preparer, prepare
 from learner.publisher.base import Publication
 from learner.publisher.factory import weights_to_publish
-from learner.recording import StepTimes, record_step, step_line, trained_facts
+from learner.recording import record_step, step_line, trained_facts
 from learner.report import StepReport
 from learner.rows import Batch
 from learner.saving import CheckpointWriter
 from learner.sessions import LearnerSessions
+from learner.timing import LoopClock
 from learner.trainer import Trainer
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
@@ -77,6 +78,7 @@ class LearnerLoop:
         self._saved_updates = session.standing.durable_updates
         self._published: dict[str, Any] = {}
         self._preparer = Preparer(session, self._config.replay)
+        self._clock = LoopClock()
         self._idle = anyio.Event()
         self._idle.set()
 
@@ -86,7 +88,9 @@ class LearnerLoop:
         total = self._config.run.total_steps
         async with anyio.create_task_group() as tasks:
             served = initial and self._config.publish.lora == "merged"
-            await self._start_publication(tasks, None if served else await self._snapshot())
+            self._clock.lap()
+            with self._clock.stage("publish"):
+                await self._start_publication(tasks, None if served else await self._snapshot())
             while self._trainer.updates < total:
                 await self._step(tasks)
             self._ctx.report("publishing", "the engines to take the last version")
@@ -94,10 +98,9 @@ class LearnerLoop:
         await self._finish()
 
     async def _step(self, tasks: anyio.abc.TaskGroup) -> None:
-        started = time.perf_counter()
         update = self._trainer.updates
-        groups = await self._wait_for_groups(update)
-        waited = time.perf_counter() - started
+        with self._clock.stage("wait"):
+            groups = await self._wait_for_groups(update)
         self._ctx.report("training", "", step=update + 1, groups=len(groups))
         made = self._preparer.take(update, groups)
         async with anyio.create_task_group() as beside:
@@ -107,16 +110,17 @@ class LearnerLoop:
             beside.cancel_scope.cancel()
         await self._session.consumed(update, trained_facts(batch, report, choice))
         self.version += 1
-        blocked = time.perf_counter()
-        await self._start_publication(tasks, await self._snapshot())
-        done = time.perf_counter()
-        times = StepTimes(wait=waited, publish=done - blocked, total=done - started)
+        with self._clock.stage("publish"):
+            await self._start_publication(tasks, await self._snapshot())
+        times = self._clock.lap()
         record_step(self._metrics, batch, report, times, choice)
         left_out = self._config.groups.groups_per_step - len(batch.groups)
-        self._lines.write({**step_line(batch, report, times, self._published, choice), "groups_left_out": left_out})
+        line = step_line(batch, report, times, self._published, choice)
+        self._lines.write({**line, "saved": self._writer.saved, "groups_left_out": left_out})
         self._tell(batch, report)
         if self._trainer.updates % self._config.checkpoint.every == 0:
-            await self._checkpoint()
+            with self._clock.stage("save"):
+                await self._checkpoint()
 
     def _train(self, update: int, groups: tuple[Group, ...], made: Prepared | None) -> tuple[Batch, StepReport, Choice]:
         made = made or prepare(update, groups, self._config.replay, self._trainer.mean_entropies)

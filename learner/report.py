@@ -17,7 +17,8 @@ NonFinite = Literal["loss", "gradient", "ratio", "value"]
 
 
 class Stopwatch:
-    """Seconds by stage. On a GPU each stage ends with a synchronisation, so that its seconds are its own."""
+    """Seconds by stage, each second in one: a stage inside another interrupts it. On a GPU each stage ends with a
+    synchronisation, so that its seconds are its own. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {
@@ -28,16 +29,27 @@ class Stopwatch:
             "optimize": 0.0,
         }
         self._cuda = device.type == "cuda"
+        self._open: list[Stage] = []
+        self._since = 0.0
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
-        start = time.perf_counter()
+        self._charge()
+        self._open.append(name)
         try:
             yield
         finally:
-            if self._cuda:
-                torch.cuda.synchronize()
-            self.seconds[name] += time.perf_counter() - start
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        """Give the time since the last change to the innermost open stage."""
+        if self._open and self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pipeline.metrics.base import LAG, LAT, LONG, NATS, RATIO, SOURCES, CollectorRegistry, counter, gauge, histogram
 
 TOKEN_KINDS = ("trained", "masked", "padding")
-STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publish")
+STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publish", "save", "other")
 LEVELS = ("token", "sequence")
 STATISTICS = ("mean", "min", "max")
 SIDES = ("low", "high")
@@ -50,7 +50,8 @@ class LearnerMetrics:
         self.step_duration_seconds = histogram(
             r,
             _P + "step_duration_seconds",
-            "Step time; stage = wait, choose, prepare, forward, backward, optimize or publish.",
+            "Time of one update by stage; the sums of all stages are the learner's wall time. publish and save: only "
+            "what holds the step up.",
             LAT,
             {"stage": STAGES},
         )

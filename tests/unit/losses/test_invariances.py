@@ -11,8 +11,9 @@ from learner.evidence import Evidence
 from learner.losses.corrections import REASONS
 from learner.losses.registry import LOSSES
 from learner.policy import Policy
-from learner.recording import StepTimes, step_line
+from learner.recording import step_line
 from learner.rows import Batch
+from learner.timing import StepTimes
 from learner.trainer import Trainer
 from pipeline.errors import TrainingError
 
