@@ -30,8 +30,6 @@ NOT_SHOWN = {
     "afterplay_actor_weight_update_duration_seconds": "always empty: the learner updates the engines, see publication",
     "afterplay_actor_weight_update_bytes_total": "always 0, for the same reason",
     "afterplay_actor_weight_update_failures_total": "always 0, for the same reason",
-    "afterplay_replay_equal_groups_total": "how much groups.equal_rewards has to do; what is left out is in the panel "
-    "of groups by outcome and in the bias audit",
     "afterplay_learner_evaluation_score": "always 0: nothing evaluates yet",
 }
 """Metrics of ours that are in no panel and in no rule, and why. ``process_*`` is shown as far as it helps."""

@@ -59,14 +59,28 @@ def record_step(
     metrics.loss.labels(term="entropy").set(report.entropy_loss)
     metrics.loss.labels(term="kl").set(report.kl_loss)
     metrics.loss.labels(term="supervised").set(report.supervised_loss)
-    if report.critic is not None:
-        metrics.loss.labels(term="value").set(report.critic.loss)
+    _record_objectives(metrics, report)
     metrics.grad_norm.set(report.grad_norm)
     metrics.learning_rate.set(report.learning_rate)
     for where, count in report.nonfinite.items():
         metrics.nonfinite_steps_total.labels(where=where).inc(count)
     for environment, reward in rewards_by_environment(batch.fresh).items():
         metrics.reward_mean.labels(env=environment).set(reward)
+
+
+def _record_objectives(metrics: LearnerMetrics, report: StepReport) -> None:
+    metrics.reference_kl_nats.set(_or_zero(report.statistics.all.reference_kl.value))
+    metrics.kl_coefficient.set(report.kl_coefficient)
+    metrics.supervised_tokens_total.inc(report.supervised_tokens)
+    metrics.shared_tokens_total.inc(report.tokens_shared)
+    metrics.overlong_trajectories_total.inc(report.overlong)
+    critic = report.critic
+    if critic is not None:
+        metrics.loss.labels(term="value").set(critic.loss)
+        metrics.value_clip_ratio.set(critic.clip_ratio)
+        metrics.value_grad_norm.set(critic.grad_norm)
+        if critic.explained_variance is not None:
+            metrics.value_explained_variance.set(critic.explained_variance)
 
 
 def _record_source(metrics: LearnerMetrics, name: str, source: SourceStatistics) -> None:

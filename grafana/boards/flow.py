@@ -6,7 +6,8 @@ from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.promql import metric, rate
 from grafana.specs import PanelSpec, Query, RowSpec
-from grafana.thresholds import WINDOW
+from grafana.thresholds import GROUPS_WINDOW, WINDOW
+from pipeline.metrics.replay import EQUAL_GROUPS
 
 ENV = q.ENVIRONMENT
 
@@ -133,6 +134,18 @@ REPLAY = RowSpec(
             "replay is slower than the actors: disk, or transport.credit_bytes too small.",
             limit=limits.ACTOR_BLOCKED_SHARE,
             runbook="ActorBackpressure",
+        ),
+        PanelSpec(
+            "Groups that teach nothing",
+            "percentunit",
+            (
+                Query(q.equal_groups(), "all rewards equal"),
+                *(Query(q.equal_groups(f'action="{action}"'), action) for action in EQUAL_GROUPS),
+            ),
+            f"well below 80 % of the groups that finish (within {GROUPS_WINDOW}); kept ones cost time.",
+            "tasks too hard or too easy: mix others in, raise n_rollout, or set groups.equal_rewards: refill.",
+            limit=limits.EQUAL_GROUPS,
+            runbook="GroupsTeachNothing",
         ),
     ),
 )

@@ -6,6 +6,7 @@ from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.boards import stats
 from grafana.boards.learning import LEARNING, OFF_POLICY, STALENESS
+from grafana.boards.objectives import OBJECTIVES, TIME
 from grafana.boards.process import processes
 from grafana.promql import metric, rate
 from grafana.specs import BoardSpec, PanelSpec, Query, RowSpec, alert_stat
@@ -112,5 +113,5 @@ WORK = RowSpec(
 LEARNER = BoardSpec(
     "Afterplay / Learner",
     "afterplay-learner",
-    (GLANCE, OFF_POLICY, STALENESS, LEARNING, WORK, processes("learner")),
+    (GLANCE, OFF_POLICY, STALENESS, LEARNING, WORK, processes("learner"), TIME, OBJECTIVES),
 )
