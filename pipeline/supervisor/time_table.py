@@ -12,18 +12,18 @@ from rich.text import Text
 from pipeline.metrics.learner import STAGES
 from pipeline.supervisor.progress import Line
 
-BAR_CELLS = 30
+BAR_CELLS = 20
+SHARE_MIN = 0.0005
+"""Stages with less are not shown."""
 _MEANS = {
-    "wait": "for rollouts: data is missing",
-    "choose": "of stored trajectories, with today's policy",
-    "prepare": "rows and micro-batches that were not built ahead",
-    "forward": "",
-    "backward": "",
-    "optimize": "",
-    "publish": "copy the weights; engines that still take the version before",
-    "save": "copy a checkpoint; one before that is not on disk yet",
+    "wait": "rollouts are missing",
+    "choose": "replays, by today's policy",
+    "prepare": "rows not built ahead",
+    "publish": "engines still load weights",
+    "save": "the disk still writes",
     "other": "statistics, messages",
 }
+"""What holds the learner up in a stage; the three that are left are its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,18 @@ def spent(lines: Iterable[Line]) -> Spent | None:
 
 
 def time_table(found: Spent) -> Table:
-    """One row for each stage that took any time."""
+    """One row for each stage that took any time worth telling; fits 80 columns."""
     title = f"where the learner's {found.seconds:.1f} s of {found.updates} updates went"
     table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("stage")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
     table.add_column("", no_wrap=True, width=BAR_CELLS)
-    table.add_column("", style="dim")
+    table.add_column("", style="dim", no_wrap=True)
     for stage in STAGES:
         seconds = found.stages[stage]
         share = seconds / found.seconds if found.seconds > 0 else 0.0
-        if seconds > 0:
+        if share >= SHARE_MIN:
             bar = Text("█" * round(BAR_CELLS * share), style="yellow" if stage == "wait" else "green")
-            table.add_row(stage, f"{seconds:.1f}", f"{100 * share:.1f} %", bar, _MEANS[stage])
+            table.add_row(stage, f"{seconds:.1f}", f"{100 * share:.1f} %", bar, _MEANS.get(stage, ""))
     return table

@@ -190,7 +190,8 @@ async def stage_of(recorded: RunDirectory, root: Path, engine: Engine, port: int
 
 @pytest.fixture(scope="module")
 def uninterrupted(recorded: RunDirectory, learners: Learners, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return anyio.run(train, recorded, learners, tmp_path_factory.mktemp("straight"), 0)
+    directory: RunDirectory = anyio.run(train, recorded, learners, tmp_path_factory.mktemp("straight"), 0)
+    return directory
 
 
 async def train(recorded: RunDirectory, learners: Learners, root: Path, number: int) -> RunDirectory:
