@@ -12,7 +12,6 @@ from learner.backbone import Backbone, Interrupted
 from learner.batching import PADDED, token_numbers
 from learner.critic import Critic, explained_variance
 from learner.passes import microbatches
-from learner.policy import Policy
 from learner.ranks.base import ALONE
 from learner.reference import AdaptersOff, FrozenCopy
 from learner.report import Stopwatch
@@ -259,8 +258,3 @@ def test_interrupt_stops_reference_and_critic_too(needs, config_of, initial, res
         trainer.reference.logprobs(make_rows(1), WATCH)
     with pytest.raises(Interrupted):
         trainer.critic.values(make_rows(1), WATCH)
-
-
-def test_the_policy_class_is_not_needed_for_a_backbone():
-    policy = Policy(tiny_model(), learner_config(), torch.device("cpu"))
-    assert isinstance(policy, Backbone)
