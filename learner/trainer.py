@@ -100,6 +100,7 @@ class Trainer:
             tally.nonfinite[error.where] += 1
         finally:
             self.optimizer.zero_grad(set_to_none=True)
+            self.policy.rest()
         self.updates += 1
         trained = tally.last.supervised_tokens
         return replace(
@@ -179,6 +180,7 @@ class Trainer:
                     tally.nonfinite[error.where] += 1
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
+                    self.policy.rest()
                 self._critic_step(rows, first, conditions, tally)
 
     def _minibatches(self, rows: Sequence[Row], epoch: int) -> list[list[int]]:
