@@ -1,8 +1,8 @@
 """A learner that is stopped or killed and starts again ends where one ends that was never stopped.
 
-A tiny run is played for real, with the embedded engine. Its learner saves nothing, so the replay stage keeps every
-group. Then learners in processes of their own begin from update 0, each at a stage with a copy of that store: the stage
-gives them the same groups for the same updates, and there is no actor that could play others.
+A tiny run is played for real, with the embedded engine and with replays. Its learner saves nothing, so the replay stage
+keeps every group. Then learners in processes of their own begin from update 0, each at a stage with a copy of that
+store: the stage gives them the same groups for the same updates, and there is no actor that could play others.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ RECORDED = [
     f"run.total_steps={UPDATES}",
     "groups.n_rollout=8",
     f"groups.groups_per_step={GROUPS}",
+    "environments.guess.tasks=10",
+    "replay.enabled=true",
+    "replay.start_ratio=0",
+    "replay.entropy=current",
+    "replay.ess_guard.enabled=true",
     "learner.minibatches=2",
     "learner.schedule=cosine",
     "learner.ema_decay=0.9",
@@ -53,7 +58,14 @@ RECORDED = [
     "checkpoint.at_end=false",
 ]
 OF_THE_CLOCK = {"time", "started", "finished", "seconds", "tokens_per_second", "published", "saved"}
-OF_THE_VERSION = {"policy_version", "staleness_mean", "staleness_max", "logprob_diff_mean"}
+OF_THE_VERSION = {
+    "policy_version",
+    "staleness_mean",
+    "staleness_max",
+    "replay_age_mean",
+    "replay_age_max",
+    "logprob_diff_mean",
+}
 """Weights that are published again get a new version, so that a version names one set of weights for ever."""
 FORKER = """
 import os, sys
@@ -243,6 +255,7 @@ def told(directory: RunDirectory) -> dict[tuple[int, str], Any]:
     lines = read_lines(directory.metrics_file)
     assert [line["step"] for line in lines] == list(range(1, UPDATES + 1))
     assert sum(line["grad_norm"] > 0 for line in lines) > UPDATES // 2, "there was something to learn"
+    assert sum(line["n_replayed"] for line in lines) > 0
     return {(line["step"], key): value for line in lines for key, value in line.items() if key not in hidden}
 
 
