@@ -34,6 +34,7 @@ from learner.report import StepReport
 from learner.rows import Batch
 from learner.saving import CheckpointWriter
 from learner.sessions import LearnerSessions
+from learner.skipped import write_skipped
 from learner.timing import LoopClock
 from learner.trainer import Trainer
 from pipeline.metrics.learner import LearnerMetrics
@@ -125,6 +126,8 @@ class LearnerLoop:
     def _train(self, update: int, groups: tuple[Group, ...], made: Prepared | None) -> tuple[Batch, StepReport, Choice]:
         made = made or prepare(update, groups, self._config.replay, self._trainer.mean_entropies)
         report = self._trainer.train(made.batch, self.version)
+        if report.skipped is not None:
+            write_skipped(self._ctx.directory.skipped, report.skipped)
         report.seconds["choose"] += made.choose_seconds
         report.seconds["prepare"] += made.build_seconds
         return made.batch, report, made.choice

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from learner.evidence import Evidence
+from learner.rows import Row
 from learner.statistics import BatchStatistics
 
 Stage = Literal["prepare", "choose", "forward", "backward", "optimize"]
@@ -68,6 +70,28 @@ class CriticReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """An optimizer step that was not taken."""
+
+    where: NonFinite
+    """What was not finite; ``value``: the critic's step, loss or gradient."""
+    rows: tuple[int, ...]
+    """Their numbers in the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedBatch:
+    """An update with skipped steps: what ``Trainer.step`` was given, to look at and to try again."""
+
+    update: int
+    policy_version: int
+    kl_coefficient: float
+    steps: tuple[SkippedStep, ...]
+    rows: tuple[Row, ...]
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One update. Times are Unix seconds, durations seconds, log-probs nats."""
 
@@ -113,6 +137,8 @@ class StepReport:
     """What the ESS guard multiplied the learning rate with: mean over optimizer steps; 1 where it is off."""
     critic: CriticReport | None = None
     """None: there is none."""
+    skipped: SkippedBatch | None = None
+    """None: no step was."""
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0

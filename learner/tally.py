@@ -11,7 +11,7 @@ import numpy as np
 from learner.evidence import Evidence
 from learner.losses.policy import LossRules
 from learner.ranks.base import Ranks
-from learner.report import CriticReport, NonFinite, StepReport, Stopwatch
+from learner.report import CriticReport, NonFinite, SkippedBatch, SkippedStep, StepReport, Stopwatch
 from learner.rows import Row
 from learner.statistics import TokenValues, Weights, batch_statistics
 
@@ -71,7 +71,7 @@ class Tally:
     shared: int = 0
     factors: list[float] = field(default_factory=list)
     """What the guard did to each optimizer step."""
-    nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0, "value": 0})
+    skipped: list[SkippedStep] = field(default_factory=list)
     critic: CriticReport | None = None
 
     def add_ranks(self, ranks: Ranks) -> None:
@@ -83,6 +83,9 @@ class Tally:
     def report(self, rows: Sequence[Row], conditions: Conditions) -> StepReport:
         """The update that trained ``rows``, finished now."""
         rules, last = conditions.rules, self.last
+        nonfinite: dict[NonFinite, int] = {"loss": 0, "gradient": 0, "ratio": 0, "value": 0}
+        for step in self.skipped:
+            nonfinite[step.where] += 1
         statistics = batch_statistics(TokenValues.join(self.values), conditions.policy_version, rules.log_ratio_max)
         trained = statistics.all.tokens
         return StepReport(
@@ -100,7 +103,8 @@ class Tally:
             learning_rate=conditions.rate * (self.factors[-1] if self.factors else 1.0),
             guard_lr_factor=float(np.mean(self.factors)) if self.factors else 1.0,
             optimizer_steps=self.optimizer_steps,
-            nonfinite=self.nonfinite,
+            nonfinite=nonfinite,
+            skipped=self._skipped_batch(rows, conditions),
             n_rows=len(rows),
             n_microbatches=self.microbatches,
             tokens_trained=trained,
@@ -112,6 +116,18 @@ class Tally:
             seconds=self.watch.seconds,
             started_at=self.started_at,
             finished_at=time.time(),
+        )
+
+    def _skipped_batch(self, rows: Sequence[Row], conditions: Conditions) -> SkippedBatch | None:
+        if not self.skipped:
+            return None
+        return SkippedBatch(
+            conditions.update,
+            conditions.policy_version,
+            conditions.rules.kl_coef,
+            tuple(self.skipped),
+            tuple(rows),
+            conditions.evidence,
         )
 
 

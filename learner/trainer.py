@@ -33,7 +33,7 @@ from learner.optimizer_step import OptimizerSteps
 from learner.passes import microbatches
 from learner.policy import Interrupted, Policy
 from learner.reference import Reference
-from learner.report import StepReport, Stopwatch
+from learner.report import SkippedStep, StepReport, Stopwatch
 from learner.rows import Batch, Row
 from learner.schedule import learning_rate
 from learner.tally import Conditions, Tally, tokens_of
@@ -97,7 +97,7 @@ class Trainer:
             self._steps.imitate(rows, 1.0, tally)
             self._steps.apply(rate, tally)
         except NonFiniteStep as error:
-            tally.nonfinite[error.where] += 1
+            tally.skipped.append(SkippedStep(error.where, tuple(range(len(rows)))))
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.policy.rest()
@@ -177,11 +177,13 @@ class Trainer:
                     known = Known(today, kept, evidence.reference)
                     self._steps.take(rows, first, known, conditions, tally, record=epoch == 0)
                 except NonFiniteStep as error:
-                    tally.nonfinite[error.where] += 1
+                    tally.skipped.append(SkippedStep(error.where, tuple(chosen)))
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
                     self.policy.rest()
                 self._critic_step(rows, first, conditions, tally)
+                if tally.critic is not None and tally.critic.skipped:
+                    tally.skipped.append(SkippedStep("value", tuple(chosen)))
 
     def _minibatches(self, rows: Sequence[Row], epoch: int) -> list[list[int]]:
         """Row numbers of each optimizer step: whole trajectories, shuffled by (seed, update, epoch) where there are
@@ -206,4 +208,3 @@ class Trainer:
             )
         rate = learner.critic.learning_rate * conditions.rate / learner.learning_rate
         tally.critic = self.critic.learn(parts, values, returns, rate, tally.watch)
-        tally.nonfinite["value"] += tally.critic.skipped
