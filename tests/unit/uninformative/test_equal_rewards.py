@@ -26,6 +26,14 @@ def test_keep_trains_equal_groups_and_counts_them(stage) -> None:
     assert ledger.trajectories["trained"] == 4 and ledger.groups["equal_kept"] == 1
 
 
+def test_one_rollout_alone_has_none_to_be_equal_to(stage) -> None:
+    s = stage(groups=groups("keep", n=1))
+    s.play(1)
+    s.play(1)
+    s.train()
+    assert s.ledger().groups.get("equal_kept", 0) == 0
+
+
 def test_drop_ends_the_trajectories_at_once_and_makes_the_update_from_the_others(stage) -> None:
     s = stage()
     equal = s.play(0, 0)
