@@ -1,16 +1,18 @@
-"""Where the learner's time went: the end of a run says it in a table."""
+"""Where the learner's time went: the end of a run and `afterplay status` say it in a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.metrics.learner import STAGES
-from pipeline.supervisor.progress import Line
+from pipeline.supervisor.progress import Line, read_lines
 
 BAR_CELLS = 20
 SHARE_MIN = 0.0005
@@ -81,3 +83,11 @@ def time_table(found: Spent) -> Table:
             bar = Text("█" * round(BAR_CELLS * share), style="yellow" if stage == "wait" else "green")
             table.add_row(stage, f"{seconds:.1f}", f"{100 * share:.1f} %", bar, _MEANS.get(stage, ""))
     return table
+
+
+def show_time(metrics_file: Path, console: Console) -> None:
+    """Print it; nothing where there is no update yet."""
+    found = spent(read_lines(metrics_file))
+    if found is not None:
+        console.print(time_table(found))
+        console.print(found.text, soft_wrap=True)
