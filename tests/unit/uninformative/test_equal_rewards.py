@@ -185,10 +185,11 @@ def test_success_rates_count_groups_that_were_left_out(stage) -> None:
     s.core.experience.consumed = lambda **about: (seen.append(about["solve_rate"]), consumed(**about))
     s.play(0, 0)
     s.play(0, 0)
-    s.play(0, 1)
-    s.play(0, 1)
-    s.train()
-    assert seen == [0.25]
+    for _ in range(2):
+        s.play(0, 1)
+        s.play(0, 1)
+        s.train()
+    assert seen == [0.25, 0.5], "in the next update, and in no other"
 
 
 def test_remax_compares_with_the_greedy_rollout(stage) -> None:
