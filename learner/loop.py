@@ -4,6 +4,9 @@
 the next update, and for the publication of the version before the last; *unblocked by* deliveries, engines that
 answer, or the end of the run.
 
+With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner takes it before each update,
+once the version before is published, and leaves it before the new one is.
+
 Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the training
 of the next update; at most one publication is under way. The next batch is built beside the training too
 (:mod:`learner.preparing`). A checkpoint is copied in memory and written by
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from learner.checkpoint import CheckpointState, take_image
 from learner.choice import Choice
+from learner.device import DeviceTurn
 from learner.groups import Group
 from learner.metrics_log import MetricsLog
 from learner.preparing import Prepared, Preparer, prepare
@@ -65,9 +69,12 @@ class LearnerLoop:
         metrics: LearnerMetrics,
         lines: MetricsLog,
         version: int,
+        device: DeviceTurn | None = None,
     ) -> None:
         self.version = version
         """Policy version of the trainer's weights."""
+        self._device = device
+        """Where engines and learner take turns."""
         self._ctx = ctx
         self._config = ctx.config
         self._trainer = trainer
@@ -91,6 +98,7 @@ class LearnerLoop:
             served = initial and self._config.publish.lora == "merged"
             self._clock.lap()
             with self._clock.stage("publish"):
+                await self._take_device()
                 await self._start_publication(tasks, None if served else await self._snapshot())
             while self._trainer.updates < total:
                 await self._step(tasks)
@@ -102,6 +110,8 @@ class LearnerLoop:
         update = self._trainer.updates
         with self._clock.stage("wait"):
             groups = await self._wait_for_groups(update)
+        with self._clock.stage("publish"):
+            await self._take_device()
         self._ctx.report("training", "", step=update + 1, groups=len(groups))
         made = self._preparer.take(update, groups)
         async with anyio.create_task_group() as beside:
@@ -158,11 +168,21 @@ class LearnerLoop:
     async def _snapshot(self) -> dict[str, Tensor]:
         return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
+    async def _take_device(self) -> None:
+        """Where engines and learner take turns: the learner's, once the engines serve the version before."""
+        if self._device is None:
+            return
+        self._ctx.report("publishing", "the engines to take the version before")
+        await self._idle.wait()
+        await self._device.take(lambda why: self._ctx.report("waiting", why))
+
     async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
         """Begin to publish the present version, once the one before is through."""
         if not self._idle.is_set():
             self._ctx.report("publishing", "the engines to take the version before")
             await self._idle.wait()
+        if self._device is not None:
+            await self._device.leave()
         self._idle = anyio.Event()
         tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._idle)
 

@@ -23,7 +23,8 @@ class StepTimes:
     wait: float
     """Idle for lack of groups: the only stage that data can lengthen."""
     publish: float
-    """Blocked by publication: copying the weights and waiting for the version before."""
+    """Blocked by publication: copying the weights and waiting for the version before; with ``engine.colocate: sleep``
+    also for the engines to give the device."""
     total: float
     """From the line of the update before (of the first one: from the begin of the loop)."""
     save: float = 0.0

@@ -103,7 +103,7 @@ class Rollout:
                 f"{self.order.task.environment!r}: every role must read the same run file"
             )
         seconds_max = min(host.config.max_seconds, self.order.seconds_max)
-        with anyio.move_on_after(seconds_max):
+        with self._services.pool.patience.limit(seconds_max):
             return await self._with_episode(host)
         trouble = self._services.pool.trouble(self._version) if self._asking_engine else ""
         if trouble:
