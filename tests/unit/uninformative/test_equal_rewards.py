@@ -179,7 +179,7 @@ def test_stored_trajectories_in_a_group_count_among_its_rewards(stage) -> None:
 
 def test_success_rates_count_groups_that_were_left_out(stage) -> None:
     seen: list[float | None] = []
-    replay = {"enabled": True, "start_ratio": 0.0, "trajectories_per_task": 1}
+    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.0, "trajectories_per_task": 1}
     s = stage(groups=groups("refill", refill_max=4), replay=replay)
     consumed = s.core.experience.consumed
     s.core.experience.consumed = lambda **about: (seen.append(about["solve_rate"]), consumed(**about))
