@@ -155,10 +155,9 @@ class Generator:
         return await self._in_control(wake)
 
     def _end_sampling(self) -> None:
-        """A sleeping engine stays as it is: without memory not one more step may run."""
-        if not self._rest.asleep:
-            self._release()
-            self._batching.stop(block=True, timeout=1.0, hard_stop=True)
+        self._batching.ending = True  # without its memory, a sleeping engine may not make one more step
+        self._release()
+        self._batching.stop(block=True, timeout=1.0, hard_stop=True)
 
     def _hold(self) -> None:
         if self._held is None:

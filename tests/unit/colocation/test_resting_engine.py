@@ -132,3 +132,5 @@ async def test_an_engine_that_is_stopped_asleep_answers_its_requests(folder):
         await generator.stop()
     with pytest.raises(Refused, match="shutting down"):
         await task
+    await until(lambda: not generator.alive)  # else its process would never end
+    assert generator.passes == 0
