@@ -155,15 +155,25 @@ class GroupAssembler:
         )
 
     def take(self, update: int) -> tuple[Group, ...]:
-        """The groups of ``update``, ordered by id so that the order of arrival changes nothing. They stay in
-        ``holding`` until ``consumed``. Raises :class:`TrainingError` when the update is not ready."""
+        """The groups that ``update`` is made from, ordered by id so that the order of arrival changes nothing; those
+        that the stage left out (equal rewards) are not among them. All stay in ``holding`` until ``consumed``.
+
+        Raises :class:`TrainingError` when the update is not ready.
+        """
+        groups = self.look(update)
+        for group in self._of(update):
+            group.taken = True
+        return groups
+
+    def look(self, update: int) -> tuple[Group, ...]:
+        """What :meth:`take` would give now; nothing changes. Raises :class:`TrainingError` as that does."""
         if not self.ready(update):
             raise TrainingError(f"expected all groups of update {update}, got {self.progress(update)}")
         groups = sorted(self._of(update), key=lambda g: g.plan.group_id)
-        for group in groups:
-            group.taken = True
         return tuple(
-            Group(g.plan, tuple(g.members[i] for i in range(g.plan.delivered)), dict(g.replays)) for g in groups
+            Group(g.plan, tuple(g.members[i] for i in range(g.plan.delivered)), dict(g.replays))
+            for g in groups
+            if not g.plan.left_out
         )
 
     def consumed(self, update: int) -> list[str]:

@@ -1,8 +1,8 @@
-"""Micro-batches: rows of similar length under a budget of padded tokens, and their arrays.
+"""Micro-batches: rows of one forward pass under a budget of tokens, and their arrays.
 
 Dimensions: B rows, T padded length, S sampled tokens of the micro-batch.
-Rows are padded on the right. Under a causal mask no real token sees padding, so positions are ``0 … T-1`` in every row
-and no attention mask is needed.
+Padded: rows of similar length, padded on the right. Under a causal mask no real token sees padding, so positions are
+``0 … T-1`` in every row and no attention mask is needed. Packed: see :mod:`learner.packing`; B is 1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from learner.packing import Form, Layout, lay_out, plan_packs
 from learner.rows import Row
 from pipeline.errors import TrainingError
 
+PADDED = Form()
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
 
 
@@ -50,6 +52,10 @@ class MicroBatch:
     """Number of the sampled token in the batch (``token_numbers``): the key that joins values of different passes."""
     n_real: int
     """Tokens that are not padding."""
+    layout: Layout | None = None
+    """Of packed rows; None: the rows are padded."""
+    n_shared: int = 0
+    """Tokens that are not computed because another row computes them."""
 
     @property
     def n_padded(self) -> int:
@@ -76,6 +82,13 @@ def plan_microbatches(lengths: Sequence[int], tokens_max: int) -> list[list[int]
         else:
             plan.append([i])
     return plan
+
+
+def plan_rows(rows: Sequence[Row], tokens_max: int, form: Form = PADDED) -> list[list[int]]:
+    """Row numbers of each micro-batch of at most ``tokens_max`` tokens, padding included where there is some."""
+    if form.packed:
+        return plan_packs([row.token_ids for row in rows], tokens_max, form.shared_min)
+    return plan_microbatches([len(row) for row in rows], tokens_max)
 
 
 def token_weights(rows: Sequence[Row], aggregation: Aggregation, length: int | None = None) -> list[float]:
@@ -106,13 +119,26 @@ def token_numbers(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)[:-1]]) if len(counts) else counts
 
 
-def collate(rows: Sequence[Row], weights: Sequence[float], first_tokens: Sequence[int], pad_id: int = 0) -> MicroBatch:
+def collate(
+    rows: Sequence[Row],
+    weights: Sequence[float],
+    first_tokens: Sequence[int],
+    pad_id: int = 0,
+    form: Form = PADDED,
+) -> MicroBatch:
     """Arrays of one micro-batch. ``pad_id`` may be any id of the vocabulary: nothing reads what it produces."""
-    longest = max(len(row) for row in rows)
-    token_ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
     positions = [np.flatnonzero(row.loss_mask) for row in rows]
-    for b, row in enumerate(rows):
-        token_ids[b, : len(row)] = row.token_ids
+    layout: Layout | None = None
+    if form.packed:
+        layout = lay_out([row.token_ids for row in rows], form.shared_min)
+        token_ids = layout.token_ids_N[None]
+        predictors = [at[p - 1] for at, p in zip(layout.places, positions, strict=True)]
+    else:
+        longest = max(len(row) for row in rows)
+        token_ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
+        for b, row in enumerate(rows):
+            token_ids[b, : len(row)] = row.token_ids
+        predictors = [b * longest + p - 1 for b, p in enumerate(positions)]
     counts = [len(p) for p in positions]
 
     def per_token(values: Sequence[float | int | bool], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
@@ -120,7 +146,7 @@ def collate(rows: Sequence[Row], weights: Sequence[float], first_tokens: Sequenc
 
     return MicroBatch(
         token_ids_BT=token_ids,
-        predictors_S=np.concatenate([b * longest + p - 1 for b, p in enumerate(positions)]),
+        predictors_S=np.concatenate(predictors),
         targets_S=np.concatenate([row.token_ids[p] for row, p in zip(rows, positions, strict=True)]).astype(np.int64),
         temperatures_S=np.concatenate([row.temperatures[p] for row, p in zip(rows, positions, strict=True)]),
         behaviour_logprobs_S=np.concatenate(
@@ -139,5 +165,7 @@ def collate(rows: Sequence[Row], weights: Sequence[float], first_tokens: Sequenc
         tokens_S=np.concatenate([np.arange(n) + first for n, first in zip(counts, first_tokens, strict=True)]).astype(
             np.int64
         ),
-        n_real=sum(len(row) for row in rows),
+        n_real=int(token_ids.size) if layout is not None else sum(len(row) for row in rows),
+        layout=layout,
+        n_shared=0 if layout is None else sum(len(row) - 1 for row in rows) - int(token_ids.size),
     )

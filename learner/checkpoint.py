@@ -7,6 +7,7 @@
       adapter/      with learner.lora: the adapters alone, float32, as peft has them; what training goes on from
       training.pt   optimizer and random state, and where there are such: critic, average of the weights, refreshed
                     reference policy, adaptive KL coefficient (tensors and plain values only)
+      shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all
       state.json    counters and the size of every file; written last
 """
 
@@ -29,6 +30,8 @@ from torch import Tensor
 from learner.consumed import Trained
 from learner.folder import atomic_folder
 from learner.policy import Policy
+from learner.ranks.checkpoint import FOLDER, Shards, divide_state, restored_state
+from learner.ranks.group import RankGroup
 from learner.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
 
@@ -74,6 +77,8 @@ class CheckpointImage:
     weights: dict[str, Tensor]
     adapters: dict[str, Tensor] | None
     training: dict[str, Any]
+    shards: Shards | None
+    """With several ranks: this rank's part of what is divided."""
     policy: Policy
     """For configuration and names; its weights are not read."""
 
@@ -86,14 +91,23 @@ def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     """Copy what a checkpoint needs. Raises :class:`TrainingError` when the weights hold a part of an update."""
     if trainer.torn:
         raise TrainingError("expected the weights of whole updates, got a part of one: nothing is saved")
+    with trainer.policy.ranks.together("image", facts={"updates": state.updates}):
+        return _image(trainer, state)
+
+
+def _image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     policy = trainer.policy
     training = {"optimizer": trainer.optimizer.state_dict(), "random": random_state()}
     training |= {name: part for name, part in _parts(trainer).items() if part is not None}
+    training, shards = _copied(training), None
+    if isinstance(policy.ranks, RankGroup):
+        training, shards = divide_state(training, policy.ranks)
     return CheckpointImage(
         state,
         policy.snapshot("float32"),
-        None if policy.adapters is None else policy.adapters.snapshot(torch.float32),
-        _copied(training),
+        policy.adapter_snapshot(torch.float32),
+        training,
+        shards,
         policy,
     )
 
@@ -110,6 +124,8 @@ def write_image(root: Path, image: CheckpointImage, initial_model: Path, keep: i
         if image.adapters is not None and image.policy.adapters is not None:
             image.policy.adapters.save(folder / "adapter", image.adapters)
         torch.save(image.training, folder / "training.pt")
+        if image.shards is not None:
+            image.shards.write(folder / FOLDER)
         files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
         (folder / "state.json").write_bytes(
             orjson.dumps(
@@ -158,6 +174,7 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
     """
     state = read_state(path)
     saved = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
+    saved = restored_state(path, saved, trainer)
     try:
         trainer.optimizer.load_state_dict(saved["optimizer"])
     except (ValueError, KeyError) as error:

@@ -38,7 +38,7 @@ def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies
 
     Raises only :class:`Interrupted`.
     """
-    if config.entropy != "current" or config.select == "random":
+    if not needs_scores(groups, config):
         return Choice(tuple(group.as_stored() for group in groups))
     open_groups = [group for group in groups if not group.settled]
     rows: list[Row] = []
@@ -76,6 +76,12 @@ def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies
     for name, reason in failed.items():
         log.warning("candidates of %s were not scored (%s): the stored choice is trained", name, reason)
     return Choice(tuple(settled), frozenset(failed), len(sequences))
+
+
+def needs_scores(groups: Sequence[Group], config: ReplayConfig) -> bool:
+    """Whether :func:`choose_replays` asks for entropies under today's weights."""
+    scored = config.entropy == "current" and config.select != "random"
+    return scored and not all(group.settled for group in groups)
 
 
 def ranked(entropies: Sequence[float | None], select: str) -> list[int]:

@@ -20,7 +20,7 @@ from learner.batching import MicroBatch
 from learner.evidence import TokenArray
 from learner.losses.value import value_loss
 from learner.optimizer import clip_gradients, make_optimizer, set_rate
-from learner.passes import token_pass
+from learner.passes import idle_part, token_pass
 from learner.report import CriticReport, Stopwatch
 from learner.rows import Row
 from pipeline.config.learner import LearnerConfig
@@ -37,11 +37,17 @@ class Critic:
         self._head = torch.nn.Linear(_hidden_size(backbone.model.config), 1).to(backbone.device)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
+        backbone.ranks.divide(self._head)
         self.optimizer = make_optimizer(self.parameters, config, config.critic.learning_rate)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         return [*(self.backbone.parameters if self.owns else []), *self._head.parameters()]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """What it has beside the policy."""
+        return [*([self.backbone.model] if self.owns else []), self._head]
 
     def only_critic(self, update: int) -> bool:
         """Whether the policy waits in this update."""
@@ -61,11 +67,12 @@ class Critic:
 
     def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """Of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
-        return token_pass(rows, lambda part: (self.score(part),), 1, self._config.tokens_per_microbatch, watch)[0]
+        budget, backbone = self._config.tokens_per_microbatch, self.backbone
+        return token_pass(rows, lambda part: (self.score(part),), 1, budget, watch, backbone.form, backbone.ranks)[0]
 
     def learn(
         self,
-        parts: Sequence[MicroBatch],
+        parts: Sequence[MicroBatch | None],
         values: TokenArray,
         returns: TokenArray,
         rate: float,
@@ -73,13 +80,21 @@ class Critic:
     ) -> CriticReport:
         """One optimizer step over ``parts``: the mean over their tokens of the clipped value loss.
 
-        ``values`` (before the update) and ``returns`` are read by ``MicroBatch.tokens_S``. A step whose loss or
-        gradient is not finite is skipped. Interrupted passes change nothing.
+        None among ``parts``: only another rank has rows there. ``values`` (before the update) and ``returns`` are read
+        by ``MicroBatch.tokens_S``. A step whose loss or gradient is not finite is skipped. Interrupted passes change
+        nothing.
         """
-        total = sum(part.n_sampled for part in parts)
+        ranks = self.backbone.ranks
+        total = int(ranks.summed([sum(part.n_sampled for part in parts if part is not None)])[0])
         loss, clipped, norm = 0.0, 0.0, math.nan
         try:
             for part in parts:
+                if part is None:
+                    found = self.score(idle_part(self.backbone.form))
+                    if ranks.agree():
+                        break
+                    torch.where(torch.zeros_like(found) > 0, found, 0.0).sum().backward()  # type: ignore[no-untyped-call]
+                    continue
                 with watch.stage("forward"):
                     old, goal = (torch.from_numpy(a[part.tokens_S]).to(self.backbone.device) for a in (values, returns))
                     found = self.score(part)
@@ -87,7 +102,7 @@ class Critic:
                     terms = value_loss(found, old, goal, weights, mask, self._config.critic.clip)
                     loss += float(terms.loss.detach())
                     clipped += float(terms.clipped.sum())
-                if not math.isfinite(loss):
+                if ranks.agree(int(not math.isfinite(loss))):
                     break
                 with watch.stage("backward"):
                     terms.loss.backward()  # type: ignore[no-untyped-call]
@@ -96,7 +111,8 @@ class Critic:
                     norm = self._apply(rate)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        tokens = np.concatenate([part.tokens_S for part in parts])
+        loss, clipped = ranks.summed([loss, clipped])
+        tokens = self._tokens(parts, len(values))
         return CriticReport(
             loss=loss,
             clip_ratio=clipped / total,
@@ -104,6 +120,14 @@ class Critic:
             explained_variance=explained_variance(values[tokens], returns[tokens]),
             skipped=not (math.isfinite(loss) and math.isfinite(norm)),
         )
+
+    def _tokens(self, parts: Sequence[MicroBatch | None], count: int) -> npt.NDArray[np.int64]:
+        """Numbers of the tokens in the parts of all ranks, ascending."""
+        chosen = np.zeros(count, np.float32)
+        for part in parts:
+            if part is not None:
+                chosen[part.tokens_S] = 1.0
+        return np.flatnonzero(self.backbone.ranks.merged((chosen,))[0])
 
     def _apply(self, rate: float) -> float:
         set_rate(self.optimizer, rate)

@@ -19,6 +19,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from learner.ranks.base import ALONE, Ranks
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError, StoreError
 
@@ -74,11 +75,12 @@ class Adapters:
         return f"{module}.{rest}", tensor
 
     @torch.no_grad()
-    def snapshot(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Copies of the adapters' weights on the CPU, by the names of peft's files."""
+    def snapshot(self, dtype: torch.dtype, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+        """Copies of the adapters' weights on the CPU, by the names of peft's files. All ``ranks`` must call it."""
         state = get_peft_model_state_dict(self._peft, adapter_name=_NAME)
         return {
-            name: t.detach().to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in sorted(state.items())
+            name: ranks.whole(t).detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+            for name, t in sorted(state.items())
         }
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:

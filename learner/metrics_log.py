@@ -1,4 +1,7 @@
-"""``metrics.jsonl``: one JSON object a line for each update, in order, also after a resume."""
+"""``metrics.jsonl``: one JSON object a line for each update, in order, also after a resume.
+
+Before the first update there may be lines of a warm start, with ``phase`` and ``warm_step`` and without ``step``.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from pipeline.rundir import write_bytes_atomically
 class MetricsLog:
     """Appends lines; each is flushed to the operating system before ``write`` returns.
 
-    Opening it drops the lines of steps after ``updates`` (they will be made again) and whatever is no whole line.
+    Opening it drops the lines of steps after ``updates`` (they will be made again) and whatever is no whole line; of a
+    warm start those after ``warm_steps`` (None: it is over).
     """
 
-    def __init__(self, path: Path, updates: int) -> None:
+    def __init__(self, path: Path, updates: int, warm_steps: int | None = None) -> None:
         self._path = path
-        _rewind(path, updates)
+        _rewind(path, updates, warm_steps)
         self._file: BinaryIO = path.open("ab")
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -36,21 +40,26 @@ class MetricsLog:
         self._file.close()
 
 
-def _rewind(path: Path, updates: int) -> None:
+def _rewind(path: Path, updates: int, warm_steps: int | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if (step := _step(line)) is not None and step <= updates]
+    kept = [line for line in lines if _stays(line, updates, warm_steps)]
     if len(kept) != len(lines):
         write_bytes_atomically(path, b"".join(kept))
 
 
-def _step(line: bytes) -> int | None:
+def _stays(line: bytes, updates: int, warm_steps: int | None) -> bool:
     if not line.endswith(b"\n"):
-        return None
+        return False
     try:
-        step = orjson.loads(line)["step"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    if not isinstance(value, dict):
+        return False
+    step, warm = value.get("step"), value.get("warm_step")
+    if isinstance(step, int):
+        return step <= updates
+    return isinstance(warm, int) and (warm_steps is None or warm <= warm_steps)

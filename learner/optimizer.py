@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
@@ -55,7 +56,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> fl
     Where the norm is not finite nothing is changed: the caller must not step.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients))
+    total = torch.nn.utils.get_total_norm(gradients)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if math.isfinite(norm) and norm > limit:
         torch._foreach_mul_(gradients, limit / norm)
     return norm
@@ -98,14 +100,16 @@ class BFloat16AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        first = state["exp_avg"].float().lerp_(gradient, 1.0 - beta1)
-        second = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        moments = [_own(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        parameter, gradient = _own(parameter), _own(gradient)
+        first = moments[0].float().lerp_(gradient, 1.0 - beta1)
+        second = moments[1].float().mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
         scale = math.sqrt(1.0 - beta2 ** state["step"])
         denominator = second.sqrt().div_(scale).add_(group["eps"])
         parameter.addcdiv_(first, denominator, value=-group["lr"] / (1.0 - beta1 ** state["step"]))
-        state["exp_avg"].copy_(first)
-        state["exp_avg_sq"].copy_(stochastic_bfloat16(second))
+        moments[0].copy_(first)
+        moments[1].copy_(stochastic_bfloat16(second))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like torch's, which casts floating state to the parameter's type: moments go back to bfloat16, exactly."""
@@ -114,6 +118,11 @@ class BFloat16AdamW(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 if name in state:
                     state[name] = state[name].to(torch.bfloat16)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that is divided, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stochastic_bfloat16(values: Tensor) -> Tensor:

@@ -79,6 +79,10 @@ class Policy(Backbone):
 
         Only positions that predict a sampled token pass the output layer. With gradient where gradients are enabled.
         """
+        scores: tuple[Tensor, Tensor] = self._run(lambda: self._score(batch, hidden_SH))
+        return scores
+
+    def _score(self, batch: MicroBatch, hidden_SH: Tensor | None) -> tuple[Tensor, Tensor]:
         return sampled_logprobs(
             self.hidden(batch) if hidden_SH is None else hidden_SH,
             self._head(),
@@ -90,14 +94,23 @@ class Policy(Backbone):
 
     def snapshot(self, dtype: Literal["bfloat16", "float32", "float16"]) -> dict[str, Tensor]:
         """Copies of all weights on the CPU in ``dtype``; tied weights once, under the name that the model loads them
-        by. Adapters are added to the weights they belong to, under the names of a model without them."""
+        by. Adapters are added to the weights they belong to, under the names of a model without them.
+
+        With several ranks one weight at a time is made whole, and only rank 0 keeps copies.
+        """
+        with self.ranks.together("snapshot", facts={"dtype": dtype}):
+            return self._snapshot(dtype)
+
+    def _snapshot(self, dtype: Literal["bfloat16", "float32", "float16"]) -> dict[str, Tensor]:
         tied = set(
             getattr(self.model, "all_tied_weights_keys", None) or getattr(self.model, "_tied_weights_keys", None) or ()
         )
         copies: dict[str, Tensor] = {}
         seen: dict[tuple[int, int], str] = {}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
-            place = (tensor.data_ptr(), tensor.numel())
+            divided = self.ranks.size > 1 and name in parameters
+            place = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
             if tensor.numel() and place in seen:
                 continue
             seen[place] = name
@@ -106,8 +119,18 @@ class Policy(Backbone):
                 if self.adapters.owns(name):
                     continue
                 name, tensor = self.adapters.merged(name, tensor)
+            tensor = self.ranks.whole(tensor)
+            if self.ranks.rank:
+                continue
             copies[name] = tensor.detach().to(device="cpu", dtype=kind, copy=True).contiguous()
         return copies
+
+    def adapter_snapshot(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
+        """Copies of the adapters alone on the CPU, by the names of peft's files; None without adapters."""
+        if self.adapters is None:
+            return None
+        with self.ranks.together("adapters"):
+            return self.adapters.snapshot(dtype, self.ranks)
 
     def _head(self) -> Head:
         config, layer = self.model.config, self.model.get_output_embeddings()

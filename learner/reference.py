@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,8 @@ class AdaptersOff:
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
         with self._policy.without_adapters():
-            return token_pass(rows, self._policy.score, 2, self._tokens_max, watch)[0]
+            policy = self._policy
+            return token_pass(rows, policy.score, 2, self._tokens_max, watch, policy.form, policy.ranks)[0]
 
     def updated(self, updates: int) -> None:
         """It stays."""
@@ -67,14 +69,21 @@ class FrozenCopy:
         self._refresh_every = refresh_every
         copy.model.requires_grad_(False)
 
+    @property
+    def model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._copy.model
+        return model
+
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
-        return token_pass(rows, self._copy.score, 2, self._tokens_max, watch)[0]
+        copy = self._copy
+        return token_pass(rows, copy.score, 2, self._tokens_max, watch, copy.form, copy.ranks)[0]
 
     def updated(self, updates: int) -> None:
         """See :meth:`Reference.updated`."""
         if self._refresh_every is not None and updates % self._refresh_every == 0:
-            self._take(self._live.snapshot("float32"))
+            divided = self._live.ranks.size > 1
+            self._take(dict(self._live.model.state_dict()) if divided else self._live.snapshot("float32"))
 
     def state(self) -> dict[str, Tensor] | None:
         """Its weights, where it was ever refreshed or may be."""
@@ -97,3 +106,21 @@ class FrozenCopy:
             raise KeyError(f"no weights {unknown[:3]} in the reference policy")
         for name, tensor in weights.items():
             own[name].copy_(tensor)
+
+
+class AskedElsewhere:
+    """On ranks other than 0 where the reference is a server: rank 0 asks it, and sends what it says with the rows."""
+
+    def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
+        """Nothing reads them."""
+        return np.zeros(sum(row.n_sampled for row in rows), np.float32)
+
+    def updated(self, updates: int) -> None:
+        """It stays."""
+
+    def state(self) -> dict[str, Tensor] | None:
+        """There is none."""
+        return None
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """There is nothing to load."""

@@ -13,7 +13,8 @@ import anyio.to_thread
 import torch
 from transformers.utils import logging as transformers_logging
 
-from learner.checkpoint import find_checkpoints, restore_training
+from learner.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, restore_training
+from learner.device import DeviceTurn, limit_memory
 from learner.folder import remove_leftovers
 from learner.loop import LearnerLoop
 from learner.making import make_trainer
@@ -22,10 +23,14 @@ from learner.models.prepare import prepare_model
 from learner.policy import Interrupted
 from learner.publisher.factory import make_publisher
 from learner.publisher.publisher import published_versions
+from learner.publisher.quiet import quiet_engines
+from learner.ranks.group import RankGroup
+from learner.ranks.leading import Lead
 from learner.saving import STOP_SHARE, CheckpointWriter
 from learner.session import Standing
 from learner.sessions import LearnerSessions
 from learner.trainer import Trainer
+from learner.warm_start import initial_model, is_due, warm_up
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
@@ -43,6 +48,10 @@ class Start:
     trainer: Trainer
     standing: Standing
     checkpoint: Path | None
+    warmed: bool = False
+    """The initial model is that of a warm start, which no engine has yet."""
+    lead: Lead | None = None
+    """With several ranks: the care for the others."""
 
 
 async def main(ctx: RoleContext) -> None:
@@ -52,10 +61,27 @@ async def main(ctx: RoleContext) -> None:
 
 async def serve(ctx: RoleContext, *links: Link) -> None:
     """The learner over given links, one to each replay stage (tests use some in memory)."""
+    if ctx.config.engine.colocate == "sleep":
+        await quiet_engines(ctx)
+        if ctx.stopping.is_set():
+            return
+    limit_memory(ctx.config)
+    if is_due(ctx.config, ctx.directory):
+        await warm_up(ctx)
+        if ctx.stopping.is_set():
+            return
     ctx.report("loading", "the model")
     start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory)
-    if ctx.stopping.is_set():
-        return
+    try:
+        if not ctx.stopping.is_set():
+            await _serve(ctx, start, links)
+    finally:
+        if start.lead is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(start.lead.end)
+
+
+async def _serve(ctx: RoleContext, start: Start, links: Sequence[Link]) -> None:
     metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
     interrupt = start.trainer.policy.interrupt
     async with (
@@ -91,14 +117,19 @@ async def serve(ctx: RoleContext, *links: Link) -> None:
 
         for task in (stop_on_signal, session.run, publisher.run, writer.run, show_life):
             tasks.start_soon(task)
+        if start.lead is not None:
+            tasks.start_soon(start.lead.watch)
         ctx.report("connecting", f"{len(links)} replay stage(s) from {config.replay.address} on")
         recorded = await session.welcome()
         version = choose_version(start.standing, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         with MetricsLog(ctx.directory.metrics_file, start.trainer.updates) as lines:
-            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version)
+            device = None
+            if publisher.device is not None:
+                device = DeviceTurn(publisher.device, start.trainer, offload=config.learner.offload)
+            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, device)
             try:
-                await loop.run(initial=start.checkpoint is None)
+                await loop.run(initial=start.checkpoint is None and not start.warmed)
             except* Interrupted:
                 log.info("gave up the step that was under way: the process is stopping")
                 await saved()
@@ -106,23 +137,41 @@ async def serve(ctx: RoleContext, *links: Link) -> None:
 
 
 def load(config: RunConfig, directory: RunDirectory) -> Start:
-    """Model, optimizer and counters: of the newest complete checkpoint, else of the initial model. Blocks for
-    seconds."""
+    """Model, optimizer and counters: of the newest complete checkpoint, else of the initial model. With several ranks
+    the others load the same meanwhile. Blocks for seconds."""
+    prepare_model(config, directory.model)
+    remove_leftovers(directory.checkpoints)
+    lead = Lead.begin(config)
+    try:
+        trainer, state = load_trainer(config, directory, None if lead is None else lead.group)
+    except BaseException:
+        if lead is not None:
+            lead.end()
+        raise
+    if state is None:
+        return Start(trainer, Standing(), None, initial_model(directory) != directory.model, lead)
+    standing = Standing(state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained)
+    return Start(trainer, standing, checkpoint_path(directory.checkpoints, state.updates), lead=lead)
+
+
+def load_trainer(
+    config: RunConfig, directory: RunDirectory, group: RankGroup | None = None
+) -> tuple[Trainer, CheckpointState | None]:
+    """A trainer, and the state of the checkpoint that it goes on from. All ranks load the one that rank 0 has found."""
     transformers_logging.disable_progress_bar()
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    prepare_model(config, directory.model)
-    remove_leftovers(directory.checkpoints)
     found = find_checkpoints(directory.checkpoints)
-    checkpoint = found[0] if found else None
-    trainer = make_trainer(config, directory.model, checkpoint)
+    name = found[0].name if found else ""
+    if group is not None:
+        name = group.told(name)
+    checkpoint = directory.checkpoints / name if name else None
+    trainer = make_trainer(config, initial_model(directory), checkpoint, group)
     if checkpoint is None:
-        return Start(trainer, Standing(), None)
-    state = restore_training(checkpoint, trainer)
+        return trainer, None
     log.info("resuming from %s", checkpoint)
-    standing = Standing(state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained)
-    return Start(trainer, standing, checkpoint)
+    return trainer, restore_training(checkpoint, trainer)
 
 
 @asynccontextmanager

@@ -74,6 +74,14 @@ class LearnerSessions:
         groups = [group for session in self._sessions for group in await session.ready(update)]
         return tuple(sorted(groups, key=lambda group: group.group_id))
 
+    async def foreseen(self, update: int) -> tuple[Group, ...]:
+        """Wait for the groups of ``update`` and only look at them: what :meth:`ready` would give if nothing changed
+        until then."""
+        while not all(session.assembler.ready(update) for session in self._sessions):
+            await self._changed.wait()
+        groups = [group for session in self._sessions for group in session.assembler.look(update)]
+        return tuple(sorted(groups, key=lambda group: group.group_id))
+
     async def changed(self) -> None:
         """Wait for any message."""
         await self._changed.wait()

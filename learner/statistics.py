@@ -120,6 +120,10 @@ class TokenValues:
 
     @classmethod
     def join(cls, parts: list[TokenValues]) -> TokenValues:
+        """Of no parts: without tokens."""
+        if not parts:
+            kinds = {"FloatArray": np.float64, "BoolArray": np.bool_}
+            return cls(*(np.zeros(0, kinds.get(str(f.type), np.int32)) for f in fields(cls)))
         return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
     def __len__(self) -> int:

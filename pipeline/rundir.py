@@ -10,6 +10,7 @@
       replay.sqlite      trajectories, groups, orders and their states (replay-1.sqlite … of more replay stages)
       lessons.sqlite     the memory of lessons, where they are on
       metrics.jsonl      one JSON object for each update
+      skipped/           batches of optimizer steps that were not finite (learner/skipped.py)
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
@@ -77,6 +78,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def skipped(self) -> Path:
+        """Batches whose optimizer steps were skipped."""
+        return self.path / "skipped"
 
     @property
     def logs(self) -> Path:

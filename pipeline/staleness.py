@@ -87,6 +87,11 @@ class Batches:
         return len(self._ready_set)
 
     @property
+    def update_ahead(self) -> int:
+        """The update that one more finished group would go to, were all that wait placed first."""
+        return self.consumed + (len(self.placed) + self.ready) // self.rule.groups_per_step
+
+    @property
     def first_gap(self) -> int | None:
         """The first update that lacks groups while a later one has some; None where the batches are filled in order."""
         last = max((update for update in self.placed.values()), default=self.consumed)

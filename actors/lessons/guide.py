@@ -18,7 +18,7 @@ import anyio
 
 from actors.lessons.recall import Search
 from actors.lessons.slots import guided, kept
-from actors.rendering.renderer import Completed, Conversation, Renderer
+from actors.rendering.renderer import Conversation, Renderer
 from actors.rendering.shadow import Shadow
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import AfterplayError
@@ -45,20 +45,6 @@ class Guided:
     query: str
     plain: Shadow
     """The conversation without lessons, as far as it was played."""
-
-    def extended(
-        self,
-        renderer: Renderer,
-        played: Conversation,
-        turn: int,
-        completion_ids: Sequence[int],
-        completed: Completed,
-        new: Sequence[Message],
-        forked: bool,
-    ) -> None:
-        """``played`` is the prompt of ``turn``; follow it without lessons."""
-        if not self.keep:
-            self.plain.follow(renderer, played, turn, completion_ids, completed, new, forked)
 
     def guidance(self, n_turns: int) -> Guidance:
         """What the trajectory says of it, of the turns that were kept."""

@@ -103,7 +103,7 @@ class Rollout:
                 f"{self.order.task.environment!r}: every role must read the same run file"
             )
         seconds_max = min(host.config.max_seconds, self.order.seconds_max)
-        with anyio.move_on_after(seconds_max):
+        with self._services.pool.patience.limit(seconds_max):
             return await self._with_episode(host)
         trouble = self._services.pool.trouble(self._version) if self._asking_engine else ""
         if trouble:
@@ -136,8 +136,8 @@ class Rollout:
             ids = completion.generation.token_ids.tolist()
             said = renderer.completed(ids)
             self._turns.append(self._turn(conversation, added, completion, said))
-            if self._hinted is not None:
-                self._hinted.sampled(len(ids))
+            for shadow in self._shadows:
+                shadow.sampled(len(ids))
             started = time.perf_counter()
             step = await host.step(episode, Reply(said.text, completion.generation.finish_reason))
             seconds = time.perf_counter() - started
@@ -154,12 +154,16 @@ class Rollout:
             forked_from = conversation.branch
             conversation = renderer.extend(conversation, ids, said, added)
             forked = conversation.branch != forked_from
-            if self._guided is not None:
-                self._guided.extended(renderer, conversation, len(self._turns), ids, said, added, forked)
-            if self._hinted is not None:
-                self._hinted.follow(renderer, conversation, len(self._turns), ids, said, added, forked)
+            for shadow in self._shadows:
+                shadow.follow(renderer, conversation, len(self._turns), ids, said, added, forked)
             if forked:
                 added = conversation.messages
+
+    @property
+    def _shadows(self) -> list[Shadow]:
+        """The conversations that are followed beside the one that is played."""
+        plain = self._guided.plain if self._guided is not None and not self._guided.keep else None
+        return [shadow for shadow in (plain, self._hinted) if shadow is not None]
 
     async def _start(self, host: EnvironmentHost, episode: Episode) -> Conversation:
         """The first prompt, with lessons where there are any for this rollout."""

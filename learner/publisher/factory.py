@@ -11,6 +11,7 @@ from torch import Tensor
 from learner.backbone import DTYPES
 from learner.policy import Policy
 from learner.publisher.base import WeightLoader
+from learner.publisher.colocated import SharedDevice
 from learner.publisher.publisher import AdapterLoader, FolderLoader, Publisher, write_adapters
 from pipeline.config import RunConfig
 from pipeline.config.training import PublishConfig
@@ -31,13 +32,15 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
         _loader(config),
         metrics.weight_publish_failures_total.inc,
         _writer(config, policy),
+        SharedDevice(config.engine.addresses(), metrics) if config.engine.colocate == "sleep" else None,
+        config.engine.sleep_level,
     )
 
 
 def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tensor]:
     """Copies of what ``publish.lora`` says: whole weights, or the adapters alone."""
     if config.lora == "adapter" and policy.adapters is not None:
-        return policy.adapters.snapshot(DTYPES[config.dtype])
+        return policy.adapter_snapshot(DTYPES[config.dtype]) or {}
     return policy.snapshot(config.dtype)
 
 

@@ -111,8 +111,14 @@ def replay(file: File, index: Index = 0, sets: Sets = None) -> None:
 def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Train on groups from the replay stage and publish new weights to the engines.
 
-    afterplay learner configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
+    With learner.ranks=N it starts N-1 more processes, and all of them share the model and each update. torchrun may
+    start them instead, also on several machines; then leave learner.ranks out.
+
+      afterplay learner configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
+      torchrun --nproc-per-node 2 -m pipeline.cli learner configs/tiny.yaml
     """
+    if os.environ.get("RANK", "0") != "0":
+        _follow(file, sets)
     _role("learner", index, "learner.role:main", file, sets)
 
 
@@ -152,7 +158,8 @@ def keys(
 
 @app.command()
 def status(run_directory: Run) -> None:
-    """Show what the processes do, the newest step, and the account of every order, trajectory and group.
+    """Show what the processes do, the newest step, where the learner's time went, and the account of every order,
+    trajectory and group.
 
     afterplay status runs/tiny
     """
@@ -240,6 +247,16 @@ def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) 
     sys.stdout.flush()
     sys.stderr.flush()
     # The role has closed what it opened. Taking the interpreter apart would take seconds (torch), or hang on a thread.
+    os._exit(code)
+
+
+def _follow(file: Path, sets: list[str] | None) -> NoReturn:
+    """A rank other than 0 under torchrun."""
+    from pipeline.role import load_main
+
+    config = _load(file, sets)
+    code = load_main("learner.ranks.follower:run")(config, load_main("learner.ranks.joining:place_of")(config.learner))
+    logging.shutdown()
     os._exit(code)
 
 

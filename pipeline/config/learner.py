@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.warm_start import WarmStartConfig
 
 
 class LoraConfig(Section):
@@ -105,15 +106,32 @@ class LearnerConfig(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per pass."""
     tokens_per_microbatch: int = Field(4096, ge=1)
-    """Padded tokens of one forward pass; memory follows it."""
+    """Tokens of one forward pass, padding included; memory follows it."""
+    packing: Literal["auto", "padded", "packed"] = "auto"
+    """How the rows of a forward pass are laid out. ``padded``: rows of similar length, padded to the longest;
+    ``packed``: end to end without padding, each row attending to itself alone. ``packed`` needs a decoder whose layers
+    all attend to the whole row. ``auto``: ``packed`` where the model allows it, except on a GPU in float32."""
+    share_prefixes: bool = True
+    """Compute once what packed rows of one forward pass begin with alike (the prompt of a group, the turns before a
+    branch). Values stay the same up to rounding."""
     logits_tokens_max: int = Field(1024, ge=1)
     """Rows of the ``[tokens, vocabulary]`` matrix held at once."""
     gradient_checkpointing: bool = False
+    offload: bool = False
+    """With ``engine.colocate: sleep``: weights, optimizer and the other models move to host memory while the engine has
+    the device. Without it they stay there, and ``engine.gpu_memory_share`` must leave them room."""
+    ranks: int = Field(1, ge=1, le=1024)
+    """Processes that share the model and each update (FSDP2): gloo on CPUs, NCCL with a GPU for each. The learner is
+    rank 0 and starts the others on its machine. Under torchrun leave it out: there are as many as torchrun starts."""
+    ranks_timeout_seconds: float = Field(600.0, gt=0)
+    """After which a rank gives the others up, and the learner ends with an error. More than the longest micro-batch
+    takes, and than a checkpoint takes to be written."""
     prefetch_batches: int = Field(1, ge=1, le=64)
     """Batches that may wait decoded at the learner beyond the one in training."""
     lora: LoraConfig = LoraConfig()
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
 
     @model_validator(mode="after")
     def _parts_agree(self) -> LearnerConfig:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.warm_start import SupervisedConfig
 
 Level = Literal["token", "sequence", "geometric", "any_token"]
 
@@ -127,6 +128,7 @@ class LossConfig(Section):
     """Nats per token, of the estimator's value."""
     kl_horizon: float = Field(10_000.0, gt=0)
     """Trajectories."""
+    supervised: SupervisedConfig = SupervisedConfig()
 
     @model_validator(mode="after")
     def _combinations(self) -> LossConfig:

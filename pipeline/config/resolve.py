@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import TypeVar
 
 from pipeline.config.run import RunConfig
+from pipeline.config.warm_start import SupervisedConfig, WarmStartConfig
 from pipeline.errors import ConfigurationError
+
+Demonstrated = TypeVar("Demonstrated", WarmStartConfig, SupervisedConfig)
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -33,7 +37,17 @@ def resolve(config: RunConfig) -> RunConfig:
         for i in range(1 + config.actor.replicas + replay.shards):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
     run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
-    return config.model_copy(update={"engine": engine, "replay": replay, "run": run})
+    warm = _at_home(config.learner.warm_start)
+    supervised = _at_home(config.loss.supervised)
+    learner = config.learner.model_copy(update={"warm_start": warm})
+    loss = config.loss.model_copy(update={"supervised": supervised})
+    return config.model_copy(update={"engine": engine, "replay": replay, "run": run, "learner": learner, "loss": loss})
+
+
+def _at_home(section: Demonstrated) -> Demonstrated:
+    """With the absolute path of its demonstrations."""
+    file = section.demonstrations
+    return section if file is None else section.model_copy(update={"demonstrations": file.absolute()})
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.advantage import AdvantageConfig
+from pipeline.config.advantage import COMPARING, AdvantageConfig
 from pipeline.config.base import Section
+from pipeline.config.colocation import check_colocation
 from pipeline.config.learner import LearnerConfig
 from pipeline.config.loss import ImportanceConfig, LossConfig
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
@@ -113,6 +114,8 @@ class RunConfig(Section):
         self._check_replay()
         self._check_adapters()
         self._check_advantage()
+        self._check_demonstrations()
+        check_colocation(self.engine, self.learner, self.publish)
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "
@@ -127,6 +130,42 @@ class RunConfig(Section):
                 f"advantage.pass_k ({advantage.pass_k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
                 "taken from a group"
             )
+        if self.groups.equal_rewards != "keep":
+            self._check_equal_rewards()
+
+    def _check_demonstrations(self) -> None:
+        learner, supervised = self.learner, self.loss.supervised
+        if learner.warm_start.demonstrations is not None and self.publish.lora == "adapter":
+            raise ValueError(
+                "learner.warm_start is merged into the weights that adapters begin from, but publish.lora is adapter "
+                "and engines would put the adapters on the initial model: set publish.lora: merged"
+            )
+        if learner.warm_start.demonstrations is not None and learner.ranks > 1:
+            raise ValueError(
+                f"learner.warm_start is for one rank, but learner.ranks is {learner.ranks}: warm-start a run with "
+                "learner.ranks: 1 and give its model folder (checkpoints/warm_start/…/model) as model.source"
+            )
+        if supervised.weight and supervised.source == "replayed" and not self.replay.enabled:
+            raise ValueError(
+                "loss.supervised.source is replayed, but replay.enabled is false: nothing would be replayed. Set "
+                "replay.enabled: true, or source: file"
+            )
+
+    def _check_equal_rewards(self) -> None:
+        """Groups with equal rewards may be left out only where they teach nothing."""
+        advantage, what = self.advantage, f"groups.equal_rewards is {self.groups.equal_rewards}"
+        if advantage.estimator not in COMPARING | {"remax"} and ":" not in advantage.estimator:
+            raise ValueError(
+                f"{what}, but advantage.estimator {advantage.estimator} learns from groups with equal rewards too: set "
+                f"equal_rewards: keep, or one of {', '.join(sorted(COMPARING | {'remax'}))}"
+            )
+        if advantage.rewards != "outcome":
+            raise ValueError(
+                f"{what}, but advantage.rewards is {advantage.rewards}: turns may differ where outcomes are equal, and "
+                "the replay stage sees outcomes only. Set equal_rewards: keep"
+            )
+        if self.groups.n_rollout == 1 and not advantage.orders_greedy:
+            raise ValueError(f"{what}, but groups.n_rollout is 1: the rewards of every group are equal")
 
     def _check_adapters(self) -> None:
         if self.publish.lora == "merged":

@@ -16,6 +16,16 @@ class GroupsConfig(Section):
     groups_per_step: int = Field(8, ge=1, le=65_536)
     attempts_max: int = Field(3, ge=1)
     """Failed rollouts of one slot before its group is cancelled."""
+    equal_rewards: Literal["keep", "drop", "refill"] = "keep"
+    """What becomes of a finished group whose rewards are all equal: every estimator that compares a group gives it
+    advantage 0. ``keep``: it is trained all the same. ``drop``: its update is made from the other groups; an update
+    that loses all of them is counted and changes no weights. ``refill``: a newly admitted group takes its place in the
+    update (dynamic sampling of DAPO, arXiv:2503.14476). The rewards are the scorer's, before ``advantage.shaping`` and
+    the overlong penalty, with those of stored trajectories in the group and, for remax, of the greedy rollout. Groups
+    that are left out still count for difficulty, retirement and the pool, but no lessons are written from them."""
+    refill_max: float = Field(2.0, ge=0)
+    """Most groups that ``refill`` replaces for one update, as a multiple of ``groups_per_step``; what is equal after
+    that is trained. 2 lets an update cost three times its groups."""
 
     @property
     def trajectories_per_step(self) -> int:

@@ -21,11 +21,13 @@ from pipeline.metrics.base import (
 DROPS = ("stale", "capacity", "duplicate", "corrupt", "schema")
 OPERATIONS = ("insert", "sample", "ack", "stats")
 PEERS = ("actor", "learner")
-TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline")
-GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped")
+TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
+                   "uninformative")  # fmt: skip
+GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped", "uninformative")
+EQUAL_GROUPS = ("kept", "dropped", "refilled")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
-POPULATIONS = ("sampled", "stored", "trained", "replayed")
+POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
 SAVED_FROM = ("rollout", "import")
 LEFT = ("full", "capacity", "retired", "age")
 GUARD = ("shrink", "recover")
@@ -116,6 +118,12 @@ class ReplayMetrics:
             {"state": terminal_states},
         )
         self.groups_total = counter(r, _P + "groups_total", "Groups by how they ended.", {"outcome": groups})
+        self.equal_groups_total = counter(
+            r,
+            _P + "equal_groups_total",
+            "Finished groups whose rewards were all equal; action = kept (trained), dropped or refilled.",
+            {"action": EQUAL_GROUPS},
+        )
         self.orders_issued_total = counter(r, _P + "orders_issued_total", "Orders given to actors.")
         self.orders_total = counter(r, _P + "orders_total", "Orders by how they ended.", {"outcome": orders})
         self.orders_inflight = gauge(r, _P + "orders_inflight", "Orders that actors hold.")
@@ -186,7 +194,10 @@ class ReplayMetrics:
 
     def _build_audit(self, r: CollectorRegistry) -> None:
         population = {"population": POPULATIONS}
-        note = "; population = sampled (all that were played), stored, trained (fresh) or replayed."
+        note = (
+            "; population = sampled (all that were played), stored, trained (fresh), replayed or uninformative (left "
+            "out because the rewards of its group were equal)."
+        )
         self.audit_tokens = histogram(r, _P + "audit_tokens", "Sampled tokens of a trajectory" + note, TOK, population)
         self.audit_duration_seconds = histogram(
             r, _P + "audit_duration_seconds", "Wall time of an episode" + note, LONG, population

@@ -15,6 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import WireError
 from pipeline.replay.arrivals import Arrivals, ScoreNow
 from pipeline.replay.dispatch import Dispatch
+from pipeline.replay.equal import EqualRewards
 from pipeline.replay.experience.facade import Experience
 from pipeline.replay.groups import Groups
 from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
@@ -75,7 +76,7 @@ class StageCore:
         )
         self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)
         self.replays = Replays(self._s, self.experience, self.sampler)
-        self.groups = Groups(self._s, self.replays)
+        self.groups = Groups(self._s, self.replays, EqualRewards(self._s, meta.get("refilled")))
         self.leases = Leases(self._s, self.groups)
         self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
         self.learner = Dispatch(self._s, self.groups, self.replays, meta)
@@ -241,7 +242,7 @@ class StageCore:
             if all_groups or group.n_rollout != s.config.groups.n_rollout:
                 if group.open:
                     self._cancel(group, CancelReason.RECONFIGURED)
-                elif group.state is GroupState.TRAINED:
+                elif group.consumed:
                     self.learner.forget(group)
 
     def _actor_up(self, peer: str, hello: Mapping[str, Any]) -> None:

@@ -91,11 +91,9 @@ class Dispatch:
             if (g := s.groups.get(n)) is not None and g.state is GroupState.PLACED and g.update == update
         ]
         self._train(members, report)
-        strange = [
-            n
-            for n in named
-            if (g := s.groups.get(n)) is None or g.state is not GroupState.TRAINED or g.update != update
-        ]
+        # a checkpoint may name updates that were acknowledged after it was written, and their groups are not kept
+        forgotten = update < self.durable_updates
+        strange = [n for n in named if not (g.consumed and g.update == update if (g := s.groups.get(n)) else forgotten)]
         if strange:
             s.journal.count("learner.consumed_unknown", len(strange))
             log.warning(
@@ -116,8 +114,8 @@ class Dispatch:
         self.durable_updates = max(self.durable_updates, updates)
         s.journal.meta("durable_updates", self.durable_updates)
         for group in list(s.groups.values()):
-            trained = group.state is GroupState.TRAINED and group.update is not None and group.update < updates
-            if trained or (group.state is GroupState.CANCELLED and group.admitted_update < updates):
+            made = group.consumed and group.update is not None and group.update < updates
+            if made or (group.state is GroupState.CANCELLED and group.admitted_update < updates):
                 self.forget(group)
 
     def dispatch(self) -> list[GroupRecord]:
@@ -137,7 +135,7 @@ class Dispatch:
             group.state, group.update = GroupState.PLACED, placement.update
             group.late |= placement.late
             s.journal.group(group)
-            if group.late:
+            if group.late and not group.left_out:
                 s.journal.count("groups.late")
                 s.journal.count("trajectories.late", group.n_fresh)
                 if s.config.staleness.late == "drop":
@@ -167,7 +165,7 @@ class Dispatch:
             self._made(update, [group.number for group in groups])
         again = {}
         for group in s.groups.values():
-            if group.state is GroupState.TRAINED and group.update is not None and group.update >= updates:
+            if group.consumed and group.update is not None and group.update >= updates:
                 self._untrain(group)
                 again[group.number] = group.update
         if s.batches.consumed > updates:
@@ -206,6 +204,11 @@ class Dispatch:
         version = s.policy_version if report.policy_version is None else report.policy_version
         if update is not None and self._versions.note(update, version):
             s.journal.meta("trained_versions", self._versions.state())
+        for group in [g for g in groups if g.left_out]:
+            group.state, group.ended_at = GroupState.UNINFORMATIVE, s.wall
+            s.journal.group(group)
+            s.journal.count("groups.uninformative")
+        groups = [g for g in groups if not g.left_out]
         for group in groups:
             group.state, group.ended_at = GroupState.TRAINED, s.wall
             s.journal.group(group)
@@ -223,10 +226,12 @@ class Dispatch:
 
     def _untrain(self, group: GroupRecord) -> None:
         s = self._s
+        s.journal.count(f"groups.{group.state.value}", -1)
         group.state, group.ended_at = GroupState.PLACED, None
         s.journal.group(group)
-        s.journal.count("groups.trained", -1)
         s.journal.count("groups.rolled_back")
+        if group.left_out:
+            return
         for record in self._members(group):
             record.state = TrajectoryState.HELD
             s.journal.trajectory(record)
@@ -252,8 +257,11 @@ class Dispatch:
             attempt=group.attempt,
             admitted_update=group.admitted_update,
             baseline=group.baseline,
+            left_out=group.left_out,
         )
         s.journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))
+        if group.left_out:
+            return
         for index, record in enumerate(self._members(group)):
             record.samples += 1
             s.journal.trajectory(record)

@@ -17,7 +17,6 @@ from pipeline.replay.versions import TrainedVersions
 
 AGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Lower bounds of the age classes, in versions."""
-POPULATIONS = ("sampled", "stored", "trained", "replayed")
 _FACTS = "n_sampled, duration_seconds, reward"
 _POPULATION = {
     "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE group_number >= 0 AND reward IS NOT NULL",
@@ -25,9 +24,12 @@ _POPULATION = {
     "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE state = 'trained'",
     "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
     "trajectories t USING (seq) WHERE r.chosen = 1",
+    "uninformative": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "
+    "reason = 'uninformative'",
 }
-"""The four populations of the selection-bias audit. Age: versions that its oldest token was behind the newest one when
-it came (sampled, stored), or behind the weights that were updated when it was trained (trained, replayed)."""
+"""The populations of the selection-bias audit. Age: versions that its oldest token was behind the newest one when
+it came (sampled, stored, uninformative), or behind the weights that were updated when it was trained (trained,
+replayed). ``uninformative``: left out because all rewards of its group were equal."""
 _TRAINED_AGES = """
 SELECT g.update_number, t.version_min, count(*), total(t.age_insert) FROM trajectories t
 JOIN groups g ON g.number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""
@@ -96,7 +98,7 @@ class Experience:
     """By shard: whether mixing has begun."""
     factors: list[float] = field(default_factory=list)
     """By shard: what the guard has left of ``task_ratio``."""
-    audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in POPULATIONS})
+    audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in _POPULATION})
 
     def json(self, config: RunConfig) -> dict[str, Any]:
         """For machines."""
@@ -183,7 +185,7 @@ def _add(found: Experience, connection: sqlite3.Connection, state: Mapping[str, 
         counts.update(dict(read(f"SELECT {ended}, count(*) FROM {table} GROUP BY 1")))
     found.orders.update(dict(read("SELECT state, count(*) FROM orders GROUP BY 1")))
     for name, value in read("SELECT name, value FROM counters"):
-        if name.startswith(("pool.", "replays.", "tasks.", "groups.rescued")):
+        if name.startswith(("pool.", "replays.", "tasks.", "groups.rescued", "groups.equal_")):
             found.counters[name] += value
     for name, query in _POPULATION.items():
         sums = read(

@@ -9,9 +9,11 @@ import heapq
 from collections.abc import Mapping
 
 from pipeline.replay.brake import Brake
+from pipeline.replay.equal import EqualRewards, Fate
 from pipeline.replay.experience.records import Planned
 from pipeline.replay.journal import Finished
 from pipeline.replay.records import (
+    LEFT_OUT,
     CancelReason,
     Drop,
     Facts,
@@ -31,9 +33,10 @@ from pipeline.transport.base import Frames
 class Groups:
     """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
 
-    def __init__(self, state: StageState, replays: Replays) -> None:
+    def __init__(self, state: StageState, replays: Replays, equal: EqualRewards) -> None:
         self._s = state
         self._replays = replays
+        self._equal = equal
         self._pending: list[tuple[int, int, int]] = []
         self.given_up: list[GroupRecord] = []
         """Groups to cancel because a slot failed too often; the core empties it."""
@@ -141,12 +144,29 @@ class Groups:
         s.journal.trajectory(record)
         if group.state is GroupState.PLAYING and group.complete:
             group.state = GroupState.READY
-            s.journal.group(group)
-            s.batches.complete(group.number)
             self.brake.succeeded()
             self._replays.finished(group)
-            if s.config.lessons.enabled:
-                s.journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
+            self._settle(group)
+
+    def _settle(self, group: GroupRecord) -> None:
+        """A group is complete: it is trained, unless its rewards are all equal."""
+        s = self._s
+        fate = self._equal.fate(group)
+        if fate is Fate.REFILL:
+            self.cancel(group, CancelReason.UNINFORMATIVE)
+            return
+        if fate is Fate.DROP:
+            self._leave_out(group)
+        elif s.config.lessons.enabled:
+            s.journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
+        s.journal.group(group)
+        s.batches.complete(group.number)
+
+    def _leave_out(self, group: GroupRecord) -> None:
+        """Its trajectories end here; the group keeps its place, so that its update is made without it."""
+        self._replays.left_out(group)
+        self._drop_held(group, Drop.UNINFORMATIVE)
+        group.reason = LEFT_OUT
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must be told to stop."""
@@ -160,11 +180,17 @@ class Groups:
         stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
         for order in stopped:
             s.end_order(order, OrderState.CANCELLED, reason.value)
+        equal = reason is CancelReason.UNINFORMATIVE
+        if equal:
+            self._replays.solved_aside(group)
+        self._drop_held(group, Drop.UNINFORMATIVE if equal else Drop.CANCELLED)
+        return stopped
+
+    def _drop_held(self, group: GroupRecord, drop: Drop) -> None:
         for slot in group.places:
             if slot.trajectory is not None and slot.trajectory.state is TrajectoryState.HELD:
-                self._drop(slot.trajectory, Drop.CANCELLED)
+                self._drop(slot.trajectory, drop)
                 slot.trajectory = None
-        return stopped
 
     def _again(self, order: OrderRecord) -> None:
         group = self._s.groups[order.key.group]
@@ -201,3 +227,8 @@ class Groups:
         s.payloads.release(record.seq, record.facts.n_bytes)
         s.journal.count("trajectories.held", -1)
         s.journal.count(f"trajectories.dropped.{drop.value}")
+        if drop is Drop.UNINFORMATIVE and record.reward is not None:
+            s.journal.observe("uninformative_reward", record.reward)
+            s.journal.observe("uninformative_tokens", record.facts.n_sampled)
+            s.journal.observe("uninformative_duration", record.facts.duration_seconds)
+            s.journal.observe("uninformative_age", record.age_insert)

@@ -22,9 +22,10 @@ class Ledger:
 
     ``orders``: ``issued``, :data:`ORDER_ENDS`, ``in_flight``. ``trajectories``: ``received``, ``trained``, ``held``,
     ``baseline`` (greedy rollouts), ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``,
-    ``rolled_back``, ``rescued``, ``cancelled.<reason>`` and ``playing``, ``ready``, ``placed``. ``pool``: ``saved``,
-    ``imported``, ``left.<reason>``, ``held``. ``replays``: ``planned``, ``trained``, ``rolled_back``,
-    ``choice_failed``. ``tasks``: ``retired``, ``returned``.
+    ``uninformative`` (left out of their update), ``rolled_back``, ``rescued``, ``cancelled.<reason>`` and ``playing``,
+    ``ready``, ``placed``; of groups with equal rewards ``equal_kept``, ``equal_dropped``, ``equal_refilled``.
+    ``pool``: ``saved``, ``imported``, ``left.<reason>``, ``held``. ``replays``: ``planned``, ``trained``,
+    ``rolled_back``, ``choice_failed``. ``tasks``: ``retired``, ``returned``.
     """
 
     orders: Mapping[str, int] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Ledger:
             (
                 "groups planned",
                 g.get("planned", 0),
-                g.get("trained", 0) + cancelled + sum(g.get(k, 0) for k in GROUP_OPEN),
+                g.get("trained", 0) + g.get("uninformative", 0) + cancelled + sum(g.get(k, 0) for k in GROUP_OPEN),
             ),
             ("pool entries", p.get("saved", 0) + p.get("imported", 0), p.get("held", 0) + _sum(p, "left.")),
         ]
@@ -65,12 +66,13 @@ class Ledger:
         pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
         for k in ("trained", "held", "baseline"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
-        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.replaced"):
+        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.replaced", "dropped.uninformative"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
         pairs.append(("replays", "trained", self.replays.get("trained", 0), self.rows["replays"].get("trained", 0)))
         pairs.append(("pool", "imported", self.pool.get("imported", 0), self.rows["trajectories"].get("imported", 0)))
         pairs.append(("pool", "without a payload", 0, self.rows["pool"].get("bare", 0)))
-        pairs.append(("groups", "trained", self.groups.get("trained", 0), self.rows["groups"].get("trained", 0)))
+        for k in ("trained", "uninformative"):
+            pairs.append(("groups", k, self.groups.get(k, 0), self.rows["groups"].get(k, 0)))
         return [f"{what} {state}: counted {a}, rows {b}" for what, state, a, b in pairs if a != b]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from pipeline.metrics.base import HistogramChild
-from pipeline.metrics.replay import DIFFICULTIES, GUARD, LEFT, POPULATIONS, ReplayMetrics
+from pipeline.metrics.replay import DIFFICULTIES, EQUAL_GROUPS, GUARD, LEFT, POPULATIONS, ReplayMetrics
 from pipeline.replay.core import StageCore
 from pipeline.replay.records import CancelReason, Drop
 
@@ -17,6 +17,7 @@ _TERMINAL = {
     f"trajectories.dropped.{Drop.UNSCORED}": "unscored",
     f"trajectories.dropped.{Drop.CANCELLED}": "cancelled",
     f"trajectories.dropped.{Drop.REPLACED}": "dropped",
+    f"trajectories.dropped.{Drop.UNINFORMATIVE}": "uninformative",
     **{
         f"trajectories.dropped.{drop}": "refused"
         for drop in (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA)
@@ -27,6 +28,8 @@ _GROUPS = {
     "groups.trained": "trained",
     "groups.rolled_back": "rolled_back",
     **{f"groups.cancelled.{reason}": "cancelled" for reason in CancelReason},
+    "groups.uninformative": "uninformative",
+    f"groups.cancelled.{CancelReason.UNINFORMATIVE}": "uninformative",
 }
 _ORDERS = {
     "orders.delivered": "completed",
@@ -55,6 +58,7 @@ class Observer:
             "replays.trained": m.replays_trained_total,
             "replays.choice_failed": m.choice_failures_total,
             "groups.rescued": m.rescued_groups_total,
+            **{f"groups.equal_{action}": m.equal_groups_total.labels(action=action) for action in EQUAL_GROUPS},
         }
         """Counters whose metric counts the same."""
 

@@ -22,7 +22,7 @@ class PayloadHolds:
             for slot in group.places:
                 if slot.trajectory is not None and slot.trajectory.state is not TrajectoryState.BASELINE:
                     self._hold(slot.trajectory.seq)
-            if group.state is not GroupState.CANCELLED:
+            if group.state is not GroupState.CANCELLED and not group.left_out:
                 for replay in group.replays:
                     self._hold(replay.seq)
         for entry in entries:

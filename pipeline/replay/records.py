@@ -26,6 +26,8 @@ class GroupState(StrEnum):
     """Terminal: an update was made from it."""
     CANCELLED = "cancelled"
     """Terminal; ``reason`` says why."""
+    UNINFORMATIVE = "uninformative"
+    """Terminal: its rewards were all equal, and its update was made without it (``groups.equal_rewards: drop``)."""
 
 
 class OrderState(StrEnum):
@@ -81,6 +83,8 @@ class Drop(StrEnum):
     """Its values break the data model, or it has another schema version."""
     REPLACED = "replaced"
     """A stored success took its place, because every fresh rollout of its group failed."""
+    UNINFORMATIVE = "uninformative"
+    """All rewards of its group were equal (``groups.equal_rewards``)."""
 
 
 class CancelReason(StrEnum):
@@ -98,6 +102,12 @@ class CancelReason(StrEnum):
     """The learner made its update without it."""
     LOST = "lost"
     """The stage went back to an older copy (``replay.memory_only``): what became of the group since is not known."""
+    UNINFORMATIVE = "uninformative"
+    """Its rewards were all equal, and a new group takes its place (``groups.equal_rewards: refill``)."""
+
+
+LEFT_OUT = "uninformative"
+"""Reason of a group that keeps its place in an update and is not trained: its trajectories are dropped already."""
 
 
 class OrderKey(NamedTuple):
@@ -290,6 +300,16 @@ class GroupRecord:
     def baseline(self) -> float | None:
         """Reward of the greedy rollout, once it is scored."""
         return None if self.greedy is None or self.greedy.trajectory is None else self.greedy.trajectory.reward
+
+    @property
+    def left_out(self) -> bool:
+        """Whether its rewards were all equal and its update is made without it."""
+        return self.reason == LEFT_OUT and self.state is not GroupState.CANCELLED
+
+    @property
+    def consumed(self) -> bool:
+        """Whether its update was made, with it or without."""
+        return self.state in (GroupState.TRAINED, GroupState.UNINFORMATIVE)
 
     @property
     def open(self) -> bool:

@@ -27,6 +27,8 @@ class Replays:
         self.last_share = 0.0
         """Replayed tokens among the sampled tokens that the last update trained."""
         self._pooled = {entry.seq: entry.n_bytes for entry in experience.entries}
+        self._aside = [0, 0]
+        """Successes and fresh rollouts of groups that were left out since the last update; a restart forgets them."""
 
     def next(self) -> Planned:
         """The group to admit now."""
@@ -52,6 +54,8 @@ class Replays:
 
     def unpin(self, group: GroupRecord) -> None:
         """``group`` will never be trained (again)."""
+        if group.left_out:
+            return
         for replay in group.replays:
             self._s.payloads.release(replay.seq, replay.candidate.entry.n_bytes)
 
@@ -66,6 +70,16 @@ class Replays:
         s.journal.count("tasks.returned", int(outcome.returned))
         if outcome.rescue:
             self._rescue(group, outcome.rescue)
+
+    def left_out(self, group: GroupRecord) -> None:
+        """``group`` is finished and will not be trained, but keeps its place in an update."""
+        self.unpin(group)
+        self.solved_aside(group)
+
+    def solved_aside(self, group: GroupRecord) -> None:
+        """The fresh rollouts of ``group`` count in the success rate of the next update although they are not in it."""
+        successes, n = self._successes(group)
+        self._aside = [self._aside[0] + successes, self._aside[1] + n]
 
     def cancelled(self, group: GroupRecord, *, finished: bool) -> None:
         """``group`` was given up; ``finished``: after all its fresh rollouts were scored."""
@@ -184,11 +198,18 @@ class Replays:
         s.journal.replays(group)
 
     def _solve_rate(self, groups: Sequence[GroupRecord]) -> float | None:
-        """Share of successes among all fresh rollouts of ``groups``, replaced ones (failures all) included."""
+        """Share of successes among all fresh rollouts of ``groups`` and of those left out since the update before,
+        replaced ones (failures all) included."""
+        counts = [self._successes(group) for group in groups] + [(self._aside[0], self._aside[1])]
+        self._aside = [0, 0]
+        n = sum(count for _, count in counts)
+        return sum(successes for successes, _ in counts) / n if n else None
+
+    def _successes(self, group: GroupRecord) -> tuple[int, int]:
+        """Successes among its fresh rollouts, and how many these are, a replaced one included."""
         threshold = self._s.config.replay.success_threshold
-        rewards = [slot.trajectory.reward for group in groups for slot in group.slots if slot.trajectory is not None]
-        n = len(rewards) + sum(group.rescued for group in groups)
-        return sum(reward is not None and reward >= threshold for reward in rewards) / n if n else None
+        rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
+        return sum(r is not None and r >= threshold for r in rewards), len(rewards) + group.rescued
 
     def _record(self, trajectory_id: str, seq: int) -> TrajectoryRecord | None:
         """The record of a stored trajectory while its own group is in memory."""

@@ -83,6 +83,7 @@ class SimulatedLearner(Peer):
                 assert header["update"] >= self.weights.updates
                 assert header["update"] <= plan.admitted_update + self.sim.config.staleness.max, "staleness bound"
                 assert len(self.plans) <= max(self.credit, self.sim.config.groups.groups_per_step)
+                self._train()
             case Kind.DELIVERY:
                 trajectory = decode_trajectory(message.frames)
                 assert trajectory.trajectory_id == header["trajectory_id"]
@@ -123,7 +124,7 @@ class SimulatedLearner(Peer):
         for group in members:
             plan = self.plans[group][1]
             ids = [t for _, t in sorted(self.deliveries[group].items())]
-            k = plan.n_rollout - plan.n_fresh
+            k = 0 if plan.left_out else plan.n_rollout - plan.n_fresh
             chosen = rng.sample(ids[plan.n_fresh :], k)
             trained[group] = ids[: plan.n_fresh]
             if chosen:

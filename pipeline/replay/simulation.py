@@ -189,7 +189,7 @@ class Simulation:
             assert ended or group.n_rollout == self.config.groups.n_rollout, group
             assert len(group.replays) >= group.k, group
             needed = [slot.trajectory.seq for slot in group.slots if slot.trajectory is not None]
-            needed += [] if ended else [replay.seq for replay in group.replays]
+            needed += [] if ended or group.left_out else [replay.seq for replay in group.replays]
             assert all(seq in payloads for seq in needed), f"{group.group_id} needs a payload that was freed"
             assert len({*needed}) == len(needed), f"{group.group_id} has a trajectory twice"
         stored: dict[str, int] = {}

@@ -58,6 +58,9 @@ class GroupPlan:
     """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
     baseline: float | None = None
     """Reward of the group's greedy rollout; None: none was ordered."""
+    left_out: bool = False
+    """Its rewards were all equal and it is not trained: nothing of it is delivered, and its update is made without
+    it."""
 
     def __post_init__(self) -> None:
         require_id("group_id", self.group_id)
@@ -82,4 +85,6 @@ class GroupPlan:
     @property
     def delivered(self) -> int:
         """Trajectories that the learner is sent for this group: fresh ones and everything it may choose from."""
+        if self.left_out:
+            return 0
         return self.n_fresh + max(len(self.candidates), len(self.replay_ids))

@@ -1,0 +1,119 @@
+"""What the trainer asks of the ranks; :data:`ALONE` answers for a learner of one process, at no cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learner.evidence import Evidence
+from learner.rows import Row
+from learner.statistics import TokenValues, Weights
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Every method is a collective unless it says otherwise: all ranks must call it, in the same order."""
+
+    rank: int
+    size: int
+
+    def mine(self, rows: Sequence[Row]) -> list[int]:
+        """Numbers of the rows that this rank computes. Not a collective."""
+        ...
+
+    def together(
+        self,
+        order: str,
+        rows: Sequence[Row] = (),
+        facts: Mapping[str, Any] | None = None,
+        evidence: Evidence | None = None,
+    ) -> AbstractContextManager[None]:
+        """Around work that all ranks must do. Rank 0 tells the others, which are waiting for orders, what it begins;
+        elsewhere, and within other work, it does nothing. Not a collective by itself."""
+        ...
+
+    def agree(self, code: int = 0) -> int:
+        """The largest code of any rank. Raises :class:`learner.backbone.Interrupted` on all ranks where one is asked
+        to stop."""
+        ...
+
+    def padded(self, parts: list[T]) -> list[T | None]:
+        """``parts`` of every rank made as many as those of the rank with most."""
+        ...
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """Sums over ranks, float64."""
+        ...
+
+    def merged(self, arrays: tuple[npt.NDArray[np.float32], ...]) -> tuple[npt.NDArray[np.float32], ...]:
+        """Sums over ranks of arrays that are 0 wherever another rank computed; NaN stays NaN."""
+        ...
+
+    def ratios(self, weights: Weights) -> Weights:
+        """Of all ranks together."""
+        ...
+
+    def values(self, values: list[TokenValues]) -> list[TokenValues]:
+        """Of all ranks, in order of rank; the same on all of them."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer with the shards of all ranks."""
+        ...
+
+    def divide(self, module: torch.nn.Module) -> None:
+        """Shard a module that is called by itself. Not a collective."""
+        ...
+
+
+class Alone:
+    """The one rank there is."""
+
+    rank = 0
+    size = 1
+
+    def mine(self, rows: Sequence[Row]) -> list[int]:
+        return list(range(len(rows)))
+
+    def together(
+        self,
+        order: str,
+        rows: Sequence[Row] = (),
+        facts: Mapping[str, Any] | None = None,
+        evidence: Evidence | None = None,
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agree(self, code: int = 0) -> int:
+        return code
+
+    def padded(self, parts: list[T]) -> list[T | None]:
+        return list(parts)
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def merged(self, arrays: tuple[npt.NDArray[np.float32], ...]) -> tuple[npt.NDArray[np.float32], ...]:
+        return arrays
+
+    def ratios(self, weights: Weights) -> Weights:
+        return weights
+
+    def values(self, values: list[TokenValues]) -> list[TokenValues]:
+        return values
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def divide(self, module: torch.nn.Module) -> None:
+        pass
+
+
+ALONE: Ranks = Alone()

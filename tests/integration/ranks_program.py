@@ -1,0 +1,110 @@
+"""One rank of ``test_ranks.py``: runs the cases of a file; rank 0 writes what it found beside it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import orjson
+import torch
+from safetensors.torch import save_file
+
+from learner.checkpoint import CheckpointState, restore_training, save_checkpoint
+from learner.making import make_trainer
+from learner.ranks.group import RankGroup
+from learner.ranks.joining import join, leave, place_of
+from learner.ranks.orders import Saver, follow
+from learner.rows import Batch
+from learner.trainer import Trainer
+from tests.unit.learner.conftest import make_rows, run_config
+
+
+def config_of(case):
+    return run_config({"tokens_per_microbatch": 40, "ranks_timeout_seconds": 60, **case.get("learner", {})},
+                      **case.get("sections", {}))  # fmt: skip
+
+
+def rows_of(case, update):
+    rows = make_rows(case.get("rows", 9), seed=update, replayed=[i % 3 == 0 for i in range(case.get("rows", 9))])
+    for i in case.get("without_signal", []):
+        rows[i].advantages[:] = 0
+    if case.get("poison") == update:
+        rows[0].advantages[:] = np.inf
+    return rows
+
+
+def train(trainer: Trainer, case, updates) -> dict:
+    """Reports of the updates, as JSON."""
+    found = []
+    for update in updates:
+        rows = rows_of(case, update)
+        evidence = trainer.gather(rows)
+        if evidence.values is not None:
+            from dataclasses import replace
+
+            evidence = replace(evidence, returns=np.sin(np.arange(len(evidence.values))).astype(np.float32))
+        report = trainer.step(Batch(update, (), rows), policy_version=update, evidence=evidence)
+        s = report.statistics
+        found.append({
+            "loss": report.loss, "grad_norm": report.grad_norm, "entropy": s.all.entropy.value,
+            "tokens": s.all.tokens, "ratio": s.all.ratio.mean, "steps": report.optimizer_steps,
+            "nonfinite": report.nonfinite, "kl": report.kl_loss, "guard": report.guard_lr_factor,
+            "critic": None if report.critic is None else report.critic.loss,
+            "critic_norm": None if report.critic is None else report.critic.grad_norm,
+        })  # fmt: skip
+    return {"updates": found}
+
+
+def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
+    """Every case with a trainer of its own."""
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    for name, case in cases.items():
+        torch.manual_seed(case.get("seed", 0))
+        source = None if "load" not in case else folder / case["load"] / "u000002"
+        trainer = make_trainer(config_of(case), folder / "model", source, group)
+        if source is not None:
+            restore_training(source, trainer)
+        if rank:
+            obey(trainer, group)
+            draws(group)
+            continue
+        found = train(trainer, case, range(trainer.updates, 2 if "save" in case else 4))
+        if "save" in case:
+            state = CheckpointState(trainer.updates, trainer.updates, {})
+            save_checkpoint(folder / case["save"], trainer, state, folder / "model", keep=3)
+            found = {**found, "updates": found["updates"] + train(trainer, case, range(2, 4))["updates"]}
+        weights = trainer.policy.snapshot("float32")
+        if group is not None:
+            group.end()
+        found["random"] = draws(group)
+        out = folder / f"ranks{size}"
+        out.mkdir(exist_ok=True)
+        save_file(weights, out / f"{name}.safetensors")
+        (out / f"{name}.json").write_bytes(orjson.dumps(found))
+
+
+def obey(trainer: Trainer, group: RankGroup) -> None:
+    with Saver(trainer) as saver:
+        follow(trainer, group, saver.image)
+
+
+def draws(group: RankGroup | None) -> list[float]:
+    """The next random number of every rank."""
+    own = float(torch.rand(()))
+    return [own] if group is None else [facts["own"] for facts, _ in group.everyones({"own": own}, {})]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    config = run_config({"ranks_timeout_seconds": 60})
+    place = place_of(config.learner)
+    device = join(place, config.learner)
+    group = RankGroup(device, threading.Event(), 60.0)
+    run(folder, orjson.loads((folder / f"cases{place.size}.json").read_bytes()), group)
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,171 @@
+"""A learner of several ranks: the same numbers as one process, resumed by any number, and never left hanging."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.ranks_program import run
+from tests.unit.learner.conftest import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "integration" / "ranks_program.py"
+SECONDS = 300
+"""Most of it is the import of torch, in every process at once, on a loaded machine."""
+GAE = {"advantage": {"estimator": "gae"}}
+LORA = {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}
+CASES = {
+    "plain": {},
+    "several_steps": {
+        "learner": {"epochs": 2, "minibatches": 2},
+        "sections": {"loss": {"entropy_bonus": 0.05, "aggregation": "sequence_mean"}},
+    },
+    "fewer_rows_than_ranks": {"rows": 1},
+    "rows_without_signal": {"without_signal": [0, 2, 3, 4, 5, 6], "learner": {"gradient_checkpointing": True}},
+    "critic": {"sections": GAE},
+    "critic_on_the_policy": {"sections": GAE, "learner": {"critic": {"backbone": "none"}}},
+    "reference": {"sections": {"loss": {"kl": "loss"}}, "learner": {"reference": {"refresh_every": 2}}},
+    "sequence_ratios": {"sections": {"loss": {"policy": "gspo"}}},
+    "masks": {"sections": {"loss": {"off_policy": "second_moment"}, "replay": {"ess_guard": {"enabled": True}}}},
+    "adapters": {"sections": {"loss": {"kl": "loss"}}, "learner": {"lora": LORA}},
+    "not_finite": {"poison": 1},
+}
+ROUNDED = {
+    "bfloat16": {"learner": {"compute_dtype": "bfloat16"}},
+    "bfloat16_moments": {"learner": {"optimizer_dtype": "bfloat16"}},
+}
+"""Other micro-batches, other roundings."""
+PARTS = {
+    "sections": {**GAE, "loss": {"kl": "loss"}},
+    "learner": {"reference": {"refresh_every": 1}, "ema_decay": 0.5},
+}
+
+
+def by_ranks(size: int) -> dict:
+    """What ``size`` processes run: the cases, a run that saves, and runs that go on from others' checkpoints."""
+    cases = {**CASES, **ROUNDED}
+    for name, parts in (("saved", PARTS), ("adapters_saved", {"learner": {"lora": LORA}})):
+        if size < 4:
+            cases[name] = {**parts, "save": f"{name}{size}"}
+        for before in {1: [2], 2: [1, 2], 4: [2]}[size]:
+            cases[f"{name}_from{before}"] = {**parts, "load": f"{name}{before}", "seed": 9}
+    return cases
+
+
+def launch(size: int, folder: Path) -> list[subprocess.Popen]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(folder)],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(size)
+    ]
+
+
+def finish(processes: list[subprocess.Popen]) -> None:
+    try:
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, f"rank {rank}:\n{output.decode()[-3000:]}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What one, two and four processes found: ``ranksN/CASE.json`` and ``.safetensors``."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_model().save_pretrained(folder / "model")
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    torch.set_num_threads(1)
+    of_one = by_ranks(1)
+    for size in (2, 4):
+        (folder / f"cases{size}.json").write_bytes(orjson.dumps(by_ranks(size)))
+    run(folder, {name: case for name, case in of_one.items() if "load" not in case}, None)
+    finish(launch(2, folder))
+    finish(launch(4, folder))
+    run(folder, {name: case for name, case in of_one.items() if "load" in case}, None)
+    return folder
+
+
+def found(folder, size, name):
+    where = folder / f"ranks{size}"
+    return orjson.loads((where / f"{name}.json").read_bytes()), load_file(where / f"{name}.safetensors")
+
+
+def assert_same(came, expected, updates=slice(None), rtol=1e-4, atol=1e-5):
+    for report, other in zip(came[0]["updates"], expected[0]["updates"][updates], strict=True):
+        if not any(other["nonfinite"].values()):  # a sum that was given up has no meaning
+            for name, value in other.items():
+                alike = value if not isinstance(value, float) else pytest.approx(value, rel=rtol, abs=atol)
+                assert report[name] == alike, name
+    assert came[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        torch.testing.assert_close(came[1][name], tensor, rtol=rtol, atol=atol)
+
+
+pytestmark = pytest.mark.timeout(2 * SECONDS + 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_several_ranks_make_the_updates_of_one(folder, size, name):
+    assert_same(found(folder, size, name), found(folder, 1, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_reduced_precision_changes_an_update_by_roundings(folder, size, name):
+    """The first one: later ones begin from weights that differ, which AdamW makes more of than the gradient does."""
+    came, expected = (({"updates": found(folder, n, name)[0]["updates"][:1]}, {}) for n in (size, 1))
+    assert_same(came, expected, rtol=5e-3)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(folder):
+    for size in (1, 2, 4):
+        reports = found(folder, size, "not_finite")[0]["updates"]
+        assert [sum(r["nonfinite"].values()) for r in reports] == [0, 1, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+@pytest.mark.parametrize("name", ["saved", "adapters_saved"])
+def test_another_number_of_ranks_goes_on_from_a_checkpoint(folder, before, after, name):
+    came = found(folder, after, f"{name}_from{before}")
+    assert_same(came, found(folder, 1, name), slice(2, None))
+    assert (came[0]["updates"][0]["critic"] is not None) == (name == "saved")
+
+
+@pytest.mark.slow
+def test_the_random_state_goes_with_the_checkpoint(folder):
+    drawn = {size: found(folder, size, "saved")[0]["random"] for size in (1, 2)}
+    for before, after in ((1, 2), (2, 1), (2, 2), (2, 4)):
+        came = found(folder, after, f"saved_from{before}")[0]["random"]
+        assert came[0] == drawn[before][0]
+        if before == after:
+            assert came == drawn[before]
+        assert len(set(came)) == after, "each rank has draws of its own"

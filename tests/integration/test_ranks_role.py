@@ -1,0 +1,99 @@
+"""The learner as a role with ``learner.ranks: 2``: a run, a stop and a killed rank, with a real second process."""
+
+import contextlib
+import os
+import signal
+
+import anyio
+import pytest
+
+from learner.checkpoint import find_checkpoints, read_state
+from learner.metrics_log import MetricsLog
+from learner.ranks.children import Children
+from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+LOSS_SECONDS_MAX = 25
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """The processes that rank 0 starts, as they are started."""
+    started = []
+    start = Children.start
+
+    def note(self):
+        start(self)
+        started.extend(self._processes.values())
+
+    monkeypatch.setattr(Children, "start", note)
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch, children):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    @contextlib.asynccontextmanager
+    async def make(**sections):
+        engine = Engine()
+        async with serving(engine) as url:
+            learner = {"ranks": 2, "ranks_timeout_seconds": 60}
+            w = World(config_of(tmp_path, url, learner=learner, **sections), engine)
+            write = MetricsLog.write
+            monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
+            with anyio.fail_after(200):
+                async with anyio.create_task_group() as tasks:
+                    await w.run(tasks)
+                    yield w
+                    tasks.cancel_scope.cancel()
+
+    return make
+
+
+async def test_a_run_of_two_ranks_ends_with_every_step_recorded_published_and_saved(world, children):
+    async with world() as w:
+        ctx, run = w.learner()
+        await run()
+    lines = w.lines()
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["n_trajectories"] == 4 for line in lines)
+    assert w.engine.versions == [0, 1, 2, 3]
+    newest = find_checkpoints(w.directory.checkpoints)[0]
+    assert read_state(newest).updates == 3
+    assert (newest / "shards" / ".metadata").is_file()
+    assert [process.returncode for process in children] == [0]
+    assert ctx.registry.get_sample_value("afterplay_learner_importance_ratio_count",
+                                         {"level": "token", "source": "fresh"}) == 24  # fmt: skip
+
+
+async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog):
+    """One run of three lives, because each costs the import of torch: stopped, killed, and gone on to the end."""
+    async with world(total_steps=8, checkpoint={"every": 1}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await w.until_step(2)
+            tasks.cancel_scope.deadline = anyio.current_time() + 10
+            ctx.stopping.set()
+        assert not tasks.cancel_scope.cancel_called
+        assert children[0].returncode == 0
+
+        _, run = w.learner()
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                await w.until_step(len(w.lines()) + 1)
+                os.kill(children[1].pid, signal.SIGKILL)
+                with anyio.fail_after(LOSS_SECONDS_MAX):
+                    await anyio.sleep_forever()
+        assert not caught.group_contains(TimeoutError)
+        assert any("rank 1 ended (killed by SIGKILL)" in record.getMessage() for record in caplog.records)
+
+        _, run = w.learner()
+        await run()
+    assert w.lines()[-1]["step"] == 8
+    assert w.engine.versions == sorted(w.engine.versions)

@@ -1,0 +1,42 @@
+"""Which rank a process is."""
+
+import pytest
+
+from learner.making import make_trainer
+from learner.ranks.joining import Place, place_of
+from pipeline.errors import ConfigurationError
+
+
+def test_without_torchrun_there_is_one_process(kit):
+    assert place_of(kit.learner_config(), {}) == Place(0, 1, 0)
+    assert place_of(kit.learner_config(ranks=4), {}) == Place(0, 1, 0)
+
+
+def test_torchrun_says_the_place(kit):
+    environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert place_of(kit.learner_config(), environment) == Place(5, 8, 1)
+    assert place_of(kit.learner_config(ranks=8), environment) == Place(5, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks", "words"),
+    [
+        ({"RANK": "8", "WORLD_SIZE": "8"}, 1, "RANK below WORLD_SIZE"),
+        ({"RANK": "-1", "WORLD_SIZE": "8"}, 1, "RANK below WORLD_SIZE"),
+        ({"RANK": "first", "WORLD_SIZE": "8"}, 1, "whole numbers"),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, 4, "leave learner.ranks out"),
+    ],
+)
+def test_a_place_that_contradicts_is_refused_with_words(kit, environment, ranks, words):
+    with pytest.raises(ConfigurationError, match=words):
+        place_of(kit.learner_config(ranks=ranks), environment)
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [{"lora": {"rank": 2}, "reference": {"source": "initial", "refresh_every": 2}}, {"optimizer": "adamw_8bit"}],
+)
+def test_what_several_ranks_cannot_do_is_refused_before_anything_is_divided(kit, tmp_path, learner):
+    kit.tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="ranks"):
+        make_trainer(kit.run_config({"ranks": 2, **learner}), tmp_path, None, object())

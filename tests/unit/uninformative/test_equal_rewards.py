@@ -1,0 +1,264 @@
+"""Groups whose rewards are all equal: kept, dropped or replaced, each with one named end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config import RunConfig
+from pipeline.replay.examine import examine_run
+from pipeline.replay.records import GroupState
+from pipeline.replay.sharding import Shard
+from pipeline.transport.base import Kind
+
+
+def groups(what: str, n: int = 2, per_step: int = 2, **more: Any) -> dict[str, Any]:
+    return {"n_rollout": n, "groups_per_step": per_step, "equal_rewards": what, **more}
+
+
+def test_keep_trains_equal_groups_and_counts_them(stage) -> None:
+    s = stage(groups=groups("keep"))
+    equal, mixed = s.play(1, 1), s.play(0, 1)
+    assert s.train() == [equal, mixed]
+    ledger = s.ledger()
+    assert ledger.trajectories["trained"] == 4 and ledger.groups["equal_kept"] == 1
+
+
+def test_one_rollout_alone_has_none_to_be_equal_to(stage) -> None:
+    s = stage(groups=groups("keep", n=1))
+    s.play(1)
+    s.play(1)
+    s.train()
+    assert s.ledger().groups.get("equal_kept", 0) == 0
+
+
+def test_drop_ends_the_trajectories_at_once_and_makes_the_update_from_the_others(stage) -> None:
+    s = stage()
+    equal = s.play(0, 0)
+    ledger = s.ledger()
+    assert ledger.trajectories["dropped.uninformative"] == 2 and ledger.trajectories.get("held", 0) == 0
+    assert s.core.journal.counters["payload.bytes"] == 0
+    mixed = s.play(0, 1)
+    assert s.plans[equal][1].left_out and s.plans[equal][1].delivered == 0
+    assert not s.plans[mixed][1].left_out
+    s.train()
+    ledger = s.ledger()
+    assert ledger.groups["uninformative"] == 1 and ledger.groups["trained"] == 1
+    assert ledger.groups["equal_dropped"] == 1
+    assert ledger.trajectories["trained"] == 2 and ledger.trajectories["dropped.uninformative"] == 2
+
+
+def test_drop_of_a_whole_batch_lets_the_run_go_on(stage) -> None:
+    s = stage()
+    for _ in range(3):
+        s.play(1, 1)
+        s.play(0, 0)
+        s.train()
+    assert s.core.batches.consumed == 3 and s.ledger().groups["uninformative"] == 6
+    s.play(0, 1)
+    s.play(0, 1)
+    s.train()
+    assert s.ledger().groups["trained"] == 2
+
+
+def test_a_dropped_group_keeps_its_place_over_a_restart_and_frees_nothing_twice(stage) -> None:
+    s = stage()
+    equal = s.play(0, 0)
+    s.restart()
+    assert s.core.records[int(equal[1:])].left_out
+    assert s.plans[equal][1].left_out, "planned again or still held"
+    s.play(0, 1)
+    s.restart()
+    s.train()
+    s.restart()
+    assert s.core.records[int(equal[1:])].state is GroupState.UNINFORMATIVE
+    s.tell(Kind.CHECKPOINTED, updates=1)
+    assert int(equal[1:]) not in s.core.records
+    s.restart()
+    assert not s.core.payloads.held and s.ledger().groups["uninformative"] == 1
+
+
+def test_a_learner_that_goes_back_makes_the_update_again_without_the_dropped_group(stage) -> None:
+    s = stage()
+    equal, mixed = s.play(0, 0), s.play(0, 1)
+    s.train()
+    s.play(0, 1)
+    s.go_back(0)
+    assert s.members() == [equal, mixed] and s.plans[equal][1].left_out
+    ledger = s.ledger()
+    assert ledger.groups["rolled_back"] == 2 and ledger.groups["uninformative"] == ledger.groups["trained"] == 0
+    assert ledger.trajectories["dropped.uninformative"] == 2, "the trajectories had ended for good"
+    assert s.train() == [equal, mixed]
+    assert s.ledger().trajectories["trained"] == 2
+
+
+def test_refill_replaces_the_group_in_the_same_update_within_the_bound(stage) -> None:
+    s = stage(groups=groups("refill"), staleness={"max": 0})
+    equal = s.play(0, 0)
+    ledger = s.ledger()
+    assert ledger.groups["cancelled.uninformative"] == 1 and ledger.groups["equal_refilled"] == 1
+    assert ledger.trajectories["dropped.uninformative"] == 2 and ledger.trajectories.get("held", 0) == 0
+    assert s.core.records[int(equal[1:])].state is GroupState.CANCELLED
+    assert len({o.group_id for o in s.holding.values()}) == 2, "the capacity came back: a new group is played"
+    first, second = s.play(0, 1), s.play(1, 0)
+    assert s.train() == [first, second]
+    assert {s.core.records[int(g[1:])].admitted_update for g in (first, second)} == {0}
+    assert s.ledger().groups["trained"] == 2
+
+
+@pytest.mark.parametrize("refill_max, most", [(0.0, 0), (0.5, 1), (1.0, 2), (2.0, 4)])
+def test_refill_is_bounded_for_each_update_and_then_keeps(stage, refill_max: float, most: int) -> None:
+    s = stage(groups=groups("refill", refill_max=refill_max))
+    for update in range(1, 3):
+        for _ in range(most + 2):
+            s.play(1, 1)
+        s.train()
+        ledger = s.ledger()
+        assert ledger.groups.get("cancelled.uninformative", 0) == most * update
+        assert ledger.groups["equal_kept"] == ledger.groups["trained"] == 2 * update
+
+
+def test_the_refills_of_an_update_are_remembered_over_restarts(stage) -> None:
+    s = stage(groups=groups("refill", refill_max=1.0))
+    for _ in range(2):
+        s.play(1, 1)
+        s.restart()
+    s.play(1, 1)
+    s.play(1, 1)
+    s.train()
+    assert s.ledger().groups["cancelled.uninformative"] == 2
+
+
+def test_groups_played_ahead_are_refilled_for_their_own_updates(stage) -> None:
+    """With a learner that does not train, each update's allowance is its own."""
+    s = stage(groups=groups("refill", per_step=1, refill_max=1.0), staleness={"max": 2})
+    for _ in range(6):
+        s.play(1, 1)
+    assert s.counted("groups.cancelled.uninformative", "groups.equal_kept") == [3, 3]
+    assert s.core.batches.update_ahead == 3
+    for _ in range(3):
+        s.train()
+
+
+def test_each_of_several_stages_refills_its_share(stage) -> None:
+    replay = {"shards": 2}
+    s = stage(groups=groups("refill", per_step=4, refill_max=0.5), replay=replay, shard=Shard(1, 2))
+    for _ in range(3):
+        s.play(0, 0)
+    assert s.counted("groups.cancelled.uninformative", "groups.equal_kept") == [1, 2]
+    members = s.train()
+    assert all(int(group[1:]) % 2 == 1 for group in members)
+
+
+def test_stored_trajectories_in_a_group_count_among_its_rewards(stage) -> None:
+    """A replay group whose fresh rollouts all fail still compares with the stored success; what is solved by all is
+    left out with it. What the pool learns from groups that are left out does not change."""
+    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 1.0, "trajectories_per_task": 1, "max_age": None,
+              "success_upper": 3, "window": 0, "ess_guard": {"enabled": False}}  # fmt: skip
+    s = stage(
+        groups=groups("drop", n=3, per_step=1), replay=replay, environments={"a": {"tasks": 1, "max_seconds": 10}}
+    )
+    s.play(0, 1, 1)
+    s.train()
+    assert len(s.core.experience) == 2
+    failed = s.play(0, 0)
+    assert not s.plans[failed][1].left_out and s.plans[failed][1].replay_ids
+    s.train()
+    solved = s.play(1, 1)
+    assert s.plans[solved][1].left_out
+    assert s.core.experience.retired == 1 and len(s.core.experience) == 0, "retired by the group that was left out"
+    s.train()
+    s.restart()
+    s.tell(Kind.CHECKPOINTED, updates=3)
+    ledger = s.ledger()
+    assert ledger.groups["uninformative"] == 1 and ledger.replays["trained"] == 1
+    assert not s.core.payloads.held, "the replays of the left out group were let go"
+
+
+def test_success_rates_count_groups_that_were_left_out(stage) -> None:
+    seen: list[float | None] = []
+    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.0, "trajectories_per_task": 1}
+    s = stage(groups=groups("refill", refill_max=4), replay=replay)
+    consumed = s.core.experience.consumed
+    s.core.experience.consumed = lambda **about: (seen.append(about["solve_rate"]), consumed(**about))
+    s.play(0, 0)
+    s.play(0, 0)
+    for _ in range(2):
+        s.play(0, 1)
+        s.play(0, 1)
+        s.train()
+    assert seen == [0.25, 0.5], "in the next update, and in no other"
+
+
+def test_remax_compares_with_the_greedy_rollout(stage) -> None:
+    s = stage(groups=groups("drop", per_step=1), advantage={"estimator": "remax"})
+    differs = s.play(1, 1, 0)
+    assert not s.plans[differs][1].left_out
+    s.train()
+    same = s.play(1, 1, 1)
+    assert s.plans[same][1].left_out
+    s.train()
+    assert s.ledger().trajectories["baseline"] == 2
+
+
+def test_the_bias_audit_tells_what_was_left_out(stage) -> None:
+    s = stage()
+    s.play(0, 0)
+    s.play(0, 1)
+    s.train()
+    audit = examine_run([s.path]).json(s.core.config)["audit"]
+    assert audit["uninformative"]["count"] == 2 and audit["uninformative"]["reward"] == 0
+    assert audit["sampled"]["count"] == 4 and audit["trained"]["count"] == 2 and audit["trained"]["reward"] == 0.5
+
+
+def test_a_late_answer_to_a_group_that_was_left_out_is_a_duplicate(stage) -> None:
+    s = stage(groups=groups("refill"))
+    orders = dict(s.holding)
+    gone = s.play(1, 1)
+    order_id = next(i for i, o in orders.items() if o.group_id == gone)
+    s.holding[order_id] = orders[order_id]
+    s.answer(order_id, 1)
+    assert s.ledger().trajectories["dropped.duplicate"] == 1
+
+
+@pytest.mark.parametrize(
+    "sections, words",
+    [
+        ({"advantage": {"estimator": "gae"}}, "learns from groups with equal rewards"),
+        ({"advantage": {"estimator": "cpo"}}, "learns from groups with equal rewards"),
+        ({"advantage": {"estimator": "reinforce_pp"}}, "learns from groups with equal rewards"),
+        ({"advantage": {"rewards": "turns"}}, "turns may differ"),
+        ({"groups": groups("drop", n=1)}, "n_rollout is 1"),
+    ],
+)
+def test_run_files_that_would_lose_signal_are_refused(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        RunConfig.model_validate({"groups": groups("drop"), **sections})
+
+
+@pytest.mark.parametrize("what", ["drop", "refill"])
+def test_successes_of_a_group_that_is_left_out_stay_in_the_pool(stage, what: str) -> None:
+    """A replay group whose fresh rollouts succeed like its replay teaches nothing, but what it played is stored."""
+    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 1.0, "trajectories_per_task": 1, "max_age": None,
+              "window": 0, "retire_after": None, "ess_guard": {"enabled": False}}  # fmt: skip
+    s = stage(groups=groups(what, n=3, per_step=1), replay=replay, environments={"a": {"tasks": 1, "max_seconds": 10}})
+    s.play(0, 0, 1)
+    s.train()
+    assert len(s.core.experience) == 1
+    left_out = s.play(1, 1)
+    assert len(s.core.experience) == 3 and s.core.records[int(left_out[1:])].state != GroupState.TRAINED
+    pooled = {entry.seq for entry in s.core.experience.entries}
+    assert pooled <= s.core.payloads.held
+    s.restart()
+    assert {entry.seq for entry in s.core.experience.entries} == pooled <= s.core.payloads.held
+    if what == "drop":
+        s.train()
+    s.play(0, 0)
+    s.train()
+    s.tell(Kind.CHECKPOINTED, updates=s.updates)
+    s.restart()
+    ledger = s.ledger()
+    assert ledger.trajectories["dropped.uninformative"] == 2 and ledger.pool["saved"] == 3
+    assert ledger.replays["trained"] == 1

@@ -1,0 +1,98 @@
+"""Demonstrations from a file: read whole, only what succeeded, and drawn in passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.demonstrations import Demonstrations, load_demonstrations
+from learner.models.prepare import prepare_model
+from pipeline.codec import encode_trajectory
+from pipeline.config import RunConfig
+from pipeline.config.resolve import resolve
+from pipeline.errors import ConfigurationError, StoreError
+from pipeline.replay.portable import Header, Portable, write_portable
+
+TURNS = [{"context_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-0.1, -0.2]},
+         {"context_ids": [5], "completion_ids": [6]}]  # fmt: skip
+
+
+def line(**more: object) -> bytes:
+    return orjson.dumps({"environment": "arithmetic", "seed": 1, "reward": 1.0, **more}) + b"\n"
+
+
+def test_text_is_rendered_with_the_models_template_and_failures_are_passed_over(game) -> None:
+    config, directory = game.run()
+    prepare_model(config, directory.model)
+    found = load_demonstrations(game.file, config, directory.model)
+    assert len(found) == len(game.seeds)
+    for (row,) in found.rows:
+        assert row.n_sampled == 2, "the answer and the end of the turn"
+        assert not row.recorded and (row.temperatures == 1).all()
+
+
+def test_token_ids_of_several_turns_and_exports_are_read(game, kit, tmp_path) -> None:
+    config, directory = game.run()
+    prepare_model(config, directory.model)
+    file = tmp_path / "ids.jsonl"
+    file.write_bytes(line(turns=[{**t, "logprobs": None} for t in TURNS], temperature=0.5))
+    ((row,),) = load_demonstrations(file, config, directory.model).rows
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and row.loss_mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert (row.temperatures == 1).all()
+    exported = tmp_path / "pool.afterplay"
+    records = [
+        Portable({"reward": reward}, encode_trajectory(kit.make_trajectory(f"t{i}", reward=None, seed=i)))
+        for i, reward in enumerate((1.0, 0.0, 1.0))
+    ]
+    write_portable(exported, Header(), records)
+    assert len(load_demonstrations(exported, config, directory.model)) == 2
+
+
+@pytest.mark.parametrize(
+    "content, error, words",
+    [
+        (None, ConfigurationError, "expected a file of demonstrations"),
+        (line(turns=TURNS), StoreError, "logprobs in every turn"),
+        (line(turns=[TURNS[1]], reward=0.0), StoreError, "1 failed"),
+        (line(turns=[{"context_ids": [1], "completion_ids": [5000]}]), StoreError, "another tokenizer"),
+        (line(turns=[{"context_ids": [], "completion_ids": [5]}]), StoreError, "start with context"),
+        (b"{broken\n", StoreError, "line 1"),
+    ],
+)
+def test_files_that_cannot_be_trained_are_refused(game, tmp_path, content, error, words) -> None:
+    config, directory = game.run()
+    prepare_model(config, directory.model)
+    file = tmp_path / "other.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(error, match=words):
+        load_demonstrations(file, config, directory.model)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 3))
+def test_every_pass_takes_every_trajectory_once_and_a_step_depends_on_its_number_alone(kit, n, batch, seed) -> None:
+    kit_rows = kit.make_rows(n)
+    found = Demonstrations(tuple((row,) for row in kit_rows))
+    steps = max(4, 2 * n)
+    drawn = [row.trajectory_id for step in range(steps) for row in found.draw((seed, 0), step, batch)]
+    assert len(drawn) == steps * batch
+    for start in range(0, len(drawn), n):
+        assert max(Counter(drawn[start : start + n]).values()) == 1
+    again = found.draw((seed, 0), 3, batch)
+    assert [row.trajectory_id for row in again] == drawn[3 * batch : 4 * batch]
+    assert [row.sequence for row in again] == list(np.arange(batch)), "the branches of a trajectory share a number"
+
+
+def test_a_resolved_run_file_finds_its_demonstrations_from_any_folder(game, monkeypatch) -> None:
+    monkeypatch.chdir(game.file.parent)
+    supervised = {"weight": 0.1, "source": "file", "demonstrations": game.file.name}
+    config, _ = game.run(demonstrations=game.file.name, sections={"loss": {"supervised": supervised}})
+    found = resolve(config)
+    assert found.learner.warm_start.demonstrations == found.loss.supervised.demonstrations == game.file
+    assert RunConfig.model_validate(found.model_dump(mode="json")).learner.warm_start.demonstrations == game.file
