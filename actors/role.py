@@ -11,6 +11,7 @@ import anyio
 import anyio.to_thread
 
 from actors.engine.client import EngineClient
+from actors.engine.patience import Patience
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.lessons.reme import ReMe
@@ -41,6 +42,7 @@ async def main(ctx: RoleContext) -> None:
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
     vocabulary = _vocabulary(ctx.directory.model / "config.json")
+    patience = Patience() if config.engine.colocate == "sleep" else None
     pool = EnginePool(
         [
             EngineClient(
@@ -48,12 +50,14 @@ async def main(ctx: RoleContext) -> None:
                 request_seconds_max=config.engine.request_seconds_max,
                 vocabulary=vocabulary,
                 model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
+                patience=patience,
             )
             for url in config.engine.addresses()
         ],
         sessions_max=config.actor.sessions_max,
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
+        patience=patience,
     )
     reme = ReMe(config.lessons) if config.lessons.enabled and config.lessons.source == "reme" else None
     services = Services.of(config, ctx.name, renderer, pool, environments, metrics, reme)

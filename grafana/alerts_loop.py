@@ -114,6 +114,13 @@ LOOP_ALERTS: tuple[Alert, ...] = (
         "The replay stage refused trajectories: {{ $labels.reason }}.",
     ),
     Alert(
+        "GroupsTeachNothing",
+        beyond(q.equal_groups(panel=False), limits.EQUAL_GROUPS),
+        "15m",
+        "warning",
+        "All rewards are equal in {{ $value | humanizePercentage }} of the groups: they teach nothing.",
+    ),
+    Alert(
         "ActorBackpressure",
         beyond(q.actor_blocked_share(panel=False), limits.ACTOR_BLOCKED_SHARE),
         "5m",

@@ -33,8 +33,6 @@ NOT_SHOWN = {
     "afterplay_actor_weight_update_duration_seconds": "always empty: the learner updates the engines, see publication",
     "afterplay_actor_weight_update_bytes_total": "always 0, for the same reason",
     "afterplay_actor_weight_update_failures_total": "always 0, for the same reason",
-    "afterplay_replay_equal_groups_total": "how much groups.equal_rewards has to do; what is left out is in the panel "
-    "of groups by outcome and in the bias audit",
     "afterplay_replay_score_retries_total": "to look at when a judge or reward model is slow; what fails in spite of "
     "retries is in the panel of score failures",
     "afterplay_replay_score_value": "one part of a reward: to be drawn by hand for the parts that a run has",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grafana.thresholds import WINDOW
+from grafana.thresholds import GROUPS_WINDOW, WINDOW
 
 SELECTOR = 'job=~"$job",instance=~"$instance"'
 ENVIRONMENT = 'env=~"$environment"'
@@ -113,6 +113,16 @@ def policy_lag(panel: bool = True) -> str:
         f"max({metric('learner_policy_version', panel=panel)}) - "
         f"min({metric('actor_policy_version', panel=panel)} >= 0)"
     )
+
+
+def equal_groups(*matchers: str, panel: bool = True) -> str:
+    """Finished groups whose rewards were all equal, of all that finished (those that were replaced too). Nothing while
+    none finishes."""
+    of, equal = "replay_groups_total", "replay_equal_groups_total"
+    trained = rate(of, 'outcome="trained"', window=GROUPS_WINDOW, panel=panel)
+    left_out = rate(equal, 'action=~"dropped|refilled"', window=GROUPS_WINDOW, panel=panel)
+    share = f"sum({rate(equal, *matchers, window=GROUPS_WINDOW, panel=panel)})"
+    return f"{share} / (sum({trained}) + sum({left_out}) > 0)"
 
 
 def stale_drop_share(panel: bool = True) -> str:

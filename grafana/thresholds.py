@@ -57,6 +57,12 @@ REPLAY_FILL = Limit("above", warning=0.95)
 
 STALE_DROP_SHARE = Limit("above", warning=0.2)
 
+GROUPS_WINDOW = "15m"
+"""Window of what is counted once a group."""
+
+EQUAL_GROUPS = Limit("above", warning=0.8)
+"""Groups with equal rewards, which teach nothing, among those that finished."""
+
 HEARTBEAT_AGE_SECONDS = Limit("above", critical=60)
 
 TARGETS_DOWN = Limit("above", critical=0)

@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 
 class Backbone:
-    """``model`` without dropout on ``device``, its weights in ``dtype``.
+    """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`rest`).
 
     ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
     within a layer's time. Several models may share one. Several ranks look at it between micro-batches only, together
@@ -47,7 +47,7 @@ class Backbone:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model.to(device=device, dtype=dtype)
-        self._without_dropout()
+        _without_dropout(self.model)
         self.device = device
         self.interrupt = interrupt or threading.Event()
         self.ranks: Ranks = ALONE
@@ -80,6 +80,12 @@ class Backbone:
         hidden_SH: Tensor = self._run(lambda: self._hidden(batch))
         return hidden_SH
 
+    def rest(self) -> None:
+        """Back to eval mode. With gradient checkpointing a pass with gradient leaves the model in train mode: there
+        alone transformers makes checkpoints, and the backward pass must find the same mode. Generation in train mode
+        would lose its cache and go wrong."""
+        self.model.eval()
+
     def divided(self, ranks: Ranks, run: Callable[[Callable[[], Any]], Any]) -> None:
         """The weights are shards from now on; ``run`` makes those outside of the layers whole while work reads them."""
         self.ranks, self._run = ranks, run
@@ -95,6 +101,7 @@ class Backbone:
         return max(lists, key=len, default=[])
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
+        self.model.train(self._config.gradient_checkpointing and torch.is_grad_enabled())
         if batch.layout is not None:
             inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen)
         else:
@@ -105,16 +112,6 @@ class Backbone:
             predictors = torch.from_numpy(batch.predictors_S).to(self.device)
             hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
         return hidden_SH
-
-    def _without_dropout(self) -> None:
-        """The engine samples without dropout, so π is defined without it; train mode stays on for gradient
-        checkpointing."""
-        self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            elif hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._compute is torch.float32:
@@ -130,6 +127,18 @@ class Backbone:
     def _stop_if_asked(self, gradient: Tensor | None = None) -> None:
         if self.ranks.size == 1 and self.interrupt.is_set():
             raise Interrupted
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    """The engine samples without dropout, so π is defined without it, in train mode too: layers of dropout, and
+    probabilities that a module hands to the function."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and name.endswith(("dropout", "dropout_prob", "pdrop")):
+                setattr(module, name, 0.0)
 
 
 def read_model(folder: Path, *, trust_remote_code: bool = False) -> Any:

@@ -44,6 +44,11 @@ class Critic:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [*(self.backbone.parameters if self.owns else []), *self._head.parameters()]
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """What it has beside the policy."""
+        return [*([self.backbone.model] if self.owns else []), self._head]
+
     def only_critic(self, update: int) -> bool:
         """Whether the policy waits in this update."""
         return update < self._config.critic.warmup_updates

@@ -69,6 +69,32 @@ def kept_tokens(
     return kept
 
 
+def loss_tokens(part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: Known, loss: LossConfig) -> LossTokens:
+    """What the loss gets of one micro-batch; ``logprobs`` and ``entropy`` float ``[S]``, with gradient, name the
+    device. Tokens whose μ is not finite, or that the second-moment mask rejects, are masked."""
+
+    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(logprobs.device)
+
+    usable = np.isfinite(part.behaviour_logprobs_S)
+    off = off_policy(part.replayed_S, part.guided_S, part.discarded_S, loss)
+    return LossTokens(
+        logprobs=logprobs,
+        entropy=entropy,
+        behaviour=tensor(part.behaviour_logprobs_S),
+        proximal=None if known.today is None else tensor(known.today[part.tokens_S]),
+        advantages=tensor(part.advantages_S),
+        weights=tensor(part.weights_S),
+        loss_mask=tensor(usable if known.kept is None else usable & known.kept[part.tokens_S]),
+        replay_mask=tensor(part.replayed_S),
+        off_policy=tensor(off),
+        rows=tensor(part.rows_S),
+        reference=None if known.reference is None else tensor(known.reference[part.tokens_S]),
+        recorded=tensor(part.recorded_S),
+        factors=tensor(part.factors_S),
+    )
+
+
 def off_policy(
     replayed: npt.ArrayLike, guided: npt.ArrayLike, discarded: npt.ArrayLike, loss: LossConfig
 ) -> npt.NDArray[np.bool_]:

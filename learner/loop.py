@@ -4,6 +4,9 @@
 the next update, and for the publication of the version before the last; *unblocked by* deliveries, engines that
 answer, or the end of the run.
 
+With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner takes it before each update,
+once the version before is published, and leaves it before the new one is.
+
 Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the training
 of the next update; at most one publication is under way. The next batch is built beside the training too
 (:mod:`learner.preparing`). A checkpoint is copied in memory and written by
@@ -24,16 +27,19 @@ from torch import Tensor
 
 from learner.checkpoint import CheckpointState, take_image
 from learner.choice import Choice
+from learner.device import DeviceTurn
 from learner.groups import Group
 from learner.metrics_log import MetricsLog
 from learner.preparing import Prepared, Preparer, prepare
 from learner.publisher.base import Publication
 from learner.publisher.factory import weights_to_publish
-from learner.recording import StepTimes, record_step, step_line, trained_facts
+from learner.recording import record_step, step_line, trained_facts
 from learner.report import StepReport
 from learner.rows import Batch
 from learner.saving import CheckpointWriter
 from learner.sessions import LearnerSessions
+from learner.skipped import write_skipped
+from learner.timing import LoopClock
 from learner.tracing import Tracer
 from learner.trainer import Trainer
 from pipeline.metrics.learner import LearnerMetrics
@@ -65,9 +71,12 @@ class LearnerLoop:
         lines: MetricsLog,
         version: int,
         tracer: Tracer | None = None,
+        device: DeviceTurn | None = None,
     ) -> None:
         self.version = version
         """Policy version of the trainer's weights."""
+        self._device = device
+        """Where engines and learner take turns."""
         self._ctx = ctx
         self._config = ctx.config
         self._trainer = trainer
@@ -80,6 +89,7 @@ class LearnerLoop:
         self._saved_updates = session.standing.durable_updates
         self._published: dict[str, Any] = {}
         self._preparer = Preparer(session, self._config.replay)
+        self._clock = LoopClock()
         self._idle = anyio.Event()
         self._idle.set()
 
@@ -89,7 +99,10 @@ class LearnerLoop:
         total = self._config.run.total_steps
         async with anyio.create_task_group() as tasks:
             served = initial and self._config.publish.lora == "merged"
-            await self._start_publication(tasks, None if served else await self._snapshot())
+            self._clock.lap()
+            with self._clock.stage("publish"):
+                await self._take_device()
+                await self._start_publication(tasks, None if served else await self._snapshot())
             while self._trainer.updates < total:
                 await self._step(tasks)
             self._ctx.report("publishing", "the engines to take the last version")
@@ -97,10 +110,11 @@ class LearnerLoop:
         await self._finish()
 
     async def _step(self, tasks: anyio.abc.TaskGroup) -> None:
-        started = time.perf_counter()
         update = self._trainer.updates
-        groups = await self._wait_for_groups(update)
-        waited = time.perf_counter() - started
+        with self._clock.stage("wait"):
+            groups = await self._wait_for_groups(update)
+        with self._clock.stage("publish"):
+            await self._take_device()
         self._ctx.report("training", "", step=update + 1, groups=len(groups))
         made = self._preparer.take(update, groups)
         async with anyio.create_task_group() as beside:
@@ -110,20 +124,23 @@ class LearnerLoop:
             beside.cancel_scope.cancel()
         await self._session.consumed(update, trained_facts(batch, report, choice))
         self.version += 1
-        blocked = time.perf_counter()
-        await self._start_publication(tasks, await self._snapshot())
-        done = time.perf_counter()
-        times = StepTimes(wait=waited, publish=done - blocked, total=done - started)
+        with self._clock.stage("publish"):
+            await self._start_publication(tasks, await self._snapshot())
+        times = self._clock.lap()
         record_step(self._metrics, batch, report, times, choice)
         left_out = self._config.groups.groups_per_step - len(batch.groups)
-        self._lines.write({**step_line(batch, report, times, self._published, choice), "groups_left_out": left_out})
+        line = step_line(batch, report, times, self._published, choice)
+        self._lines.write({**line, "saved": self._writer.saved, "groups_left_out": left_out})
         self._tell(batch, report)
         if self._trainer.updates % self._config.checkpoint.every == 0:
-            await self._checkpoint()
+            with self._clock.stage("save"):
+                await self._checkpoint()
 
     def _train(self, update: int, groups: tuple[Group, ...], made: Prepared | None) -> tuple[Batch, StepReport, Choice]:
         made = made or prepare(update, groups, self._config.replay, self._trainer.mean_entropies)
         report = self._trainer.train(made.batch, self.version)
+        if report.skipped is not None:
+            write_skipped(self._ctx.directory.skipped, report.skipped)
         report.seconds["choose"] += made.choose_seconds
         report.seconds["prepare"] += made.build_seconds
         self._tracer.record(made.batch, report)
@@ -155,11 +172,21 @@ class LearnerLoop:
     async def _snapshot(self) -> dict[str, Tensor]:
         return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
+    async def _take_device(self) -> None:
+        """Where engines and learner take turns: the learner's, once the engines serve the version before."""
+        if self._device is None:
+            return
+        self._ctx.report("publishing", "the engines to take the version before")
+        await self._idle.wait()
+        await self._device.take(lambda why: self._ctx.report("waiting", why))
+
     async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
         """Begin to publish the present version, once the one before is through."""
         if not self._idle.is_set():
             self._ctx.report("publishing", "the engines to take the version before")
             await self._idle.wait()
+        if self._device is not None:
+            await self._device.leave()
         self._idle = anyio.Event()
         tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._idle)
 

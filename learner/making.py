@@ -11,12 +11,13 @@ from learner.backbone import DTYPES, Backbone, read_model
 from learner.checkpoint import adapter_folder
 from learner.critic import Critic
 from learner.demonstrations import load_demonstrations
+from learner.gathering import needed_by
 from learner.policy import Policy
 from learner.ranks.group import RankGroup
 from learner.ranks.sharding import shard
 from learner.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference
 from learner.reference_server import ServerReference
-from learner.trainer import Trainer, needed_by
+from learner.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError

@@ -36,14 +36,10 @@ def token_pass(
     rows; each gets the whole result.
     """
     with watch.stage("prepare"):
-        first = token_numbers(rows)
-        parts = [
-            collate([rows[i] for i in chosen], [0.0] * len(chosen), [int(first[i]) for i in chosen], form=form)
-            for chosen in shares(rows, tokens_max, form, ranks)
-        ]
+        parts = microbatches(rows, [0.0] * len(rows), token_numbers(rows), tokens_max, form, ranks)
     outputs = tuple(np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32) for _ in range(n_outputs))
     with torch.no_grad(), watch.stage("forward"):
-        for part in ranks.padded(parts):
+        for part in parts:
             ranks.agree()
             for output, values in zip(outputs, score(part or idle_part(form)), strict=True):
                 if part is not None:
@@ -51,10 +47,21 @@ def token_pass(
     return ranks.merged(outputs)
 
 
-def shares(rows: Sequence[Row], tokens_max: int, form: Form, ranks: Ranks) -> list[list[int]]:
-    """Row numbers of each micro-batch of this rank."""
+def microbatches(
+    rows: Sequence[Row],
+    weights: Sequence[float],
+    first: Sequence[int] | npt.NDArray[np.int64],
+    tokens_max: int,
+    form: Form,
+    ranks: Ranks,
+) -> list[MicroBatch | None]:
+    """Those of this rank; None: one without rows, because another rank has more. ``weights`` and ``first`` of each row
+    are as :func:`learner.batching.collate` takes them. Collective."""
     mine = ranks.mine(rows)
-    return [[mine[i] for i in chosen] for chosen in plan_rows([rows[i] for i in mine], tokens_max, form)]
+    plans = [[mine[i] for i in chosen] for chosen in plan_rows([rows[i] for i in mine], tokens_max, form)]
+    return ranks.padded(
+        [collate([rows[i] for i in p], [weights[i] for i in p], [int(first[i]) for i in p], form=form) for p in plans]
+    )
 
 
 def idle_part(form: Form) -> MicroBatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,9 @@ from learner.losses.corrections import REASONS
 from learner.report import CriticReport, StepReport
 from learner.rows import Batch
 from learner.statistics import SourceStatistics, Weights
+from learner.timing import StepTimes
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.schema import Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds around the trainer's own stages."""
-
-    wait: float
-    """Idle for lack of groups."""
-    publish: float
-    """Blocked by publication: copying the weights and waiting for the version before."""
-    total: float
-    """From the end of the step before."""
 
 
 def record_step(
@@ -40,7 +28,7 @@ def record_step(
     metrics.steps_total.inc(report.optimizer_steps)
     for kind, count in _tokens(report).items():
         metrics.tokens_total.labels(kind=kind).inc(count)
-    for stage, seconds in {**report.seconds, "wait": times.wait, "publish": times.publish}.items():
+    for stage, seconds in times.by_stage(report.seconds).items():
         metrics.step_duration_seconds.labels(stage=stage).observe(seconds)
     metrics.wait_seconds_total.inc(times.wait)
     for name, source in s.by_source.items():
@@ -71,14 +59,28 @@ def record_step(
     metrics.loss.labels(term="entropy").set(report.entropy_loss)
     metrics.loss.labels(term="kl").set(report.kl_loss)
     metrics.loss.labels(term="supervised").set(report.supervised_loss)
-    if report.critic is not None:
-        metrics.loss.labels(term="value").set(report.critic.loss)
+    _record_objectives(metrics, report)
     metrics.grad_norm.set(report.grad_norm)
     metrics.learning_rate.set(report.learning_rate)
     for where, count in report.nonfinite.items():
         metrics.nonfinite_steps_total.labels(where=where).inc(count)
     for environment, reward in rewards_by_environment(batch.fresh).items():
         metrics.reward_mean.labels(env=environment).set(reward)
+
+
+def _record_objectives(metrics: LearnerMetrics, report: StepReport) -> None:
+    metrics.reference_kl_nats.set(_or_zero(report.statistics.all.reference_kl.value))
+    metrics.kl_coefficient.set(report.kl_coefficient)
+    metrics.supervised_tokens_total.inc(report.supervised_tokens)
+    metrics.shared_tokens_total.inc(report.tokens_shared)
+    metrics.overlong_trajectories_total.inc(report.overlong)
+    critic = report.critic
+    if critic is not None:
+        metrics.loss.labels(term="value").set(critic.loss)
+        metrics.value_clip_ratio.set(critic.clip_ratio)
+        metrics.value_grad_norm.set(critic.grad_norm)
+        if critic.explained_variance is not None:
+            metrics.value_explained_variance.set(critic.explained_variance)
 
 
 def _record_source(metrics: LearnerMetrics, name: str, source: SourceStatistics) -> None:
@@ -113,8 +115,9 @@ def step_line(
     batch: Batch, report: StepReport, times: StepTimes, published: dict[str, Any], choice: Choice | None = None
 ) -> dict[str, Any]:
     """The JSON object of one update. ``step`` counts finished updates (the first line is step 1); times are Unix
-    seconds; ``published`` tells of the last finished publication. Rewards, signals, turns and times are of fresh
-    trajectories: they tell how good the policy is."""
+    seconds; ``published`` tells of the last finished publication. ``seconds``: the stages add up to ``step``, the time
+    since the line before. Rewards, signals, turns and times are of fresh trajectories: they tell how good the policy
+    is."""
     s, trajectories = report.statistics, batch.fresh
     rewards = [t.reward for t in trajectories if t.reward is not None]
     replayed = [t.reward for t in batch.replayed if t.reward is not None]
@@ -193,7 +196,7 @@ def step_line(
         "tokens_shared": report.tokens_shared,
         "tokens_without_signal": report.tokens_without_signal,
         "tokens_per_second": report.tokens_per_second,
-        "seconds": {"wait": times.wait, **report.seconds, "publish": times.publish, "step": times.total},
+        "seconds": {**times.by_stage(report.seconds), "step": times.total},
         "published": published,
         "n_groups": len(batch.groups),
         "n_trajectories": len(batch.trajectories),

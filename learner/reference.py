@@ -69,6 +69,11 @@ class FrozenCopy:
         self._refresh_every = refresh_every
         copy.model.requires_grad_(False)
 
+    @property
+    def model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._copy.model
+        return model
+
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
         copy = self._copy

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from learner.evidence import Evidence
+from learner.rows import Row
 from learner.statistics import BatchStatistics
 
 Stage = Literal["prepare", "choose", "forward", "backward", "optimize"]
@@ -17,7 +19,8 @@ NonFinite = Literal["loss", "gradient", "ratio", "value"]
 
 
 class Stopwatch:
-    """Seconds by stage. On a GPU each stage ends with a synchronisation, so that its seconds are its own."""
+    """Seconds by stage, each second in one: a stage inside another interrupts it. On a GPU each stage ends with a
+    synchronisation, so that its seconds are its own. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {
@@ -28,16 +31,27 @@ class Stopwatch:
             "optimize": 0.0,
         }
         self._cuda = device.type == "cuda"
+        self._open: list[Stage] = []
+        self._since = 0.0
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
-        start = time.perf_counter()
+        self._charge()
+        self._open.append(name)
         try:
             yield
         finally:
-            if self._cuda:
-                torch.cuda.synchronize()
-            self.seconds[name] += time.perf_counter() - start
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        """Give the time since the last change to the innermost open stage."""
+        if self._open and self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,28 @@ class CriticReport:
     """``1 - Var(R - V) / Var(R)`` with the values before the update; None where all returns are equal."""
     skipped: bool = False
     """Loss or gradient was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """An optimizer step that was not taken."""
+
+    where: NonFinite
+    """What was not finite; ``value``: the critic's step, loss or gradient."""
+    rows: tuple[int, ...]
+    """Their numbers in the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedBatch:
+    """An update with skipped steps: what ``Trainer.step`` was given, to look at and to try again."""
+
+    update: int
+    policy_version: int
+    kl_coefficient: float
+    steps: tuple[SkippedStep, ...]
+    rows: tuple[Row, ...]
+    evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +137,8 @@ class StepReport:
     """What the ESS guard multiplied the learning rate with: mean over optimizer steps; 1 where it is off."""
     critic: CriticReport | None = None
     """None: there is none."""
+    skipped: SkippedBatch | None = None
+    """None: no step was."""
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0

@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from learner.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, restore_training
+from learner.device import DeviceTurn, limit_memory
 from learner.folder import remove_leftovers
 from learner.loop import LearnerLoop
 from learner.making import make_trainer
@@ -22,6 +23,7 @@ from learner.models.prepare import prepare_model
 from learner.policy import Interrupted
 from learner.publisher.factory import make_publisher
 from learner.publisher.publisher import published_versions
+from learner.publisher.quiet import quiet_engines
 from learner.ranks.group import RankGroup
 from learner.ranks.leading import Lead
 from learner.saving import STOP_SHARE, CheckpointWriter
@@ -60,6 +62,11 @@ async def main(ctx: RoleContext) -> None:
 
 async def serve(ctx: RoleContext, *links: Link) -> None:
     """The learner over given links, one to each replay stage (tests use some in memory)."""
+    if ctx.config.engine.colocate == "sleep":
+        await quiet_engines(ctx)
+        if ctx.stopping.is_set():
+            return
+    limit_memory(ctx.config)
     if is_due(ctx.config, ctx.directory):
         await warm_up(ctx)
         if ctx.stopping.is_set():
@@ -122,7 +129,10 @@ async def _serve(ctx: RoleContext, start: Start, links: Sequence[Link]) -> None:
             MetricsLog(directory.metrics_file, updates) as lines,
             tracing(config.traces, directory.traces, config.run.seed, updates) as tracer,
         ):
-            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer)
+            device = None
+            if publisher.device is not None:
+                device = DeviceTurn(publisher.device, start.trainer, offload=config.learner.offload)
+            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
             try:
                 await loop.run(initial=start.checkpoint is None and not start.warmed)
             except* Interrupted:

@@ -38,6 +38,8 @@ class CheckpointWriter:
     ) -> None:
         self.writing: int | None = None
         """Updates of the checkpoint under way."""
+        self.saved: dict[str, float] = {}
+        """Of the last durable checkpoint: ``updates``, and the ``seconds`` of its write."""
         self._root = root
         self._initial_model = initial_model
         self._keep = keep
@@ -60,9 +62,11 @@ class CheckpointWriter:
             await anyio.to_thread.run_sync(
                 partial(write_image, self._root, image, self._initial_model, self._keep), abandon_on_cancel=True
             )
-            self._metrics.checkpoint_duration_seconds.observe(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.saved = {"updates": image.updates, "seconds": seconds}
+            self._metrics.checkpoint_duration_seconds.observe(seconds)
             self._metrics.checkpoint_timestamp_seconds.set(time.time())
-            log.info("checkpoint of %d updates is durable after %.1f s", image.updates, time.perf_counter() - start)
+            log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
             await self._durable(image.updates)
             self.writing = None
             self._idle.set()

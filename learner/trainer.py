@@ -1,90 +1,44 @@
-"""One update: score, weigh, clip, accumulate over micro-batches, step.
+"""One update: gather evidence, estimate advantages, take the optimizer steps, report.
 
-The trainer owns policy and optimizer and knows nothing of sockets or files. ``step`` runs in a worker thread; setting
-``policy.interrupt`` makes it raise :class:`Interrupted` within a layer's time.
+The trainer owns policy and optimizer and knows nothing of sockets or files. Its methods run in a worker thread; setting
+``policy.interrupt`` makes them raise :class:`Interrupted` within a layer's time. What is done where: passes before the
+first optimizer step in :mod:`learner.gathering`, one optimizer step in :mod:`learner.optimizer_step`, what they add up
+to in :mod:`learner.tally`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from learner.advantages import needed_evidence as needed_by_estimator
 from learner.advantages.shaping import overlong_count
-from learner.batching import MicroBatch, collate, token_numbers, token_weights
+from learner.agreement import NonFiniteStep
+from learner.batching import token_numbers
 from learner.critic import Critic
 from learner.demonstrations import Demonstrations
 from learner.ema import WeightAverage
 from learner.estimation import with_advantages
-from learner.evidence import Evidence
+from learner.evidence import Evidence, TokenArray
+from learner.gathering import Gathering, needed_by
 from learner.hints import hinted_logprobs
-from learner.imitation import add_gradients
-from learner.known import Known, kept_tokens, logprobs_today, off_policy, values_of
-from learner.losses.kl import KLController, kl_penalty
-from learner.losses.policy import LossRules, LossTokens, policy_loss
-from learner.losses.registry import needed_evidence as needed_by_loss
-from learner.losses.supervised import cross_entropy, imported_share, is_imported
-from learner.offpolicy import step_factor, token_weights_of
-from learner.optimizer import clip_gradients, make_optimizer, set_rate
-from learner.passes import idle_part, shares, token_pass
+from learner.known import Known, kept_tokens, logprobs_today
+from learner.losses.kl import KLController
+from learner.losses.policy import LossRules
+from learner.optimizer import make_optimizer
+from learner.optimizer_step import OptimizerSteps
+from learner.passes import microbatches
 from learner.policy import Interrupted, Policy
 from learner.reference import Reference
-from learner.report import CriticReport, NonFinite, StepReport, Stopwatch
+from learner.report import SkippedStep, StepReport, Stopwatch
 from learner.rows import Batch, Row
 from learner.schedule import learning_rate
-from learner.statistics import TokenValues, Weights, batch_statistics
+from learner.tally import Conditions, Tally, tokens_of
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError, TrainingError
-
-FloatArray = npt.NDArray[np.float32]
-_NONFINITE: tuple[NonFinite, ...] = ("ratio", "loss")
-"""What ranks tell each other of a micro-batch: 0 all is finite, else one more than the place here."""
-
-
-class NonFiniteStep(Exception):
-    """A value that must be finite is not; ``where`` says which. The optimizer step is skipped and counted."""
-
-    def __init__(self, where: NonFinite) -> None:
-        super().__init__(where)
-        self.where = where
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the optimizer steps of one update add up to."""
-
-    watch: Stopwatch
-    evidence: Evidence
-    values: list[TokenValues] = field(default_factory=list)
-    loss: float = 0.0
-    policy_loss: float = 0.0
-    entropy: float = 0.0
-    kl: float = 0.0
-    grad_norm: float = 0.0
-    supervised: float = 0.0
-    """Mean cross-entropy of the present optimizer step."""
-    supervised_tokens: int = 0
-    supervised_share: float = 0.0
-    """Weight of a token of an imported demonstration in the present optimizer step; 0: there are none."""
-    optimizer_steps: int = 0
-    begun: int = 0
-    """Optimizer steps, skipped ones too: each takes other demonstrations."""
-    microbatches: int = 0
-    padding: int = 0
-    shared: int = 0
-    ratios: Weights = field(default_factory=Weights)
-    """Of the present optimizer step, for the ESS guard."""
-    factors: list[float] = field(default_factory=list)
-    """What the guard did to each optimizer step."""
-    nonfinite: dict[NonFinite, int] = field(default_factory=lambda: {"loss": 0, "gradient": 0, "ratio": 0, "value": 0})
-    critic: CriticReport | None = None
+from pipeline.errors import TrainingError
 
 
 class Trainer:
@@ -102,20 +56,21 @@ class Trainer:
         critic: Critic | None = None,
         demonstrations: Demonstrations | None = None,
     ) -> None:
+        """``demonstrations``: what ``loss.supervised`` draws from; None: nothing."""
         self.policy = policy
         self.reference = reference
         self.critic = critic
-        self.demonstrations = demonstrations
-        """What ``loss.supervised`` draws from; None: nothing."""
         self.updates = 0
         self.torn = False
         self.seed = config.run.seed
-        self._config = config
-        self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
         self.kl = KLController.of(config.loss)
         learner = config.learner
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
         self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
+        self._config = config
+        self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
+        self._gathering = Gathering(policy, config, reference, critic)
+        self._steps = OptimizerSteps(policy, config, self.optimizer, self.average, demonstrations)
 
     def train(self, batch: Batch, policy_version: int) -> StepReport:
         """Gather what the estimator needs, estimate advantages, and make the update. Raises as :meth:`step`."""
@@ -126,76 +81,46 @@ class Trainer:
         if "hinted" in needed_by(self._config):
             evidence = replace(evidence, hinted=hinted_logprobs(batch, partial(self.score, watch=watch)))
         with watch.stage("prepare"):
-            penalties = self._penalties(evidence)
+            penalties = self._gathering.penalties(evidence, self.kl.coefficient)
             batch, evidence = with_advantages(batch, evidence, self._config.advantage, penalties)
         report = self.step(batch, policy_version, evidence, watch)
-        return replace(
-            report, overlong=overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
-        )
+        overlong = overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
+        return replace(report, overlong=overlong)
 
     def imitate(self, rows: Sequence[Row], rate: float) -> StepReport:
         """One optimizer step on the mean cross-entropy over the sampled tokens of ``rows``; counts as an update.
 
         Raises :class:`Interrupted` when asked to stop.
         """
-        started, tally = time.time(), _Tally(Stopwatch(self.policy.device), Evidence())
+        conditions, tally = self._conditions(0, rate, Evidence()), Tally(Stopwatch(self.policy.device))
         try:
-            self._imitate(rows, 1.0, tally)
-            set_rate(self.optimizer, rate)
-            with tally.watch.stage("optimize"):
-                self._apply(tally)
+            self._steps.imitate(rows, 1.0, tally)
+            self._steps.apply(rate, tally)
         except NonFiniteStep as error:
-            tally.nonfinite[error.where] += 1
+            tally.skipped.append(SkippedStep(error.where, tuple(range(len(rows)))))
         finally:
             self.optimizer.zero_grad(set_to_none=True)
+            self.policy.rest()
         self.updates += 1
-        report = self._report(Batch(self.updates - 1, (), tuple(rows)), 0, rate, tally, started)
-        trained = tally.supervised_tokens
-        return replace(report, loss=tally.supervised, tokens_trained=trained, tokens_masked=tokens_of(rows) - trained)
-
-    def _imitate(self, rows: Sequence[Row], weight: float, tally: _Tally) -> None:
-        tokens_max, idle = self._config.learner.tokens_per_microbatch, partial(self._idle, learn=True)
-        loss = add_gradients(self.policy, rows, weight, tokens_max, tally.watch, self._agree, idle)
-        tally.supervised, tally.supervised_tokens = loss, sum(row.n_sampled for row in rows)
-
-    def _penalties(self, evidence: Evidence) -> FloatArray | None:
-        """What ``loss.kl: reward`` takes off the rewards, float32 ``[S]``."""
-        loss = self._config.loss
-        if loss.kl != "reward" or evidence.logprobs is None or evidence.reference is None:
-            return None
-        maximum = self._config.importance.log_ratio_max
-        estimator = loss.kl_estimator or "k1"
-        penalties = kl_penalty(evidence.logprobs, evidence.reference, self.kl.coefficient, estimator, maximum)
-        return penalties.astype(np.float32)
+        trained = tally.last.supervised_tokens
+        return replace(
+            tally.report(rows, conditions),
+            loss=tally.last.supervised,
+            tokens_trained=trained,
+            tokens_masked=tokens_of(rows) - trained,
+        )
 
     def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
-        """The passes over ``rows`` that the configured estimator and loss need before the first optimizer step; those
-        that nothing asks for are not made. log π and entropy come out of the same pass, and values too where the critic
-        reads the policy's hidden states.
+        """See :meth:`learner.gathering.Gathering.gather`."""
+        return self._gathering.gather(rows, watch or Stopwatch(self.policy.device))
 
-        Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
-        """
-        watch = watch or Stopwatch(self.policy.device)
-        with self.policy.ranks.together("gather", rows):
-            return self._gather(rows, watch)
+    def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> TokenArray:
+        """log π of all sampled tokens of ``rows`` with today's weights, float32 ``[S]``, rows in order."""
+        return self._gathering.scores(rows, watch or Stopwatch(self.policy.device))[0]
 
-    def _gather(self, rows: Sequence[Row], watch: Stopwatch) -> Evidence:
-        needed = needed_by(self._config)
-        logprobs = entropies = reference = values = None
-        if "values" in needed and self.critic is None:
-            raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
-        if needed & {"logprobs", "entropies"}:
-            if self.critic is not None and not self.critic.owns and "values" in needed:
-                logprobs, entropies, values = self._scores_and_values(rows, self.critic, watch)
-            else:
-                logprobs, entropies = self._scores(rows, watch)
-        if "reference" in needed:
-            if self.reference is None:
-                raise ConfigurationError("estimator or loss need a reference policy, and the trainer was given none")
-            reference = self.reference.logprobs(rows, watch)
-        if "values" in needed and values is None and self.critic is not None:
-            values = self.critic.values(rows, watch)
-        return Evidence(logprobs, entropies, reference, values)
+    def mean_entropies(self, rows: Sequence[Row]) -> dict[int, float]:
+        """See :meth:`learner.gathering.Gathering.mean_entropies`."""
+        return self._gathering.mean_entropies(rows, Stopwatch(self.policy.device))
 
     def step(
         self, batch: Batch, policy_version: int, evidence: Evidence | None = None, watch: Stopwatch | None = None
@@ -210,15 +135,14 @@ class Trainer:
             raise TrainingError(
                 f"expected rows for update {self.updates}, got {len(batch.rows)} for update {batch.update}"
             )
-        started = time.time()
-        tally = _Tally(watch or Stopwatch(self.policy.device), evidence or Evidence())
-        self._rules = replace(self._rules, kl_coef=self.kl.coefficient)
+        tally = Tally(watch or Stopwatch(self.policy.device))
         rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
+        conditions = self._conditions(policy_version, rate, evidence or Evidence())
         facts = {"update": batch.update, "policy_version": policy_version, "kl": self.kl.coefficient}
-        with self.policy.ranks.together("step", batch.rows, facts, tally.evidence):
+        with self.policy.ranks.together("step", batch.rows, facts, conditions.evidence):
             try:
                 if batch.rows:
-                    self._train(batch, tally, rate)
+                    self._train(batch, conditions, tally)
             except Interrupted:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.torn = tally.optimizer_steps > 0 or tally.critic is not None
@@ -226,75 +150,40 @@ class Trainer:
             self.updates += 1
             if self.reference is not None:
                 self.reference.updated(self.updates)
-            self._collect(tally)
-        return self._report(batch, policy_version, rate, tally, started)
+            tally.add_ranks(self.policy.ranks)
+        report = tally.report(batch.rows, conditions)
+        self.kl.update(report.statistics.all.reference_kl.value, len({row.sequence for row in batch.rows}))
+        return report
 
-    def _collect(self, tally: _Tally) -> None:
-        """Bring together what the ranks have seen of an update."""
-        ranks = self.policy.ranks
-        tally.values = ranks.values(tally.values)
-        counts = ranks.summed([tally.microbatches, tally.padding, tally.shared])
-        tally.microbatches, tally.padding, tally.shared = (int(n) for n in counts)
+    def _conditions(self, policy_version: int, rate: float, evidence: Evidence) -> Conditions:
+        rules = replace(self._rules, kl_coef=self.kl.coefficient)
+        waits = self.critic is not None and self.critic.only_critic(self.updates)
+        return Conditions(self.updates, policy_version, rate, rules, evidence, waits)
 
-    def _train(self, batch: Batch, tally: _Tally, rate: float) -> None:
-        learner = self._config.learner
+    def _train(self, batch: Batch, conditions: Conditions, tally: Tally) -> None:
+        learner, rules, evidence = self._config.learner, conditions.rules, conditions.evidence
+        score = partial(self.score, watch=tally.watch)
         numbers = token_numbers(batch.rows)
-        several = learner.epochs * learner.minibatches > 1
-        today = tally.evidence.logprobs
-        if today is None and several:
-            today = logprobs_today(batch.rows, self._rules, partial(self.score, watch=tally.watch))
+        today = evidence.logprobs
+        if today is None and learner.epochs * learner.minibatches > 1:
+            today = logprobs_today(batch.rows, rules, score)
         for epoch in range(learner.epochs):
             for chosen in self._minibatches(batch.rows, epoch):
                 rows, first = [batch.rows[i] for i in chosen], [int(numbers[i]) for i in chosen]
                 try:
-                    kept = self._kept(rows, first, batch.n_sampled, tally.watch)
-                    known = Known(today, kept, tally.evidence.reference)
-                    self._optimizer_step(rows, first, known, tally, rate, record=epoch == 0)
+                    kept = None
+                    if rules.off_policy == "second_moment" and rules.use_recorded:
+                        kept = kept_tokens(rows, first, batch.n_sampled, self._config.loss, score)
+                    known = Known(today, kept, evidence.reference)
+                    self._steps.take(rows, first, known, conditions, tally, record=epoch == 0)
                 except NonFiniteStep as error:
-                    tally.nonfinite[error.where] += 1
+                    tally.skipped.append(SkippedStep(error.where, tuple(chosen)))
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
-                self._critic_step(rows, first, tally, rate)
-
-    def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> FloatArray:
-        """log π of all sampled tokens of ``rows`` with today's weights, float32 ``[S]``, rows in order."""
-        return self._scores(rows, watch)[0]
-
-    def mean_entropies(self, rows: Sequence[Row]) -> dict[int, float]:
-        """Exact entropy with today's weights, nats, mean over the sampled tokens of each ``Row.sequence``; not finite
-        where a token's is not."""
-        entropies = self._scores(rows)[1].astype(np.float64)
-        sequences = np.repeat([row.sequence for row in rows], [row.n_sampled for row in rows])
-        return {int(s): float(entropies[sequences == s].mean()) for s in np.unique(sequences)}
-
-    def _scores(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> tuple[FloatArray, FloatArray]:
-        """log π and entropy of all sampled tokens of ``rows``, float32 ``[S]`` each, without gradient."""
-        watch, policy = watch or Stopwatch(self.policy.device), self.policy
-        budget = self._config.learner.tokens_per_microbatch
-        with policy.ranks.together("score", rows):
-            logprobs, entropies = token_pass(rows, policy.score, 2, budget, watch, policy.form, policy.ranks)
-        return logprobs, entropies
-
-    def _scores_and_values(
-        self, rows: Sequence[Row], critic: Critic, watch: Stopwatch
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """log π, entropy and value of all sampled tokens from one pass of the policy, float32 ``[S]`` each."""
-
-        def score(part: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-            hidden_SH = self.policy.hidden(part)
-            return *self.policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
-
-        budget, form = self._config.learner.tokens_per_microbatch, self.policy.form
-        logprobs, entropies, values = token_pass(rows, score, 3, budget, watch, form, self.policy.ranks)
-        return logprobs, entropies, values
-
-    def _kept(
-        self, rows: Sequence[Row], first: Sequence[int], n_tokens: int, watch: Stopwatch
-    ) -> npt.NDArray[np.bool_] | None:
-        """The second-moment mask of one optimizer step, with the weights of now."""
-        if self._rules.off_policy != "second_moment" or not self._rules.use_recorded:
-            return None
-        return kept_tokens(rows, first, n_tokens, self._config.loss, partial(self.score, watch=watch))
+                    self.policy.rest()
+                self._critic_step(rows, first, conditions, tally)
+                if tally.critic is not None and tally.critic.skipped:
+                    tally.skipped.append(SkippedStep("value", tuple(chosen)))
 
     def _minibatches(self, rows: Sequence[Row], epoch: int) -> list[list[int]]:
         """Row numbers of each optimizer step: whole trajectories, shuffled by (seed, update, epoch) where there are
@@ -302,210 +191,20 @@ class Trainer:
         count = self._config.learner.minibatches
         if count == 1:
             return [list(range(len(rows)))]
-        sequences = np.unique([row.sequence for row in rows])
-        np.random.default_rng([self._config.run.seed, self.updates, epoch]).shuffle(sequences)
+        sequences: npt.NDArray[np.int64] = np.unique([row.sequence for row in rows])
+        np.random.default_rng([self.seed, self.updates, epoch]).shuffle(sequences)
         parts = [set(part.tolist()) for part in np.array_split(sequences, count) if len(part)]
         return [[i for i, row in enumerate(rows) if row.sequence in part] for part in parts]
 
-    def _microbatches(
-        self, rows: Sequence[Row], first: Sequence[int], weights: Sequence[float], watch: Stopwatch
-    ) -> list[MicroBatch | None]:
-        """Those of this rank; None: one without rows, because another rank has more."""
-        with watch.stage("prepare"):
-            form, ranks = self.policy.form, self.policy.ranks
-            parts = [
-                collate([rows[i] for i in chosen], [weights[i] for i in chosen], [first[i] for i in chosen], form=form)
-                for chosen in shares(rows, self._config.learner.tokens_per_microbatch, form, ranks)
-            ]
-            return ranks.padded(parts)
-
-    def _optimizer_step(
-        self, rows: Sequence[Row], first: Sequence[int], known: Known, tally: _Tally, rate: float, *, record: bool
-    ) -> None:
-        """Gradients of the whole mini-batch, then one optimizer step. Rows without advantage have gradient exactly 0:
-        they are scored without a backward pass, and only for the statistics."""
-        weights = token_weights(rows, self._config.loss.aggregation, self._config.loss.aggregation_length)
-        waits = self.critic is not None and self.critic.only_critic(self.updates)
-        supervised = self._config.loss.supervised
-        of_replayed = supervised.weight if supervised.source == "replayed" and not waits else 0.0
-        tally.supervised_share = imported_share(rows, of_replayed)
-        with_signal = [
-            not waits
-            and (row.has_signal or not self._rules.needs_signal or (tally.supervised_share > 0 and is_imported(row)))
-            for row in rows
-        ]
-        guard = self._config.replay.ess_guard
-        tally.begun += 1
-        tally.ratios = Weights()
-        tally.loss = tally.policy_loss = tally.entropy = tally.kl = tally.grad_norm = tally.supervised = 0.0
-        tally.supervised_tokens = sum(row.n_sampled for row in rows if is_imported(row)) if of_replayed else 0
-        for learn in (True, False):
-            chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
-            if not chosen or not (learn or record or guard.enabled):
-                continue
-            parts = self._microbatches(
-                [rows[i] for i in chosen], [first[i] for i in chosen], [weights[i] for i in chosen], tally.watch
-            )
-            for part in parts:
-                if part is None:
-                    self._idle(learn=learn)
-                else:
-                    self._microbatch(part, known, tally, learn=learn, record=record)
-        sums = [tally.loss, tally.policy_loss, tally.entropy, tally.kl, tally.supervised]
-        tally.loss, tally.policy_loss, tally.entropy, tally.kl, tally.supervised = self.policy.ranks.summed(sums)
-        if guard.enabled:
-            tally.ratios = self.policy.ranks.ratios(tally.ratios)
-        drawn = not waits and self._supervise(tally)
-        if any(with_signal) or drawn:
-            factor = step_factor(tally.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
-            set_rate(self.optimizer, rate * factor)
-            with tally.watch.stage("optimize"):
-                self._apply(tally)
-            tally.factors.append(factor)
-
-    def _supervise(self, tally: _Tally) -> bool:
-        """Add the gradient of the demonstrations that this optimizer step draws; whether there are any."""
-        if self.demonstrations is None:
-            return False
-        learner, supervised = self._config.learner, self._config.loss.supervised
-        step = self.updates * learner.epochs * learner.minibatches + tally.begun - 1
-        rows = self.demonstrations.draw((self._config.run.seed, 1), step, supervised.batch)
-        self._imitate(rows, supervised.weight, tally)
-        tally.loss += supervised.weight * tally.supervised
-        return True
-
-    def _microbatch(self, part: MicroBatch, known: Known, tally: _Tally, *, learn: bool, record: bool) -> None:
-        with tally.watch.stage("forward"), torch.set_grad_enabled(learn):
-            logprobs, entropy = self.policy.score(part)
-            tokens = self._loss_tokens(part, logprobs, entropy, known)
-            terms = policy_loss(tokens, self._rules)
-            values = values_of(part, tokens, terms, known)
-            if record:
-                tally.values.append(values)
-            if self._config.replay.ess_guard.enabled:
-                tally.ratios += token_weights_of(
-                    values.logprobs, values.behaviour, values.trained & values.recorded, self._rules.log_ratio_max
-                )
-            loss = terms.loss
-            if tally.supervised_share:
-                imported = torch.from_numpy(part.replayed_S & ~part.recorded_S).to(loss.device)
-                extra = cross_entropy(logprobs, imported, tally.supervised_share)
-                tally.supervised += float(extra.detach()) / self._config.loss.supervised.weight
-                loss = loss + extra
-            value = float(loss.detach())
-            finite = bool(torch.isfinite(tokens.logprobs.detach()).all())
-            self._agree(1 if not finite else 2 if not np.isfinite(value) else 0)
-        if learn:
-            with tally.watch.stage("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-        tally.microbatches += 1
-        tally.padding += part.n_padded - part.n_real
-        tally.shared += part.n_shared
-        tally.loss += value
-        tally.policy_loss += float(terms.policy)
-        tally.entropy += float(terms.entropy)
-        tally.kl += float(terms.kl)
-
-    def _idle(self, *, learn: bool) -> None:
-        """Take part in the collectives of another rank's micro-batch, with a gradient of 0."""
-        with torch.set_grad_enabled(learn):
-            logprobs, entropy = self.policy.score(idle_part(self.policy.form))
-            self._agree(0)
-        if learn:
-            nothing = torch.zeros_like(logprobs)
-            torch.where(nothing > 0, logprobs + entropy, nothing).sum().backward()  # type: ignore[no-untyped-call]
-
-    def _agree(self, code: int) -> None:
-        """Raise :class:`NonFiniteStep` on every rank where one has seen something, :class:`Interrupted` where one is
-        asked to stop. ``code``: see ``_NONFINITE``."""
-        worst = self.policy.ranks.agree(code)
-        if worst:
-            raise NonFiniteStep(_NONFINITE[worst - 1])
-
-    def _loss_tokens(self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: Known) -> LossTokens:
-        def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(array).to(self.policy.device)
-
-        usable = np.isfinite(part.behaviour_logprobs_S)
-        off = off_policy(part.replayed_S, part.guided_S, part.discarded_S, self._config.loss)
-        return LossTokens(
-            logprobs=logprobs,
-            entropy=entropy,
-            behaviour=tensor(part.behaviour_logprobs_S),
-            proximal=None if known.today is None else tensor(known.today[part.tokens_S]),
-            advantages=tensor(part.advantages_S),
-            weights=tensor(part.weights_S),
-            loss_mask=tensor(usable if known.kept is None else usable & known.kept[part.tokens_S]),
-            replay_mask=tensor(part.replayed_S),
-            off_policy=tensor(off),
-            rows=tensor(part.rows_S),
-            reference=None if known.reference is None else tensor(known.reference[part.tokens_S]),
-            recorded=tensor(part.recorded_S),
-            factors=tensor(part.factors_S),
-        )
-
-    def _apply(self, tally: _Tally) -> None:
-        norm = clip_gradients(self.policy.parameters, self._config.learner.grad_clip)
-        if not np.isfinite(norm):
-            raise NonFiniteStep("gradient")
-        self.optimizer.step()
-        if self.average is not None:
-            self.average.update()
-        tally.grad_norm = norm
-        tally.optimizer_steps += 1
-
-    def _critic_step(self, rows: Sequence[Row], first: Sequence[int], tally: _Tally, rate: float) -> None:
+    def _critic_step(self, rows: Sequence[Row], first: Sequence[int], conditions: Conditions, tally: Tally) -> None:
         """The critic learns from the same mini-batch as the policy, where the estimator gave returns."""
-        values, returns = tally.evidence.values, tally.evidence.returns
+        values, returns = conditions.evidence.values, conditions.evidence.returns
         if self.critic is None or values is None or returns is None:
             return
-        learner = self._config.learner
-        parts = self._microbatches(rows, first, [0.0] * len(rows), tally.watch)
-        tally.critic = self.critic.learn(
-            parts, values, returns, learner.critic.learning_rate * rate / learner.learning_rate, tally.watch
-        )
-        tally.nonfinite["value"] += tally.critic.skipped
-
-    def _report(self, batch: Batch, policy_version: int, rate: float, tally: _Tally, started: float) -> StepReport:
-        values = TokenValues.join(tally.values)
-        statistics = batch_statistics(values, policy_version, self._rules.log_ratio_max)
-        trained = statistics.all.tokens
-        self.kl.update(statistics.all.reference_kl.value, len({row.sequence for row in batch.rows}))
-        return StepReport(
-            update=batch.update,
-            policy_version=policy_version,
-            statistics=statistics,
-            loss=tally.loss,
-            policy_loss=tally.policy_loss,
-            entropy_loss=-self._rules.entropy_bonus * tally.entropy,
-            kl_loss=self._rules.kl_coef * tally.kl if self._rules.kl_in_loss else 0.0,
-            kl_coefficient=self._rules.kl_coef,
-            supervised_loss=tally.supervised,
-            supervised_tokens=tally.supervised_tokens,
-            grad_norm=tally.grad_norm,
-            learning_rate=rate * (tally.factors[-1] if tally.factors else 1.0),
-            guard_lr_factor=float(np.mean(tally.factors)) if tally.factors else 1.0,
-            optimizer_steps=tally.optimizer_steps,
-            nonfinite=tally.nonfinite,
-            n_rows=len(batch.rows),
-            n_microbatches=tally.microbatches,
-            tokens_trained=trained,
-            tokens_masked=tokens_of(batch.rows) - trained,
-            tokens_padding=tally.padding,
-            tokens_shared=tally.shared,
-            tokens_without_signal=sum(row.n_sampled for row in batch.rows if not row.has_signal),
-            critic=tally.critic,
-            seconds=tally.watch.seconds,
-            started_at=started,
-            finished_at=time.time(),
-        )
-
-
-def tokens_of(rows: Sequence[Row]) -> int:
-    """All of them, context included."""
-    return sum(len(row) for row in rows)
-
-
-def needed_by(config: RunConfig) -> frozenset[str]:
-    """Passes before an update that estimator and loss ask for: names of fields of :class:`Evidence`."""
-    return needed_by_estimator(config.advantage) | needed_by_loss(config.loss, config.importance)
+        learner, policy = self._config.learner, self.policy
+        with tally.watch.stage("prepare"):
+            parts = microbatches(
+                rows, [0.0] * len(rows), first, learner.tokens_per_microbatch, policy.form, policy.ranks
+            )
+        rate = learner.critic.learning_rate * conditions.rate / learner.learning_rate
+        tally.critic = self.critic.learn(parts, values, returns, rate, tally.watch)

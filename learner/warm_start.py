@@ -29,6 +29,7 @@ from learner.models.prepare import prepare_model
 from learner.policy import Interrupted
 from learner.ranks.joining import place_of
 from learner.report import StepReport
+from learner.skipped import write_skipped
 from learner.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TrainingError
@@ -86,14 +87,15 @@ class WarmStart:
         return self.trainer.updates >= self.steps
 
     def step(self) -> StepReport:
-        """One optimizer step, skipped where a value is not finite. Raises :class:`Interrupted` when asked to stop,
-        :class:`TrainingError` when :data:`SKIPPED_MAX` steps in a row were skipped."""
+        """One optimizer step; one where a value is not finite is skipped, and its batch is written out. Raises
+        :class:`Interrupted` when asked to stop, :class:`TrainingError` when :data:`SKIPPED_MAX` steps in a row were
+        skipped."""
         section = self._config.learner.warm_start
         rows = self.demonstrations.draw((self._config.run.seed, 0), self.trainer.updates, section.batch)
         report = self.trainer.imitate(rows, section.learning_rate)
         self._skipped = 0 if report.optimizer_steps else self._skipped + 1
-        if self._skipped:
-            log.warning("warm-start step %d was skipped: not finite %s", report.update + 1, dict(report.nonfinite))
+        if report.skipped is not None:
+            write_skipped(self._directory.skipped / "warm_start", report.skipped)
         if self._skipped >= SKIPPED_MAX:
             raise TrainingError(
                 f"{SKIPPED_MAX} warm-start steps in a row were not finite, up to step {report.update + 1}: lower "

@@ -23,16 +23,14 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
+from pipeline.codec_headers import decode_order, decode_plan, decode_task, encode_order, encode_plan, task_header
 from pipeline.codec_turns import decode_turns
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import (
     SCHEMA_VERSION,
     EngineRecord,
     Failure,
-    GroupPlan,
     Guidance,
-    Order,
-    Task,
     Timings,
     Trajectory,
     TrajectoryStatus,
@@ -104,7 +102,7 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
         "schema_version": trajectory.schema_version,
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
-        "task": _task_header(trajectory.task),
+        "task": task_header(trajectory.task),
         "status": trajectory.status.value,
         "failure": trajectory.failure,
         "rewards": dict(trajectory.rewards),
@@ -160,7 +158,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
         return Trajectory(
             trajectory_id=header["trajectory_id"],
             group_id=header["group_id"],
-            task=_decode_task(header["task"]),
+            task=decode_task(header["task"]),
             turns=turns,
             status=TrajectoryStatus(header["status"]),
             failure=_decode_plain(Failure, failure, str) if failure else None,
@@ -180,61 +178,6 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
         raise WireError(f"trajectory header is not understood: {type(error).__name__}: {error}") from error
 
 
-def encode_order(order: Order) -> dict[str, Any]:
-    """Header of an ORDER message."""
-    header = {
-        "order_id": order.order_id,
-        "group_id": order.group_id,
-        "task": _task_header(order.task),
-        "slot": order.slot,
-        "attempt": order.attempt,
-        "policy_version": order.policy_version,
-        "seconds_max": order.seconds_max,
-    }
-    if order.greedy:
-        header["greedy"] = True
-    return header
-
-
-def decode_order(header: Mapping[str, Any]) -> Order:
-    """Raises :class:`WireError`."""
-    return _built(Order, header, task=_decode_task)
-
-
-def encode_plan(plan: GroupPlan) -> dict[str, Any]:
-    """Header of a PLAN message."""
-    header = {
-        "group_id": plan.group_id,
-        "task": _task_header(plan.task),
-        "n_rollout": plan.n_rollout,
-        "n_fresh": plan.n_fresh,
-        "replay_ids": list(plan.replay_ids),
-        "candidates": list(plan.candidates),
-        "attempt": plan.attempt,
-        "admitted_update": plan.admitted_update,
-    }
-    if plan.baseline is not None:
-        header["baseline"] = plan.baseline
-    if plan.left_out:
-        header["left_out"] = True
-    return header
-
-
-def decode_plan(header: Mapping[str, Any]) -> GroupPlan:
-    """Raises :class:`WireError`."""
-    return _built(GroupPlan, header, task=_decode_task, replay_ids=tuple, candidates=tuple)
-
-
-def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Record:
-    try:
-        names = cls.__dataclass_fields__  # type: ignore[attr-defined]
-        return cls(**{k: convert.get(k, lambda v: v)(v) for k, v in header.items() if k in names})
-    except SchemaError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise WireError(f"{cls.__name__} header is not understood: {type(error).__name__}: {error}") from error
-
-
 def _turn_header(turn: Turn) -> dict[str, Any]:
     header = {
         "n": [len(turn.context), len(turn.completion), len(turn.completion.version_spans)],
@@ -248,14 +191,6 @@ def _turn_header(turn: Turn) -> dict[str, Any]:
     if turn.reward is not None:
         header["reward"] = turn.reward
     return header
-
-
-def _task_header(task: Task) -> dict[str, Any]:
-    return {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
-
-
-def _decode_task(header: Mapping[str, Any]) -> Task:
-    return Task(header["task_id"], header["environment"], header["seed"], header.get("payload") or {})
 
 
 def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
@@ -314,3 +249,16 @@ def _json_object(frame: Buffer, what: str) -> dict[str, Any]:
 
 def _size(frame: Buffer) -> int:
     return len(frame) if isinstance(frame, bytes) else frame.nbytes
+
+
+__all__ = [
+    "check_limits",
+    "decode_message",
+    "decode_order",
+    "decode_plan",
+    "decode_trajectory",
+    "encode_message",
+    "encode_order",
+    "encode_plan",
+    "encode_trajectory",
+]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.metrics.learner import STAGES
 from pipeline.supervisor.progress import Line, read_lines
 
-_COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#5c6b73", "#b56576")
-_STAGES = ("wait", "prepare", "forward", "backward", "optimize", "publish")
+_COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#5c6b73", "#b56576", "#7fb7be", "#bbbbbb")
 
 
 def draw(metrics_file: Path, picture: Path) -> str | None:
@@ -126,7 +126,7 @@ def _seconds(axis: Any, lines: list[Line]) -> None:
     axis.set_title("seconds per step, by stage")
     steps = [int(line["step"]) for line in lines]
     base = [0.0] * len(lines)
-    for colour, stage in enumerate(_STAGES):
+    for colour, stage in enumerate(STAGES):
         told = [line.get("seconds") for line in lines]
         heights = [float(s.get(stage) or 0.0) if isinstance(s, Mapping) else 0.0 for s in told]
         if any(heights):

@@ -11,6 +11,7 @@
       lessons.sqlite     the memory of lessons, where they are on
       traces/            some trained and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
+      skipped/           batches of optimizer steps that were not finite (learner/skipped.py)
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
@@ -83,6 +84,11 @@ class RunDirectory:
     def traces(self) -> Path:
         """Rollouts kept for people to look at (:mod:`pipeline.traces`)."""
         return self.path / "traces"
+
+    @property
+    def skipped(self) -> Path:
+        """Batches whose optimizer steps were skipped."""
+        return self.path / "skipped"
 
     @property
     def logs(self) -> Path:

@@ -58,6 +58,8 @@ class Batching(ContinuousBatchingManager):
         """Prompt tokens looked up in the prefix cache."""
         self.prefix_hits = 0
         """Prompt tokens found there."""
+        self.ending = False
+        """No step is made any more: set before :meth:`stop` where the memory of cache or weights is given up."""
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request; its result is delivered once."""
@@ -132,7 +134,14 @@ class Batching(ContinuousBatchingManager):
                 token_ids = state.initial_tokens + state.generated_tokens
                 cache.cache_allocators[name].mark_complete_blocks(state.request_id, token_ids, blocks)
 
+        look_for_news = processor._update_tp_group_state
+
+        def ending_or_news() -> bool:
+            """True: no step is made. A stop is otherwise seen only after the step that follows a pause."""
+            return bool(look_for_news()) or self.ending
+
         cache.search_prefix_match, cache.mark_complete_blocks = counted_search, mark_fresh
+        processor._update_tp_group_state = ending_or_news
         return processor
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:

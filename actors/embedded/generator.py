@@ -1,9 +1,10 @@
-"""The model behind the routes: generate, cancel, pause, load, stamp, resume."""
+"""The model behind the routes: generate, cancel, pause, load, stamp, resume, sleep, wake."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from actors.embedded.batching import Batching
 from actors.embedded.options import EngineOptions
 from actors.embedded.requests import Bounds, GenerateRequest, Refused
+from actors.embedded.resting import TAGS, WEIGHTS, Rest
 from actors.embedded.versions import Span, VersionRecord
 from actors.embedded.weights import load_weights
 
 T = TypeVar("T")
+_log = logging.getLogger("afterplay.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,15 @@ class Generator:
         self._model, eos = load_model(options)
         self.bounds = Bounds(options, int(self._model.config.get_text_config().vocab_size))
         self._batching = Batching(self._model, options, eos, self._delivered, fatal)
+        self._rest = Rest(self._model, self._batching)
+        self.passes = 0
+        """Forward passes of the model."""
+        self._model.register_forward_pre_hook(self._count_pass)
+
+    @property
+    def sleeping(self) -> bool:
+        """Nothing is sampled: asleep, or paused."""
+        return self.paused or bool(self._rest.asleep)
 
     @property
     def paused(self) -> bool:
@@ -69,8 +81,7 @@ class Generator:
     async def stop(self) -> None:
         """End sampling at the next step; unfinished requests are answered 503."""
         self._stopping = True
-        await self.resume()
-        await self._in_control(lambda: self._batching.stop(block=True, timeout=1.0, hard_stop=True))
+        await self._in_control(self._end_sampling)
         self._control.shutdown(wait=False)
         for request_id, future in list(self._waiting.items()):
             if not future.done():
@@ -104,31 +115,73 @@ class Generator:
 
     async def pause(self) -> None:
         """Stop between two steps and keep all requests. Returns when no step runs; harmless when paused."""
-
-        def hold() -> None:
-            if self._held is None:
-                held = self._batching.frozen()
-                held.__enter__()
-                self._held = held
-
-        await self._in_control(hold)
+        await self._in_control(self._hold)
 
     async def resume(self) -> None:
-        """Undo :meth:`pause`; harmless when not paused."""
+        """Undo :meth:`pause`; harmless when not paused. Raises :class:`Refused` (400) when asleep."""
 
-        def release() -> None:
-            held, self._held = self._held, None
-            if held is not None:
-                held.__exit__(None, None, None)
+        def resume() -> None:
+            if self._rest.asleep:
+                raise Refused(400, "resume: the engine sleeps, wake it up")
+            self._release()
 
-        await self._in_control(release)
+        await self._in_control(resume)
+
+    async def sleep(self, level: int) -> None:
+        """Pause, and give the memory of the KV cache and (level 2, or on a GPU) of the weights up. Requests are kept,
+        those that come now too; harmless when asleep."""
+
+        def fall_asleep() -> None:
+            self._hold()
+            if not self._rest.asleep:
+                _log.info("asleep (level %d) after %d forward passes", level, self.passes)
+            self._rest.fall_asleep(level)
+
+        await self._in_control(fall_asleep)
+
+    async def wake_up(self, tags: Sequence[str] = TAGS) -> bool:
+        """Take the memory of ``tags`` back, and go on once nothing sleeps any more; whether that is so. Raises
+        :class:`Refused` (400) as :meth:`actors.embedded.resting.Rest.wake`."""
+
+        def wake() -> bool:
+            slept = bool(self._rest.asleep)
+            awake = self._rest.wake(tags)
+            if awake:
+                if slept:
+                    _log.info("awake after %d forward passes", self.passes)
+                self._release()
+            return awake
+
+        return await self._in_control(wake)
+
+    def _end_sampling(self) -> None:
+        self._batching.ending = True  # without its memory, a sleeping engine may not make one more step
+        self._release()
+        self._batching.stop(block=True, timeout=1.0, hard_stop=True)
+
+    def _hold(self) -> None:
+        if self._held is None:
+            held = self._batching.frozen()
+            held.__enter__()
+            self._held = held
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__(None, None, None)
+
+    def _count_pass(self, module: Any, inputs: Any) -> None:
+        self.passes += 1
 
     async def reload(self, folder: Path) -> None:
         """Load new weights between two steps. Raises :class:`Refused` and keeps the old ones when they do not fit."""
 
         def load() -> None:
+            if WEIGHTS in self._rest.asleep:
+                raise Refused(400, "reload_weights: the weights sleep, wake tags=weights first")
             with self._batching.frozen():
                 load_weights(self._model, folder)
+                self._rest.discarded = False
                 self._batching.forget_cache()
 
         await self._in_control(load)

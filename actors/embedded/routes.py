@@ -28,6 +28,9 @@ def application(generator: Generator) -> web.Application:
     app.router.add_post("/pause", routes.pause)
     app.router.add_post("/resume", routes.resume)
     app.router.add_get("/is_paused", routes.is_paused)
+    app.router.add_post("/sleep", routes.sleep)
+    app.router.add_post("/wake_up", routes.wake_up)
+    app.router.add_get("/is_sleeping", routes.is_sleeping)
     app.router.add_post("/collective_rpc", routes.collective_rpc)
     app.router.add_post("/update_weight_version", routes.update_weight_version)
     app.router.add_get("/weight_info", routes.weight_info)
@@ -61,6 +64,23 @@ class Routes:
 
     async def is_paused(self, request: web.Request) -> web.Response:
         return _json({"is_paused": self._generator.paused})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        level, mode = request.query.get("level", "1"), request.query.get("mode", "abort")
+        if level not in ("1", "2") or mode != "keep":
+            raise Refused(
+                400, f"sleep?level={level}&mode={mode}: the embedded engine supports levels 1, 2 and mode=keep"
+            )
+        await self._generator.sleep(int(level))
+        return _json({"status": "sleeping", "level": int(level)})
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        tags = request.query.getall("tags", [])
+        awake = await self._generator.wake_up(*([tags] if tags else []))
+        return _json({"status": "awake" if awake else "sleeping", "tags": tags or None})
+
+    async def is_sleeping(self, request: web.Request) -> web.Response:
+        return _json({"is_sleeping": self._generator.sleeping})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         body = await _object(request)

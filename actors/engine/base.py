@@ -72,6 +72,10 @@ class Engine(Protocol):
         """Return if it can serve requests."""
         ...
 
+    async def is_sleeping(self) -> bool:
+        """Whether it keeps its requests without sampling, because the learner has the device. It is well."""
+        ...
+
     async def prefix_cache(self) -> PrefixCache | None:
         """None where the engine does not count."""
         ...

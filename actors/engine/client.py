@@ -15,6 +15,7 @@ import orjson
 
 from actors.engine.answers import read_completion, read_generate, read_prefix_cache, read_version
 from actors.engine.base import Generation, PrefixCache, Sampling
+from actors.engine.patience import Patience
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -34,7 +35,8 @@ class EngineClient:
     with``.
 
     ``vocabulary``: size of the model's vocabulary, when known; ids at or above it are refused as garbage. ``model``:
-    name that requests ask for; None: what the engine serves.
+    name that requests ask for; None: what the engine serves. ``patience``: the time of a request stands still while
+    the engine sleeps.
     """
 
     def __init__(
@@ -44,11 +46,14 @@ class EngineClient:
         request_seconds_max: float = 120.0,
         vocabulary: int | None = None,
         model: str | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._named: dict[str, Any] = {} if model is None else {"model": model}
         self._vocabulary = vocabulary
         self._request_timeout = aiohttp.ClientTimeout(total=request_seconds_max, sock_connect=CONNECT_SECONDS_MAX)
+        self._patience = patience
+        self._request_seconds_max = request_seconds_max
         self._probe_timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS_MAX)
         self._session: aiohttp.ClientSession | None = None
         self._has_generate = True
@@ -120,13 +125,27 @@ class EngineClient:
         if status != 200:
             raise EngineUnavailable(f"engine {self._url} is not healthy: HTTP {status} {_text(answer)}")
 
+    async def is_sleeping(self) -> bool:
+        status, answer = await self._request("GET", "/is_sleeping", None, self._probe_timeout)
+        told = self._accepted(status, answer)
+        if not isinstance(told, dict) or not isinstance(told.get("is_sleeping"), bool):
+            raise EngineProtocolError(f"engine {self._url}: expected is_sleeping, got {str(told)[:160]}")
+        return bool(told["is_sleeping"])
+
     async def prefix_cache(self) -> PrefixCache | None:
         status, answer = await self._request("GET", "/metrics", None, self._probe_timeout)
         return read_prefix_cache(answer.decode("utf-8", "replace")) if status == 200 else None
 
     async def _post(self, path: str, body: dict[str, Any], session_id: str) -> tuple[int, bytes]:
         headers = {**_JSON_HEADERS, "X-Session-ID": session_id} if session_id else _JSON_HEADERS
-        return await self._request("POST", path, orjson.dumps(body), self._request_timeout, headers)
+        if self._patience is None:
+            return await self._request("POST", path, orjson.dumps(body), self._request_timeout, headers)
+        unlimited = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS_MAX)
+        with self._patience.limit(self._request_seconds_max):
+            return await self._request("POST", path, orjson.dumps(body), unlimited, headers)
+        raise EngineUnavailable(
+            f"engine {self._url} did not answer {path} within {self._request_seconds_max:g} s awake"
+        )
 
     async def _request(
         self,

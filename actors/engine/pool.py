@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from actors.engine.base import Engine, PrefixCache
+from actors.engine.patience import Patience
 from actors.engine.router import UNSTAMPED, Lease, MoveReason, Placement, Router, RouterStatistics
 from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics
@@ -42,6 +43,7 @@ class EnginePool:
         wait_seconds_max: float,
         metrics: ActorMetrics,
         probe_seconds: float = PROBE_SECONDS,
+        patience: Patience | None = None,
     ) -> None:
         if not engines:
             raise ConfigurationError("there is no engine to play with: set engine.replicas or engine.urls")
@@ -51,6 +53,10 @@ class EnginePool:
         self.router = Router(self._engines, sessions_max)
         self._wait_seconds_max = wait_seconds_max
         self._probe_seconds = probe_seconds
+        self.patience = patience or Patience()
+        """For limits that stand still while the engines sleep."""
+        self._may_sleep = patience is not None
+        self._asleep: set[str] = set()
         self._metrics = metrics
         self._placements = {p: metrics.sticky_placements_total.labels(kind=p.value) for p in Placement}
         self._changed = anyio.Event()
@@ -131,7 +137,7 @@ class EnginePool:
             poked.set()
         self._waiting[version_min] += 1
         try:
-            with anyio.move_on_after(self._wait_seconds_max):
+            with self.patience.limit(self._wait_seconds_max):
                 while True:
                     await self._changed.wait()
                     lease = self.router.acquire(session, version_min, avoid)
@@ -165,11 +171,14 @@ class EnginePool:
             with anyio.move_on_after(PROBE_SECONDS_MAX):
                 await engine.health()
                 stamped = await engine.weight_version()
+                if self._may_sleep:
+                    self._slept(engine.name, sleeping=await engine.is_sleeping())
                 alive, version, problem = True, UNSTAMPED if stamped is None else stamped, ""
                 self._unanswered[engine.name] = 0
         except EngineError as error:
             self._unanswered[engine.name] = 0
             problem = str(error)
+            self._slept(engine.name, sleeping=False)
         if self._unanswered[engine.name] == 1 and state.alive:
             return
         was_alive = state.alive
@@ -202,6 +211,14 @@ class EnginePool:
         self._metrics.prefix_tokens_total.labels(result="miss").inc(max(0.0, queries - hits))
         if queries > 0:
             self._metrics.prefix_cache_hit_ratio.set(hits / queries)
+
+    def _slept(self, engine: str, *, sleeping: bool) -> None:
+        """Time stands still while all engines sleep."""
+        (self._asleep.add if sleeping else self._asleep.discard)(engine)
+        if len(self._asleep) == len(self._engines):
+            self.patience.fell_asleep()
+        else:
+            self.patience.woke()
 
     def _count_evictions(self) -> None:
         evicted = self.router.evicted

@@ -53,6 +53,9 @@ class StubEngine:
         self.latency_seconds = latency_seconds
         self.version = version
         self.alive = True
+        self.sleeping = False
+        """Requests are kept until :meth:`wake`."""
+        self.awake = anyio.Event()
         self.fault: Exception | None = None
         """Raised by the next requests instead of an answer."""
         self.requests: list[tuple[str, tuple[int, ...]]] = []
@@ -77,6 +80,8 @@ class StubEngine:
         first = self.version
         try:
             await anyio.sleep(self.latency_seconds)
+            while self.sleeping:
+                await self.awake.wait()
         finally:
             self.in_flight -= 1
         if not self.alive:
@@ -100,6 +105,15 @@ class StubEngine:
         await anyio.lowlevel.checkpoint()
         if not self.alive:
             raise EngineUnavailable(f"engine {self._name} is dead")
+
+    def wake(self) -> None:
+        self.sleeping = False
+        awake, self.awake = self.awake, anyio.Event()
+        awake.set()
+
+    async def is_sleeping(self) -> bool:
+        await self.health()
+        return self.sleeping
 
     async def prefix_cache(self) -> PrefixCache | None:
         return None
@@ -156,6 +170,9 @@ class StubServer:
         self.completion = completion
         self.version = version
         self.healthy = True
+        self.sleeping = False
+        self.awake = anyio.Event()
+        """Set when it wakes: then it answers what was asked while it slept."""
         self.has_generate = has_generate
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
@@ -170,6 +187,9 @@ class StubServer:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/weight_info", self._weight_info)
         app.router.add_get("/health", self._health)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._wake_up)
+        app.router.add_get("/is_sleeping", self._is_sleeping)
         app.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -194,6 +214,8 @@ class StubServer:
         body = orjson.loads(await request.read())
         if self.keep_bodies:
             self.bodies.append(body)
+        while self.sleeping:
+            await self.awake.wait()
         value = answer(body)
         if hasattr(value, "__await__"):
             value = await value
@@ -208,6 +230,21 @@ class StubServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.sleeping, self.awake = True, anyio.Event()
+        return web.json_response({"status": "sleeping", "level": int(request.query.get("level", "1"))})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        """The weights are always there: with them alone it sleeps on, as vLLM does."""
+        tags = request.query.getall("tags", [])
+        if not tags or "kv_cache" in tags:
+            self.sleeping = False
+            self.awake.set()
+        return web.json_response({"status": "sleeping" if self.sleeping else "awake", "tags": tags or None})
+
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self.sleeping})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics_text)

@@ -58,8 +58,8 @@ class PasscodeEpisode(Episode):
         self.messages = (Message("user", f"open {lock}" if options.compact else text),)
         self._yes = Message("user", "yes" if options.compact else "Right. Say the next number.")
         self._code = code
-        numbers = " ".join(str(min(place)) for place in code)
-        self.hint = numbers if options.compact else f"The code is {numbers}."
+        opening = " ".join(str(min(place)) for place in code)
+        self.hint = opening if options.compact else f"The code is {opening}."
         self._turn = 0
 
     def step(self, reply: Reply) -> Step:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -46,18 +46,6 @@ class Guided:
     query: str
     plain: Shadow
     """The conversation without lessons, as far as it was played."""
-
-    def extended(
-        self,
-        advance: Callable[[Conversation], Conversation],
-        played: Conversation,
-        turn: int,
-        completion_ids: Sequence[int],
-        forked: bool,
-    ) -> None:
-        """``played`` is the prompt of ``turn``; follow it without lessons."""
-        if not self.keep:
-            self.plain.follow(advance, played, turn, completion_ids, forked)
 
     def guidance(self, n_turns: int) -> Guidance:
         """What the trajectory says of it, of the turns that were kept."""

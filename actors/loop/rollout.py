@@ -113,7 +113,7 @@ class Rollout:
                 f"{self.order.task.environment!r}: every role must read the same run file"
             )
         seconds_max = min(host.config.max_seconds, self.order.seconds_max)
-        with anyio.move_on_after(seconds_max):
+        with self._services.pool.patience.limit(seconds_max):
             return await self._with_episode(host)
         trouble = self._services.pool.trouble(self._version) if self._asking_engine else ""
         if trouble:
@@ -162,8 +162,8 @@ class Rollout:
             ids = completion.generation.token_ids.tolist()
             said = renderer.completed(ids)
             self._turns.append(self._turn(conversation, added, completion, said))
-            if self._hinted is not None:
-                self._hinted.sampled(len(ids))
+            for shadow in self._shadows:
+                shadow.sampled(len(ids))
             answer = await self._answer(agent, Reply(said.text, completion.generation.finish_reason))
             if answer.done:
                 return self._finished(TrajectoryStatus.COMPLETE)
@@ -215,11 +215,15 @@ class Rollout:
         if advance is rewritten:
             played = rewritten(conversation)
         forked = played.branch != conversation.branch
-        if self._guided is not None:
-            self._guided.extended(advance, played, len(self._turns), ids, forked)
-        if self._hinted is not None:
-            self._hinted.follow(advance, played, len(self._turns), ids, forked)
+        for shadow in self._shadows:
+            shadow.follow(advance, played, len(self._turns), ids, forked)
         return played
+
+    @property
+    def _shadows(self) -> list[Shadow]:
+        """The conversations that are followed beside the one that is played."""
+        plain = self._guided.plain if self._guided is not None and not self._guided.keep else None
+        return [shadow for shadow in (plain, self._hinted) if shadow is not None]
 
     async def _start(self, host: EnvironmentHost, agent: AgentEpisode, opening: Opening) -> Conversation:
         """The first prompt, with lessons where there are any for this rollout."""

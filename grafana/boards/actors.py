@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from grafana import experience as e
+from dataclasses import replace
+
 from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.boards import stats
+from grafana.boards.flow import ACTORS_BLOCKED
 from grafana.boards.process import processes
 from grafana.promql import metric, rate
+from grafana.queries import by_label, p50_p95
 from grafana.specs import BoardSpec, PanelSpec, Query, RowSpec, alert_stat
 from grafana.thresholds import WINDOW
 
@@ -38,16 +41,7 @@ GLANCE = RowSpec(
             "an engine does not take weights: its log says why; the run goes on with the others.",
             0,
         ),
-        alert_stat(
-            "Lesson searches failed",
-            "percentunit",
-            e.lesson_search_failures(),
-            limits.LESSON_SEARCH_FAILURES,
-            "LessonSearchFailing",
-            "0 %. No data where lessons.enabled is false.",
-            "the stage or the lesson service answers too late or with errors; episodes are played without lessons.",
-            1,
-        ),
+        stats.LESSON_SEARCHES,
         stats.heartbeat("actor"),
         stats.targets_down("actor"),
     ),
@@ -59,7 +53,7 @@ EPISODES = RowSpec(
         PanelSpec(
             "Episodes by outcome",
             "cps",
-            (Query(f"sum by (outcome) ({rate('actor_trajectories_total', ENV)})", "{{outcome}}"),),
+            (by_label("outcome", "actor_trajectories_total", ENV),),
             "steady; errors near 0.",
             "errors: engine requests that failed, then the actor's log.",
             stacked=True,
@@ -78,10 +72,7 @@ EPISODES = RowSpec(
         PanelSpec(
             "Episode duration",
             "s",
-            (
-                Query(q.quantile(0.5, "actor_episode_duration_seconds", ENV, by="env"), "p50 {{env}}"),
-                Query(q.quantile(0.95, "actor_episode_duration_seconds", ENV, by="env"), "p95 {{env}}"),
-            ),
+            p50_p95("actor_episode_duration_seconds", ENV, by="env", legend=" {{env}}"),
             "p95 within a few times p50.",
             "a long tail holds groups open: lower sampling.max_tokens or max_turns of that environment.",
         ),
@@ -129,21 +120,13 @@ SENDING = RowSpec(
         PanelSpec(
             "Sends that failed",
             "cps",
-            (Query(f"sum by (reason) ({rate('actor_send_failures_total')})", "{{reason}}"),),
+            (by_label("reason", "actor_send_failures_total"),),
             "0; some while the stage restarts: they are sent again.",
             "rejected: two versions of Afterplay, or orders that ran out. timeout: the stage is busy or gone.",
             stacked=True,
             runbook="ReplayCorrupt",
         ),
-        PanelSpec(
-            "Blocked",
-            "percentunit",
-            (Query(q.actor_blocked_share(), "{{instance}}"),),
-            "0 %.",
-            "replay is slower than the actors: disk, or transport.credit_bytes too small.",
-            limit=limits.ACTOR_BLOCKED_SHARE,
-            runbook="ActorBackpressure",
-        ),
+        replace(ACTORS_BLOCKED, title="Blocked"),
     ),
 )
 
@@ -161,7 +144,7 @@ ROUTING = RowSpec(
         PanelSpec(
             "Requests that failed",
             "cps",
-            (Query(f"sum by (kind) ({rate('actor_engine_errors_total')})", "{{kind}}"),),
+            (by_label("kind", "actor_engine_errors_total"),),
             "0; unavailable while an engine restarts.",
             "refused: the request is not acceptable (context length). protocol: another version of the engine.",
             stacked=True,
@@ -184,7 +167,7 @@ ROUTING = RowSpec(
         PanelSpec(
             "Placements",
             "cps",
-            (Query(f"sum by (kind) ({rate('actor_sticky_placements_total')})", "{{kind}}"),),
+            (by_label("kind", "actor_sticky_placements_total"),),
             "first once a session, then sticky.",
             "moved: see the reasons.",
             stacked=True,
@@ -192,7 +175,7 @@ ROUTING = RowSpec(
         PanelSpec(
             "Sessions that lost their engine",
             "cps",
-            (Query(f"sum by (reason) ({rate('actor_sticky_moves_total')})", "{{reason}}"),),
+            (by_label("reason", "actor_sticky_moves_total"),),
             "0.",
             "lagging: an engine misses updates. died: it restarts. evicted: more sessions than the table holds.",
             stacked=True,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from grafana import promql as q
 from grafana.names import VLLM_UPDATE
 from grafana.promql import metric, rate
+from grafana.queries import by_label, largest, p50_p95
 from grafana.specs import PanelSpec, Query, RowSpec
 from grafana.thresholds import WINDOW
 
@@ -24,7 +24,7 @@ ENGINE = RowSpec(
         PanelSpec(
             "Generated tokens",
             "cps",
-            (Query(f"sum by (instance) ({rate('vllm:generation_tokens_total')})", "{{instance}}"),),
+            (by_label("instance", "vllm:generation_tokens_total"),),
             "steady, with short dips at weight updates.",
             "dips that last: see weight update time.",
         ),
@@ -44,24 +44,21 @@ ENGINE = RowSpec(
         PanelSpec(
             "KV cache use",
             "percentunit",
-            (Query(f"max by (instance) ({metric('vllm:kv_cache_usage_perc')})", "{{instance}}"),),
+            (largest("instance", "vllm:kv_cache_usage_perc"),),
             "below 90 %.",
             "full: requests are preempted; raise engine.kv_cache_gib or lower engine.max_sequences.",
         ),
         PanelSpec(
             "Preemptions",
             "cps",
-            (Query(f"sum by (instance) ({rate('vllm:num_preemptions_total')})", "{{instance}}"),),
+            (by_label("instance", "vllm:num_preemptions_total"),),
             "0.",
             "the KV cache is too small for the requests in flight.",
         ),
         PanelSpec(
             "Weight publication",
             "s",
-            (
-                Query(q.quantile(0.5, "learner_weight_publish_duration_seconds"), "p50"),
-                Query(q.quantile(0.95, "learner_weight_publish_duration_seconds"), "p95"),
-            ),
+            p50_p95("learner_weight_publish_duration_seconds"),
             "about a second per billion parameters on disk, from writing to the last engine that resumed.",
             "generation pauses for a part of it at every version: faster storage, or NCCL/IPC transfer on GPU.",
             runbook="WeightUpdateFailing",

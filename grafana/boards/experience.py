@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grafana import experience as e
 from grafana import thresholds as limits
+from grafana.boards import stats
 from grafana.boards.experience_pool import BIAS, POOL
 from grafana.boards.experience_use import OFF_POLICY, SHARE
 from grafana.boards.lessons import LESSONS
@@ -62,26 +63,8 @@ GLANCE = RowSpec(
             "no group has successes and failures both: look at tasks by difficulty.",
             0,
         ),
-        alert_stat(
-            "Trained over sampled length",
-            "none",
-            e.length_bias(),
-            limits.SELECTION_BIAS,
-            "SelectionBias",
-            "within 0.25 of 1: what is trained is as long as what is played.",
-            "long (or short) episodes are lost on the way: errors, stale drops or time limits.",
-            2,
-        ),
-        alert_stat(
-            "Lesson searches failed",
-            "percentunit",
-            e.lesson_search_failures(),
-            limits.LESSON_SEARCH_FAILURES,
-            "LessonSearchFailing",
-            "0 %. No data where lessons.enabled is false.",
-            "the stage or the lesson service answers too late or with errors; episodes are played without lessons.",
-            1,
-        ),
+        stats.LENGTH_BIAS,
+        stats.LESSON_SEARCHES,
         alert_stat(
             "Lesson writing failed",
             "percentunit",

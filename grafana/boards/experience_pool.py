@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from grafana import experience as e
 from grafana import thresholds as limits
-from grafana.promql import metric, rate
+from grafana.promql import metric
+from grafana.queries import by_label
 from grafana.specs import PanelSpec, Query, RowSpec
 from grafana.thresholds import AUDIT_WINDOW, WINDOW
 
@@ -47,7 +48,7 @@ POOL = RowSpec(
         PanelSpec(
             "Stored by origin",
             "cps",
-            (Query(f"sum by (origin) ({rate('replay_experience_saved_total', window=WINDOW)})", "{{origin}}"),),
+            (by_label("origin", "replay_experience_saved_total", window=WINDOW),),
             "steady from rollouts; imports only where someone imported.",
             "0 for long: every group is solved or fails altogether.",
             stacked=True,
@@ -56,7 +57,7 @@ POOL = RowSpec(
         PanelSpec(
             "Left by reason",
             "cps",
-            (Query(f"sum by (reason) ({rate('replay_experience_left_total', window=WINDOW)})", "{{reason}}"),),
+            (by_label("reason", "replay_experience_left_total", window=WINDOW),),
             "full (its task has others that rank before it); retired, as the policy learns; age with replay.max_age.",
             "capacity with a pool that should last: raise replay.capacity.",
             stacked=True,

@@ -6,6 +6,7 @@ from grafana import experience as e
 from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.promql import metric, rate
+from grafana.queries import by_label, largest, p50_p95
 from grafana.specs import PanelSpec, Query, RowSpec
 from grafana.thresholds import WINDOW
 
@@ -71,7 +72,7 @@ OFF_POLICY = RowSpec(
             "Policy loss of the last batch by source",
             "none",
             (
-                Query(f"max by (source) ({metric('learner_source_loss')})", "{{source}}"),
+                largest("source", "learner_source_loss"),
                 Query(f"max by (policy) ({metric('learner_policy_loss')})", "{{policy}}-policy form"),
             ),
             "around 0; that of replays is mostly negative, as they are successes.",
@@ -80,7 +81,7 @@ OFF_POLICY = RowSpec(
         PanelSpec(
             "Clipped tokens of the last batch by source",
             "percentunit",
-            (Query(f"max by (source) ({metric('learner_clip_ratio')})", "{{source}}"),),
+            (largest("source", "learner_clip_ratio"),),
             "a few percent of either source's own tokens; replays have the wider clip (loss.off_clip_high).",
             "most replayed tokens clipped: they cost time and teach nothing; see ESS.",
         ),
@@ -97,8 +98,7 @@ OFF_POLICY = RowSpec(
             "Age of replays and of the pool",
             "none",
             (
-                Query(q.quantile(0.5, "learner_replay_age_versions"), "p50 replayed"),
-                Query(q.quantile(0.95, "learner_replay_age_versions"), "p95 replayed"),
+                *p50_p95("learner_replay_age_versions", legend=" replayed"),
                 Query(e.oldest_age(), "oldest stored"),
             ),
             "versions; the oldest grows until the pool is full. Above 64 the replayed lines stay at 64.",
@@ -154,7 +154,7 @@ SHARE = RowSpec(
             "Trained trajectories by source",
             "cps",
             (
-                Query(f"sum by (source) ({rate('learner_trained_trajectories_total', window=WINDOW)})", "{{source}}"),
+                by_label("source", "learner_trained_trajectories_total", window=WINDOW),
                 Query(f"sum({rate('replay_replays_trained_total', window=WINDOW)})", "replays, as the stages count"),
             ),
             "mostly fresh; both counts of replays agree.",

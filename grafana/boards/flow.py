@@ -5,10 +5,22 @@ from __future__ import annotations
 from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.promql import metric, rate
+from grafana.queries import by_label, p50_p95
 from grafana.specs import PanelSpec, Query, RowSpec
-from grafana.thresholds import WINDOW
+from grafana.thresholds import GROUPS_WINDOW, WINDOW
+from pipeline.metrics.replay import EQUAL_GROUPS
 
 ENV = q.ENVIRONMENT
+
+ACTORS_BLOCKED = PanelSpec(
+    "Actors blocked by replay",
+    "percentunit",
+    (Query(q.actor_blocked_share(), "{{instance}}"),),
+    "0 %.",
+    "replay is slower than the actors: disk, or transport.credit_bytes too small.",
+    limit=limits.ACTOR_BLOCKED_SHARE,
+    runbook="ActorBackpressure",
+)
 
 THROUGHPUT = RowSpec(
     "Throughput",
@@ -16,7 +28,7 @@ THROUGHPUT = RowSpec(
         PanelSpec(
             "Trajectories",
             "cps",
-            (Query(f"sum by (outcome) ({rate('actor_trajectories_total', ENV)})", "{{outcome}}"),),
+            (by_label("outcome", "actor_trajectories_total", ENV),),
             "steady; errors near 0.",
             "no trajectories: engine row, then the actor's /healthz.",
             stacked=True,
@@ -43,7 +55,7 @@ THROUGHPUT = RowSpec(
         PanelSpec(
             "Learner time by stage",
             "percentunit",
-            (Query(f"sum by (stage) ({rate('learner_step_duration_seconds_sum', window=WINDOW)})", "{{stage}}"),),
+            (by_label("stage", "learner_step_duration_seconds_sum", window=WINDOW),),
             "the stages sum to about 1 second per second; forward and backward dominate a busy learner.",
             "wait dominates: generation is the bottleneck. publish dominates: engines load weights slowly.",
             stacked=True,
@@ -61,8 +73,7 @@ THROUGHPUT = RowSpec(
             "Generation latency",
             "s",
             (
-                Query(q.quantile(0.5, "actor_generate_duration_seconds", window=q.RATE), "p50 request"),
-                Query(q.quantile(0.95, "actor_generate_duration_seconds", window=q.RATE), "p95 request"),
+                *p50_p95("actor_generate_duration_seconds", window=q.RATE, legend=" request"),
                 Query(q.quantile(0.95, "actor_env_step_duration_seconds", ENV, window=q.RATE), "p95 environment step"),
             ),
             "steady at a given concurrency.",
@@ -95,7 +106,7 @@ REPLAY = RowSpec(
         PanelSpec(
             "Terminal states",
             "cps",
-            (Query(f"sum by (state) ({rate('replay_terminal_trajectories_total')})", "{{state}}"),),
+            (by_label("state", "replay_terminal_trajectories_total"),),
             "almost all trained.",
             "each other state names its reason; unscored points at a reward function, refused at late orders.",
             stacked=True,
@@ -104,7 +115,7 @@ REPLAY = RowSpec(
         PanelSpec(
             "Groups by outcome",
             "cps",
-            (Query(f"sum by (outcome) ({rate('replay_groups_total')})", "{{outcome}}"),),
+            (by_label("outcome", "replay_groups_total"),),
             "trained groups only.",
             "cancelled: rollouts failed groups.attempts_max times; rolled_back: the learner resumed from a checkpoint.",
             stacked=True,
@@ -112,7 +123,7 @@ REPLAY = RowSpec(
         PanelSpec(
             "Dropped trajectories",
             "cps",
-            (Query(f"sum by (reason) ({rate('replay_dropped_trajectories_total')})", "{{reason}}"),),
+            (by_label("reason", "replay_dropped_trajectories_total"),),
             "0, apart from duplicates after a reconnection.",
             "corrupt or schema: two versions of Afterplay talk to each other. stale: lower the load or staleness.",
             runbook="ReplayCorrupt",
@@ -125,14 +136,18 @@ REPLAY = RowSpec(
             "a missing peer: its process, then address and CURVE keys.",
             runbook="TargetDown",
         ),
+        ACTORS_BLOCKED,
         PanelSpec(
-            "Actors blocked by replay",
+            "Groups that teach nothing",
             "percentunit",
-            (Query(q.actor_blocked_share(), "{{instance}}"),),
-            "0 %.",
-            "replay is slower than the actors: disk, or transport.credit_bytes too small.",
-            limit=limits.ACTOR_BLOCKED_SHARE,
-            runbook="ActorBackpressure",
+            (
+                Query(q.equal_groups(), "all rewards equal"),
+                *(Query(q.equal_groups(f'action="{action}"'), action) for action in EQUAL_GROUPS),
+            ),
+            f"well below 80 % of the groups that finish (within {GROUPS_WINDOW}); kept ones cost time.",
+            "tasks too hard or too easy: mix others in, raise n_rollout, or set groups.equal_rewards: refill.",
+            limit=limits.EQUAL_GROUPS,
+            runbook="GroupsTeachNothing",
         ),
     ),
 )

@@ -6,8 +6,10 @@ from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.boards import stats
 from grafana.boards.learning import LEARNING, OFF_POLICY, STALENESS
+from grafana.boards.objectives import OBJECTIVES, TIME
 from grafana.boards.process import processes
 from grafana.promql import metric, rate
+from grafana.queries import p50_p95
 from grafana.specs import BoardSpec, PanelSpec, Query, RowSpec, alert_stat
 from grafana.thresholds import WINDOW
 
@@ -98,10 +100,7 @@ WORK = RowSpec(
         PanelSpec(
             "Checkpoint duration",
             "s",
-            (
-                Query(q.quantile(0.5, "learner_checkpoint_duration_seconds", window="1h"), "p50, last hour"),
-                Query(q.quantile(0.95, "learner_checkpoint_duration_seconds", window="1h"), "p95, last hour"),
-            ),
+            p50_p95("learner_checkpoint_duration_seconds", window="1h", legend=", last hour"),
             "steady; set by the disk.",
             "as long as several steps: checkpoint less often, or on a faster disk.",
             runbook="CheckpointStale",
@@ -112,5 +111,5 @@ WORK = RowSpec(
 LEARNER = BoardSpec(
     "Afterplay / Learner",
     "afterplay-learner",
-    (GLANCE, OFF_POLICY, STALENESS, LEARNING, WORK, processes("learner")),
+    (GLANCE, OFF_POLICY, STALENESS, LEARNING, WORK, processes("learner"), TIME, OBJECTIVES),
 )

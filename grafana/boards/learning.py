@@ -5,6 +5,7 @@ from __future__ import annotations
 from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.promql import metric, rate
+from grafana.queries import largest, p50_p95
 from grafana.specs import PanelSpec, Query, RowSpec
 from grafana.thresholds import WINDOW
 
@@ -85,7 +86,7 @@ OFF_POLICY = RowSpec(
         PanelSpec(
             "KL(μ‖π) of the last batch",
             "none",
-            (Query(f"max by (estimator) ({metric('learner_behaviour_kl_nats')})", "{{estimator}}"),),
+            (largest("estimator", "learner_behaviour_kl_nats"),),
             "below 0.05 nat; k1 may be slightly negative, k3 never is.",
             "a steady climb comes before ESS falls: act on it early.",
         ),
@@ -107,10 +108,7 @@ STALENESS = RowSpec(
         PanelSpec(
             "Staleness p50 and p95",
             "none",
-            (
-                Query(q.quantile(0.5, "learner_staleness_versions"), "p50 trained"),
-                Query(q.quantile(0.95, "learner_staleness_versions"), "p95 trained"),
-            ),
+            p50_p95("learner_staleness_versions", legend=" trained"),
             "p95 at most staleness.max (versions).",
             "actors are behind: look at weight updates and generation latency.",
             limit=limits.STALENESS_P95_VERSIONS,

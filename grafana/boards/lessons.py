@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grafana import promql as q
 from grafana.promql import metric, rate
+from grafana.queries import by_label, p50_p95
 from grafana.specs import PanelSpec, Query, RowSpec
 from grafana.thresholds import WINDOW
 
@@ -47,7 +48,7 @@ LESSONS = RowSpec(
         PanelSpec(
             "Groups asked for lessons",
             "cps",
-            (Query(f"sum by (outcome) ({rate('replay_lesson_groups_total', window=WINDOW)})", "{{outcome}}"),),
+            (by_label("outcome", "replay_lesson_groups_total", window=WINDOW),),
             "written or nothing; groups whose rollouts all got the same reward are not asked by the built-in writer.",
             "timeout, error: the writer plug-in. dropped: groups finish faster than it reads.",
             stacked=True,
@@ -56,7 +57,7 @@ LESSONS = RowSpec(
         PanelSpec(
             "Searches of actors",
             "cps",
-            (Query(f"sum by (outcome) ({rate('actor_lesson_searches_total', window=WINDOW)})", "{{outcome}}"),),
+            (by_label("outcome", "actor_lesson_searches_total", window=WINDOW),),
             "found, after a start with none.",
             "no_room: lessons do not fit in the context, lower lesson_characters_max. timeout: see their duration.",
             stacked=True,
@@ -65,7 +66,7 @@ LESSONS = RowSpec(
         PanelSpec(
             "Searches in the stages",
             "cps",
-            (Query(f"sum by (outcome) ({rate('replay_lesson_searches_total', window=WINDOW)})", "{{outcome}}"),),
+            (by_label("outcome", "replay_lesson_searches_total", window=WINDOW),),
             "what the actors ask; all 0 with lessons.source: reme.",
             "dropped: more questions waited than the stage takes. error: the memory's file, see the stage's log.",
             stacked=True,
@@ -75,8 +76,7 @@ LESSONS = RowSpec(
             "Search duration",
             "s",
             (
-                Query(q.quantile(0.5, "actor_lesson_search_duration_seconds"), "p50 actors"),
-                Query(q.quantile(0.95, "actor_lesson_search_duration_seconds"), "p95 actors"),
+                *p50_p95("actor_lesson_search_duration_seconds", legend=" actors"),
                 Query(q.quantile(0.95, "replay_lesson_search_duration_seconds"), "p95 in the stage"),
             ),
             "far below lessons.timeout_seconds; some milliseconds where the processors are not all busy.",

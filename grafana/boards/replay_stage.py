@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from grafana import experience as e
 from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.boards import stats
 from grafana.boards.flow import REPLAY
 from grafana.boards.process import processes
 from grafana.promql import metric, rate
+from grafana.queries import by_label, p50_p95
 from grafana.specs import BoardSpec, PanelSpec, Query, RowSpec, alert_stat
 from grafana.thresholds import WINDOW
 
@@ -46,16 +46,7 @@ GLANCE = RowSpec(
             0,
         ),
         stats.BLOCKED,
-        alert_stat(
-            "Trained over sampled length",
-            "none",
-            e.length_bias(),
-            limits.SELECTION_BIAS,
-            "SelectionBias",
-            "within 0.25 of 1: what is trained is as long as what is played.",
-            "long (or short) episodes are lost on the way: errors, stale drops or time limits.",
-            2,
-        ),
+        stats.LENGTH_BIAS,
         stats.heartbeat("replay"),
         stats.targets_down("replay"),
     ),
@@ -118,10 +109,7 @@ CONTENTS = RowSpec(
         PanelSpec(
             "Wait between arrival and hand-over",
             "s",
-            (
-                Query(q.quantile(0.5, "replay_item_age_seconds"), "p50"),
-                Query(q.quantile(0.95, "replay_item_age_seconds"), "p95"),
-            ),
+            p50_p95("replay_item_age_seconds"),
             "about a learner step.",
             "p95 far above p50: slow members hold their groups back.",
         ),
@@ -136,7 +124,7 @@ SERVICE = RowSpec(
             "cps",
             (
                 Query(f"sum({rate('replay_orders_issued_total')})", "issued"),
-                Query(f"sum by (outcome) ({rate('replay_orders_total')})", "{{outcome}}"),
+                by_label("outcome", "replay_orders_total"),
             ),
             "issued and completed together.",
             "expired: an actor was lost or an episode took too long. error: see the actors' errors.",
@@ -164,10 +152,7 @@ SERVICE = RowSpec(
         PanelSpec(
             "Time the learner waited for a batch",
             "s",
-            (
-                Query(q.quantile(0.5, "replay_sample_wait_seconds"), "p50"),
-                Query(q.quantile(0.95, "replay_sample_wait_seconds"), "p95"),
-            ),
+            p50_p95("replay_sample_wait_seconds"),
             "near 0 when the learner is the bottleneck.",
             "long: generation is the bottleneck; add engines or actors.",
             runbook="LearnerStarved",

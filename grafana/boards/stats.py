@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grafana import experience as e
 from grafana import promql as q
 from grafana import thresholds as limits
 from grafana.promql import metric
@@ -82,6 +83,28 @@ BLOCKED = alert_stat(
     "0 %: of the time of the actor that waits longest.",
     "the replay stage is slower than the actors: its disk, or transport.credit_bytes too small.",
     0,
+)
+
+LENGTH_BIAS = alert_stat(
+    "Trained over sampled length",
+    "none",
+    e.length_bias(),
+    limits.SELECTION_BIAS,
+    "SelectionBias",
+    "within 0.25 of 1: what is trained is as long as what is played.",
+    "long (or short) episodes are lost on the way: errors, stale drops or time limits.",
+    2,
+)
+
+LESSON_SEARCHES = alert_stat(
+    "Lesson searches failed",
+    "percentunit",
+    e.lesson_search_failures(),
+    limits.LESSON_SEARCH_FAILURES,
+    "LessonSearchFailing",
+    "0 %. No data where lessons.enabled is false.",
+    "the stage or the lesson service answers too late or with errors; episodes are played without lessons.",
+    1,
 )
 
 

@@ -40,6 +40,24 @@ class EngineControl:
     async def resume(self) -> None:
         await self._call("POST", "/resume", seconds=min(RESUME_SECONDS_MAX, self._timeout_seconds))
 
+    async def sleep(self, level: int) -> None:
+        """Give the device up: the KV cache, and the weights (``level`` 1: kept in host memory, 2: discarded). Requests
+        in flight are kept, and computed again from their tokens after waking. Harmless when asleep."""
+        await self._call("POST", f"/sleep?level={level}&mode=keep")
+
+    async def wake_up(self, tag: str) -> bool:
+        """Take memory back: ``weights`` or ``kv_cache``. Whether nothing sleeps any more: sampling goes on from
+        then. Harmless when awake (but it ends a pause)."""
+        answer = await self._call("POST", f"/wake_up?tags={tag}")
+        return answer.get("status") == "awake"
+
+    async def is_sleeping(self) -> bool:
+        """Whether it does not sample: asleep, or paused."""
+        answer = await self._call("GET", "/is_sleeping", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
+        if not isinstance(answer.get("is_sleeping"), bool):
+            raise EngineProtocolError(f"expected is_sleeping of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+        return bool(answer["is_sleeping"])
+
     async def reload(self, folder: Path) -> None:
         """Load the safetensors of a folder that the engine can read."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}

@@ -11,6 +11,7 @@ from torch import Tensor
 from learner.backbone import DTYPES
 from learner.policy import Policy
 from learner.publisher.base import WeightLoader
+from learner.publisher.colocated import SharedDevice
 from learner.publisher.publisher import AdapterLoader, FolderLoader, Publisher, write_adapters
 from pipeline.config import RunConfig
 from pipeline.config.training import PublishConfig
@@ -31,6 +32,8 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
         _loader(config),
         metrics.weight_publish_failures_total.inc,
         _writer(config, policy),
+        SharedDevice(config.engine.addresses(), metrics) if config.engine.colocate == "sleep" else None,
+        config.engine.sleep_level,
     )
 
 

@@ -78,6 +78,10 @@ class EngineKeeper:
     def aim(self, target: Target) -> None:
         """Make ``target`` what the engine should serve."""
         self._target = target
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Look at once."""
         self._wake.set()
 
     @property
@@ -100,13 +104,20 @@ class EngineKeeper:
         retry = RETRY_SECONDS
         while True:
             wake, target = self._wake, self._target
-            if target is not None:
-                await self._attempt(target)
-            retry = RETRY_SECONDS if not self.state.trouble else min(RETRY_SECONDS_MAX, retry * 2)
+            await self._look(target)
+            retry = RETRY_SECONDS if self._well else min(RETRY_SECONDS_MAX, retry * 2)
             if target is self._target:
-                with anyio.move_on_after(WATCH_SECONDS if not self.state.trouble else retry):
+                with anyio.move_on_after(WATCH_SECONDS if self._well else retry):
                     await wake.wait()
             self._wake = anyio.Event() if wake.is_set() else wake
+
+    @property
+    def _well(self) -> bool:
+        return not self.state.trouble
+
+    async def _look(self, target: Target | None) -> None:
+        if target is not None:
+            await self._attempt(target)
 
     async def _attempt(self, target: Target) -> None:
         try:

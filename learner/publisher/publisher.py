@@ -18,6 +18,7 @@ from torch import Tensor
 
 from learner.folder import atomic_folder, remove_leftovers
 from learner.publisher.base import Publication, Target, WeightLoader
+from learner.publisher.colocated import ColocatedKeeper, SharedDevice
 from learner.publisher.control import EngineControl
 from learner.publisher.keeper import EngineKeeper
 from pipeline.config.training import PublishConfig
@@ -63,6 +64,8 @@ class Publisher:
         loader: WeightLoader | None = None,
         on_failure: Callable[[], None] = lambda: None,
         write: Callable[[Path, Mapping[str, Tensor]], int] | None = None,
+        device: SharedDevice | None = None,
+        sleep_level: int = 1,
     ) -> None:
         self._addresses = tuple(addresses)
         self._directory = directory
@@ -71,6 +74,9 @@ class Publisher:
         self._loader = loader or FolderLoader()
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession | None = None
+        self.device = device
+        """Where engines and learner take turns."""
+        self._sleep_level = sleep_level
         self.keepers: dict[str, EngineKeeper] = {}
 
     async def __aenter__(self) -> Publisher:
@@ -78,9 +84,15 @@ class Publisher:
         timeout = self._config.timeout_seconds
         for url in self._addresses:
             control = EngineControl(url, self._session, timeout)
-            self.keepers[url] = EngineKeeper(control, self._loader, timeout, self._on_failure)
+            self.keepers[url] = self._keeper(control)
         remove_leftovers(self._directory.weights(0).parent)
         return self
+
+    def _keeper(self, control: EngineControl) -> EngineKeeper:
+        timeout = self._config.timeout_seconds
+        if self.device is None:
+            return EngineKeeper(control, self._loader, timeout, self._on_failure)
+        return ColocatedKeeper(control, self._loader, timeout, self._on_failure, self.device, self._sleep_level)
 
     async def __aexit__(self, *args: object) -> None:
         if self._session is not None:
@@ -104,6 +116,8 @@ class Publisher:
         prompt = [keeper for keeper in self.keepers.values() if keeper.prompt]
         for keeper in self.keepers.values():
             keeper.aim(target)
+        if self.device is not None:
+            self.device.give_back()
         with anyio.move_on_after(self._config.timeout_seconds):
             for keeper in prompt:
                 await keeper.settled(version)

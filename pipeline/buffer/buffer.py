@@ -25,12 +25,13 @@ from pipeline.buffer.draws import UnitDraws
 from pipeline.buffer.index import NOT_WRITTEN, Entry, Index, Ints
 from pipeline.buffer.layout import Array, Block, Layout, layout_of, views
 from pipeline.buffer.payloads import Payloads
-from pipeline.buffer.recovery import DirectoryLock, recover
+from pipeline.buffer.recovery import lock_directory, recover
 from pipeline.buffer.results import Batch, Statistics
 from pipeline.buffer.segments import Record, SegmentReader
 from pipeline.buffer.segments_held import HeldSegments
 from pipeline.buffer.writer import BackgroundWriter
 from pipeline.errors import NotEnough, SchemaError, StoreError
+from pipeline.filelock import FileLock
 
 SEED_MAX = 2**64 - 1
 
@@ -76,7 +77,7 @@ class TrajectoryBuffer:
         """Guards everything above; held for moments."""
         self._adding = threading.Lock()
         """Held by whoever adds, and by a save until it has its copy of the index."""
-        self._lock: DirectoryLock | None = None
+        self._lock: FileLock | None = None
         self._writer: BackgroundWriter | None = None
         if directory is not None:
             self._open(directory, segment_bytes, pending_bytes_max, newest=resume == "newest")
@@ -232,7 +233,7 @@ class TrajectoryBuffer:
 
     def _open(self, directory: Path, segment_bytes: int, pending_bytes_max: int, *, newest: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = DirectoryLock(directory)
+        self._lock = lock_directory(directory)
         reader = self._payloads.reader = SegmentReader(directory)
         try:
             found = recover(directory, reader, self._draws.seed, newest=newest)

@@ -8,7 +8,6 @@ one.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,8 @@ import orjson
 
 from pipeline.buffer.index import COLUMNS, Ints
 from pipeline.buffer.layout import Layout
-from pipeline.buffer.segments import sync_directory
 from pipeline.errors import SchemaError, StoreError
+from pipeline.rundir import write_bytes_atomically
 
 NAME = "checkpoint"
 _MAGIC = b"Afterplay buffer checkpoint 1\n"
@@ -65,16 +64,8 @@ def write_checkpoint(directory: Path, state: Checkpoint) -> None:
     }
     json = orjson.dumps(header)
     body = len(json).to_bytes(8, "little") + json + state.rows.astype("<i8").tobytes()
-    part = directory / f".{NAME}.{os.getpid()}"
-    try:
-        with part.open("wb") as file:
-            file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(directory / NAME)
-    finally:
-        part.unlink(missing_ok=True)
-    sync_directory(directory)
+    data = _MAGIC + hashlib.sha256(body).digest() + body
+    write_bytes_atomically(directory / NAME, data, durable=True)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint | None:

@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.buffer.buffer import TrajectoryBuffer
 from pipeline.buffer.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from pipeline.buffer.index import Ints
-from pipeline.buffer.recovery import DirectoryLock, check_places, new_generation
+from pipeline.buffer.recovery import check_places, lock_directory, new_generation
 from pipeline.buffer.segments import Record, SegmentReader, SegmentWriter, segment_file, segment_numbers
 from pipeline.errors import SchemaError, StoreError
 
@@ -23,7 +23,7 @@ def write_copy(directory: Path, state: Checkpoint, payload: Callable[[Ints], byt
     """Write ``state`` and its payloads beside what the directory holds, then let the checkpoint name the new ones and
     remove the others. Killed at any moment, one of the two is whole."""
     directory.mkdir(parents=True, exist_ok=True)
-    lock = DirectoryLock(directory)
+    lock = lock_directory(directory)
     try:
         old = segment_numbers(directory)
         state = replace(state, generation=new_generation())

@@ -71,11 +71,10 @@ class Payloads:
             block = np.frombuffer(data, self.layouts[entry.layout].dtype)
         return block
 
-    def load(self, entry: Entry) -> bool:
-        """Bring a live trajectory into the cache; whether it is there now."""
+    def load(self, entry: Entry) -> None:
+        """Bring a live trajectory into the cache, as far as that holds it."""
         if self.cache.block(entry.id) is None:
             self.cache.add(entry.id, self.block(entry))
-        return self.cache.block(entry.id) is not None
 
     def stored(self, segment: int, offset: int, n_bytes: int, crc: int) -> bytes:
         """A whole payload from its segment, checked."""

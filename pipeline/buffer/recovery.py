@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,27 +18,17 @@ from pipeline.buffer.segments import (
     SegmentReader,
     segment_file,
     segment_numbers,
-    sync_directory,
     truncate,
 )
 from pipeline.errors import StoreError
+from pipeline.filelock import FileLock
+from pipeline.rundir import sync
 
 
-class DirectoryLock:
-    """Held by the one buffer that writes a directory; freed by the kernel when its process dies."""
-
-    def __init__(self, directory: Path) -> None:
-        self._fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise StoreError(
-                f"{directory} is written by another buffer: close that one, or use another directory"
-            ) from error
-
-    def release(self) -> None:
-        os.close(self._fd)
+def lock_directory(directory: Path) -> FileLock:
+    """Held by the one buffer that writes a directory. Raises :class:`StoreError` while another one has it."""
+    taken = f"{directory} is written by another buffer: close that one, or use another directory"
+    return FileLock(directory / "lock", taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +67,7 @@ def recover(directory: Path, reader: SegmentReader, seed: int, *, newest: bool) 
             repairs.append(_cut(directory, reader, number, cut))
     for repair in repairs:
         repair()
-    sync_directory(directory)
+    sync(directory)
     following = max([*numbers, state.end[0] - 1]) + 1
     return Recovered(state, saved.segments, following, tuple(segment_numbers(directory)))
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import StoreError
+from pipeline.rundir import sync
 
 _FILE_MAGIC = b"Afterplay segment 1\n\0\0\0\0"
 FILE_HEADER_BYTES = len(_FILE_MAGIC) + 8
@@ -81,7 +82,7 @@ class SegmentWriter:
         self._fd = os.open(segment_file(directory, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self.size = 0
         self._write([_FILE_MAGIC + struct.pack("<q", generation)])
-        sync_directory(directory)
+        sync(directory)
 
     def append(self, records: Sequence[Record]) -> list[Record]:
         """Write records; the same ones with their places. Durable after :meth:`sync`."""
@@ -200,15 +201,6 @@ def truncate(directory: Path, number: int, size: int) -> None:
     fd = os.open(segment_file(directory, number), os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.ftruncate(fd, size)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -161,7 +161,8 @@ def keys(
 
 @app.command()
 def status(run_directory: Run) -> None:
-    """Show what the processes do, the newest step, and the account of every order, trajectory and group.
+    """Show what the processes do, the newest step, where the learner's time went, and the account of every order,
+    trajectory and group.
 
     afterplay status runs/tiny
     """

@@ -16,10 +16,11 @@ from pipeline.role import ExitCode
 from pipeline.rundir import RunDirectory, read_json
 from pipeline.supervisor.claim import RunIsAlive, claim
 from pipeline.supervisor.progress import MetricsTail, describe
+from pipeline.supervisor.time_table import show_time
 
 
 def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:
-    """Print processes, newest step and accounts. FAILED when the accounts do not add up.
+    """Print processes, newest step, the learner's time and accounts. FAILED when the accounts do not add up.
 
     Raises :class:`ConfigurationError` where there is no run directory.
     """
@@ -33,6 +34,7 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     config = _config(directory)
     if tail.last is not None:
         console.print(describe(tail.last, config.run.total_steps), soft_wrap=True)
+        show_time(directory.metrics_file, console)
     try:
         ledgers = read_ledgers(store_paths(config, directory))
     except StoreError as error:

@@ -74,7 +74,6 @@ class AdvantageConfig(Section):
     reward_norm: Literal["none", "group", "batch"] = "none"
     """Outcomes, before estimation, minus their mean and over their standard deviation, of the group or of the update;
     with turn rewards only divided by it, as a mean taken off every turn would pay for the number of turns."""
-
     hint_template: str = "{prompt}\n\nHint: {hint}"
     """cpo: the first message of the user, as the learner scores it with the hint that the environment gives."""
     greedy_rollouts: bool = False

@@ -117,6 +117,9 @@ class LearnerConfig(Section):
     logits_tokens_max: int = Field(1024, ge=1)
     """Rows of the ``[tokens, vocabulary]`` matrix held at once."""
     gradient_checkpointing: bool = False
+    offload: bool = False
+    """With ``engine.colocate: sleep``: weights, optimizer and the other models move to host memory while the engine has
+    the device. Without it they stay there, and ``engine.gpu_memory_share`` must leave them room."""
     ranks: int = Field(1, ge=1, le=1024)
     """Processes that share the model and each update (FSDP2): gloo on CPUs, NCCL with a GPU for each. The learner is
     rank 0 and starts the others on its machine. Under torchrun leave it out: there are as many as torchrun starts."""

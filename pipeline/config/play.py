@@ -56,12 +56,32 @@ class EngineConfig(Section):
     """A generation request that takes longer has failed."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
     """How new weights reach the engine: a safetensors folder (any device), or vLLM's own transfer engines (GPU)."""
+    colocate: Literal["none", "split", "sleep"] = "none"
+    """Whether engine and learner share one device. ``split``: both stay on it, each with its part of the memory, and
+    work at the same time. ``sleep``: they take turns; while the learner trains the engine sleeps (vLLM's sleep mode)
+    and keeps its requests, which go on when it wakes with the new weights."""
+    gpu_memory_share: float | None = Field(None, gt=0, lt=1)
+    """Part of the GPU's memory that vLLM takes (``--gpu-memory-utilization``). None: half of it with ``colocate:
+    split`` (the learner may have the rest less a twentieth), 0.8 with ``sleep``, else what vLLM takes by itself."""
+    sleep_level: Literal[1, 2] = 1
+    """What a sleeping engine does with its weights. 1: keeps them in host memory; 2: discards them, new ones come
+    anyway. The KV cache is given up in both."""
+    sleep_external: bool = False
+    """``colocate: sleep`` with ``kind: external`` only: the server at ``urls`` has sleep mode and the developer routes
+    switched on, is on the learner's device, and nobody else uses it."""
 
     @model_validator(mode="after")
     def _external_needs_urls(self) -> EngineConfig:
         if self.kind == "external" and not self.urls:
             raise ValueError("engine.kind is external: give engine.urls, for example ['http://127.0.0.1:8000']")
         return self
+
+    @property
+    def memory_share(self) -> float | None:
+        """``gpu_memory_share``, or what stands for it."""
+        if self.gpu_memory_share is not None:
+            return self.gpu_memory_share
+        return {"none": None, "split": 0.5, "sleep": 0.8}[self.colocate]
 
     def addresses(self) -> tuple[str, ...]:
         """Base URL of each engine, without a trailing slash."""

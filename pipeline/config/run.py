@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.advantage import COMPARING, AdvantageConfig
 from pipeline.config.base import Section
+from pipeline.config.colocation import check_colocation
 from pipeline.config.learner import LearnerConfig
 from pipeline.config.loss import ImportanceConfig, LossConfig
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
@@ -118,6 +119,7 @@ class RunConfig(Section):
         self._check_advantage()
         self._check_rewards()
         self._check_demonstrations()
+        check_colocation(self.engine, self.learner, self.publish)
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "

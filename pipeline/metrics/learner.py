@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pipeline.metrics.base import LAG, LAT, LONG, NATS, RATIO, SOURCES, CollectorRegistry, counter, gauge, histogram
 
 TOKEN_KINDS = ("trained", "masked", "padding")
-STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publish")
+STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publish", "save", "other")
 LEVELS = ("token", "sequence")
 STATISTICS = ("mean", "min", "max")
 SIDES = ("low", "high")
@@ -38,6 +38,7 @@ class LearnerMetrics:
         self._build_off_policy(registry)
         self._build_replay(registry)
         self._build_optimisation(registry, {"env": tuple(environments)})
+        self._build_objectives(registry)
         self._build_persistence(registry)
 
     def _build_steps(self, r: CollectorRegistry) -> None:
@@ -50,7 +51,8 @@ class LearnerMetrics:
         self.step_duration_seconds = histogram(
             r,
             _P + "step_duration_seconds",
-            "Step time; stage = wait, choose, prepare, forward, backward, optimize or publish.",
+            "Time of one update by stage; the sums of all stages are the learner's wall time. publish and save: only "
+            "what holds the step up.",
             LAT,
             {"stage": STAGES},
         )
@@ -183,6 +185,32 @@ class LearnerMetrics:
             {"where": NONFINITE},
         )
 
+    def _build_objectives(self, r: CollectorRegistry) -> None:
+        self.reference_kl_nats = gauge(
+            r, _P + "reference_kl_nats", "KL(pi||reference) of the last batch, per token; 0 without a reference."
+        )
+        self.kl_coefficient = gauge(
+            r, _P + "kl_coefficient", "What the KL to the reference was weighed with; an adaptive controller moves it."
+        )
+        self.value_explained_variance = gauge(
+            r,
+            _P + "value_explained_variance",
+            "1 - Var(R - V) / Var(R) of the last batch, V before the update: 1 is perfect, 0 as good as a constant.",
+        )
+        self.value_clip_ratio = gauge(
+            r, _P + "value_clip_ratio", "Tokens of the last batch whose value left the clip range, 0 to 1."
+        )
+        self.value_grad_norm = gauge(r, _P + "value_grad_norm", "Global gradient norm of the critic before clipping.")
+        self.supervised_tokens_total = counter(
+            r, _P + "supervised_tokens_total", "Tokens of demonstrations trained by cross-entropy beside RL."
+        )
+        self.shared_tokens_total = counter(
+            r, _P + "shared_tokens_total", "Tokens not computed, as another row of the same pass begins with them."
+        )
+        self.overlong_trajectories_total = counter(
+            r, _P + "overlong_trajectories_total", "Trained trajectories whose reward lost the overlong penalty."
+        )
+
     def _build_persistence(self, r: CollectorRegistry) -> None:
         self.weight_publish_duration_seconds = histogram(
             r, _P + "weight_publish_duration_seconds", "Time to publish one policy version.", LONG
@@ -190,6 +218,23 @@ class LearnerMetrics:
         self.weight_publish_bytes_total = counter(r, _P + "weight_publish_bytes_total", "Weight bytes published.")
         self.weight_publish_failures_total = counter(
             r, _P + "weight_publish_failures_total", "Engines that did not take a published version."
+        )
+        self.engine_sleep_seconds_total = counter(
+            r,
+            _P + "engine_sleep_seconds_total",
+            "Time that engines slept so that the learner had the device, added over engines.",
+        )
+        self.device_handovers_total = counter(
+            r,
+            _P + "device_handovers_total",
+            "Times that a shared device changed hands; to = learner or engines.",
+            {"to": ("learner", "engines")},
+        )
+        self.device_handover_failures_total = counter(
+            r,
+            _P + "device_handover_failures_total",
+            "Engines that did not fall asleep or wake up when told to; operation = sleep or wake.",
+            {"operation": ("sleep", "wake")},
         )
         self.checkpoint_duration_seconds = histogram(
             r, _P + "checkpoint_duration_seconds", "Checkpoint write time.", LONG

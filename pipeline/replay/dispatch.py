@@ -91,7 +91,9 @@ class Dispatch:
             if (g := s.groups.get(n)) is not None and g.state is GroupState.PLACED and g.update == update
         ]
         self._train(members, report)
-        strange = [n for n in named if (g := s.groups.get(n)) is None or not g.consumed or g.update != update]
+        # a checkpoint may name updates that were acknowledged after it was written, and their groups are not kept
+        forgotten = update < self.durable_updates
+        strange = [n for n in named if not (g.consumed and g.update == update if (g := s.groups.get(n)) else forgotten)]
         if strange:
             s.journal.count("learner.consumed_unknown", len(strange))
             log.warning(

@@ -17,7 +17,6 @@ from pipeline.replay.versions import TrainedVersions
 
 AGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Lower bounds of the age classes, in versions."""
-POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
 _FACTS = "n_sampled, duration_seconds, reward"
 _POPULATION = {
     "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE group_number >= 0 AND reward IS NOT NULL",
@@ -99,7 +98,7 @@ class Experience:
     """By shard: whether mixing has begun."""
     factors: list[float] = field(default_factory=list)
     """By shard: what the guard has left of ``task_ratio``."""
-    audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in POPULATIONS})
+    audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in _POPULATION})
 
     def json(self, config: RunConfig) -> dict[str, Any]:
         """For machines."""

@@ -30,7 +30,6 @@ class MemoryStore(ReplayStore):
     _current = False
 
     def _open(self, exists: bool, synchronous: str) -> None:
-        self._synchronous = synchronous
         self._committed = True
         memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:

@@ -104,12 +104,6 @@ def is_portable(path: Path) -> bool:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_header(path: Path) -> Header:
-    """Raises :class:`StoreError` for a file that is no export, or one of another schema."""
-    with path.open("rb") as file:
-        return _Reader(path, file).header()
-
-
 def read_portable(path: Path) -> Iterator[Portable]:
     """Every record, each checked before it is given out, and the whole at the end.
 

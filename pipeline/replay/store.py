@@ -59,7 +59,7 @@ class ReplayStore:
         self.path = path
         exists = store_file.check_header(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = store_file.Lock(path)
+        self._lock = store_file.lock(path)
         self._closed = False
         self._reading = threading.Lock()
         self._writing = threading.Lock()

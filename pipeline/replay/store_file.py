@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import struct
 from pathlib import Path
 
 from pipeline.errors import StoreError
+from pipeline.filelock import FileLock
 
 APPLICATION_ID = 0x41465250
 """``AFRP`` in the SQLite header (bytes 68-71)."""
@@ -61,21 +61,10 @@ CREATE TABLE tasks (
 """
 
 
-class Lock:
-    """Held by the one stage that writes a store; freed by the kernel when the process dies, however it dies."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise StoreError(
-                f"{path} is used by another replay stage: stop that run, or set replay.store to another file"
-            ) from error
-
-    def release(self) -> None:
-        os.close(self._fd)
+def lock(path: Path) -> FileLock:
+    """Held by the one stage that writes the store. Raises :class:`StoreError` while another one has it."""
+    taken = f"{path} is used by another replay stage: stop that run, or set replay.store to another file"
+    return FileLock(path.with_name(path.name + ".lock"), taken)
 
 
 def check_header(path: Path) -> bool:

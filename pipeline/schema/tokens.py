@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 NO_VERSION = -1
 """``policy_versions`` entry of a token that no policy sampled."""
-NO_TURN = -1
 LOGPROB_MAX = 1e-4
 """Largest log-probability that is taken for rounding of 0."""
 

@@ -21,6 +21,7 @@ from pipeline.supervisor.machine import Limits
 from pipeline.supervisor.progress import MetricsTail, reached, step_of
 from pipeline.supervisor.shell import Supervisor
 from pipeline.supervisor.specs import ProcessSpec, specs_of
+from pipeline.supervisor.time_table import show_time
 from pipeline.supervisor.undertaker import Undertaker
 
 
@@ -84,6 +85,7 @@ def _conclude(
     trouble = supervisor.log_tail()
     if trouble:
         console.print(trouble, markup=False, soft_wrap=True)
+    show_time(directory.metrics_file, console)
     if finished and directory.metrics_file.exists():
         problem = draw(directory.metrics_file, directory.curves_file)
         console.print(f"curves {problem or directory.curves_file}", soft_wrap=True)

@@ -76,7 +76,8 @@ class WireHub(Endpoint):
             event = self._wire.signal.current()
             if self._try_send(found, frames):
                 break
-            await self._wait_for_room(event)
+            with self._wire.signal.writing():
+                await self._wire.wait(event)
             if self._peers.find(peer) is not found:
                 raise PeerGone(f"{peer} disappeared while its queue was full: what was sent may not have arrived")
         self._peers.counters.messages_sent += 1
@@ -84,13 +85,6 @@ class WireHub(Endpoint):
         self._sends += 1
         if self._sends % _SENDS_PER_YIELD == 0:
             await anyio.lowlevel.checkpoint()
-
-    async def _wait_for_room(self, event: anyio.Event) -> None:
-        self._wire.signal.writers += 1
-        try:
-            await self._wire.wait(event)
-        finally:
-            self._wire.signal.writers -= 1
 
     def statistics(self) -> TransportStatistics:
         c = self._peers.counters

@@ -112,18 +112,12 @@ class WireLink(Endpoint):
             event = self._wire.signal.current()
             if self._wire.send(frames):
                 break
-            await self._wait_for_room(event)
+            with self._wire.signal.writing():
+                await self._wire.wait(event)
         session.counters.messages_sent += 1
         session.counters.bytes_sent += message.n_bytes
         if message.kind is Kind.BYE:
             session.leave()
-
-    async def _wait_for_room(self, event: anyio.Event) -> None:
-        self._wire.signal.writers += 1
-        try:
-            await self._wire.wait(event)
-        finally:
-            self._wire.signal.writers -= 1
 
     def statistics(self) -> TransportStatistics:
         """``peers`` is 1 while connected, ``peers_dropped`` counts lost connections."""

@@ -5,7 +5,8 @@ A wire never waits. It says ``None`` or ``False`` instead, and fires its :class:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import anyio
@@ -35,6 +36,15 @@ class Signal:
         if self._event is None:
             self._event = anyio.Event()
         return self._event
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a sender's wait for room."""
+        self.writers += 1
+        try:
+            yield
+        finally:
+            self.writers -= 1
 
     def fire(self) -> None:
         if self._event is not None:

@@ -121,7 +121,7 @@ def main(role: str, port: int = 0) -> None:
                 process.heartbeat_timestamp_seconds.set(time.time())
 
     with MetricsServer(registry, lambda: (True, {}), port=port) as server:
-        thread = Thread(target=run)
+        thread = Thread(target=run, daemon=True)
         thread.start()
         print(server.port, flush=True)
         sys.stdin.read()

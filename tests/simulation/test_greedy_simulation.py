@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sqlite3
 from pathlib import Path
@@ -11,10 +10,8 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import Faults, Simulation
-
-SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "40"))
-PER_TEST = 20
+from pipeline.replay.simulation import Simulation
+from tests.simulation.schedules import blocks, play
 
 
 def config_of(rng: random.Random, seed: int) -> RunConfig:
@@ -37,22 +34,9 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("block", range(max(1, SCHEDULES // PER_TEST)))
+@pytest.mark.parametrize("block", blocks(40))
 def test_greedy_rollouts_keep_every_account_under_faults(block: int, tmp_path: Path) -> None:
-    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
-        rng = random.Random(seed)
-        config = config_of(rng, seed)
-        faults = Faults() if seed % 5 == 0 else Faults.drawn(rng, until=200.0)
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        sim = Simulation(config, folder / "r.sqlite", seed, faults, rng.randint(1, 3), slots=rng.randint(1, 8))
-        sim.run()
-        try:
-            check(sim)
-        except AssertionError as error:
-            raise AssertionError(f"schedule {seed}: {error}") from error
-        finally:
-            sim.close()
+    play(block, tmp_path, config_of, check)
 
 
 def check(sim: Simulation) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sqlite3
 from pathlib import Path
@@ -12,13 +11,11 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import Faults, Simulation
-
-SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "60"))
-PER_TEST = 20
+from pipeline.replay.simulation import Simulation
+from tests.simulation.schedules import PER_TEST, blocks, play
 
 
-def settings(rng: random.Random) -> dict[str, Any]:
+def config_of(rng: random.Random, _: int) -> RunConfig:
     n, eta = rng.randint(2, 5), rng.randint(0, 2)
     k = rng.randint(1, n - 1)
     replay: dict[str, Any] = {
@@ -44,38 +41,27 @@ def settings(rng: random.Random) -> dict[str, Any]:
     }
     if replay["max_age"] is not None:
         replay["max_age"] = max(1, replay["max_age"])
-    return {
-        "run": {"total_steps": rng.randint(8, 24)},
-        "groups": {"n_rollout": n, "groups_per_step": rng.randint(1, 4), "attempts_max": rng.randint(1, 4)},
-        "staleness": {"max": eta},
-        "checkpoint": {"every": rng.randint(1, 4)},
-        "environments": {"a": {"weight": 2, "tasks": 8, "max_seconds": 5}, "b": {"tasks": 4, "max_seconds": 5}},
-        "transport": {"silence_seconds_max": 4.0},
-        "replay": replay,
-    }
+    return RunConfig.model_validate(
+        {
+            "run": {"total_steps": rng.randint(8, 24)},
+            "groups": {"n_rollout": n, "groups_per_step": rng.randint(1, 4), "attempts_max": rng.randint(1, 4)},
+            "staleness": {"max": eta},
+            "checkpoint": {"every": rng.randint(1, 4)},
+            "environments": {"a": {"weight": 2, "tasks": 8, "max_seconds": 5}, "b": {"tasks": 4, "max_seconds": 5}},
+            "transport": {"silence_seconds_max": 4.0},
+            "replay": replay,
+        }
+    )
 
 
-@pytest.mark.parametrize("block", range(max(1, SCHEDULES // PER_TEST)))
+@pytest.mark.parametrize("block", blocks(60))
 def test_replay_keeps_every_account_under_faults(block: int, tmp_path: Path) -> None:
-    replayed = 0
-    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
-        rng = random.Random(seed)
-        config = RunConfig.model_validate(settings(rng))
-        faults = Faults() if seed % 5 == 0 else Faults.drawn(rng, until=200.0)
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        try:
-            sim = Simulation(config, folder / "r.sqlite", seed, faults, rng.randint(1, 3), slots=rng.randint(1, 8))
-            sim.run()
-            check(sim)
-        except AssertionError as error:
-            raise AssertionError(f"schedule {seed}: {error}") from error
-        replayed += sim.replayed_total
-        sim.close()
+    replayed = sum(play(block, tmp_path, config_of, check))
     assert replayed > 20, f"only {replayed} trajectories were replayed in {PER_TEST} schedules"
 
 
-def check(sim: Simulation) -> None:
+def check(sim: Simulation) -> int:
+    """Returns the trajectories that were replayed."""
     weights, core, store = sim.learner.weights, sim.core, sim.store
     assert core is not None and store is not None
     assert weights.updates == sim.config.run.total_steps, f"no progress: {weights.updates} updates at {sim.now:.0f} s"
@@ -104,3 +90,4 @@ def check(sim: Simulation) -> None:
         assert sim.acknowledged <= set(stored) and set(fresh) <= set(stored)
         assert ledger.groups["trained"] == len(groups)
         assert ledger.trajectories["trained"] == len(fresh)
+    return sim.replayed_total

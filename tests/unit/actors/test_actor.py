@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import pytest
@@ -13,65 +12,23 @@ import pytest
 from actors.actor import Actor
 from actors.engine.stub import StubEngine
 from actors.loop import Services
-from pipeline.codec import decode_trajectory, encode_order
-from pipeline.schema import Order, Trajectory, TrajectoryStatus
-from pipeline.transport.base import EventKind, Kind, Limits, Message
-from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.codec import encode_order
+from pipeline.schema import Order, TrajectoryStatus
+from pipeline.transport.base import Kind, Limits, Message
+from pipeline.transport.memory import MemoryLink, MemoryNetwork
+from tests.unit.actors.stage import Stage
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
-
-
-class Stage:
-    """A replay stage of one page: welcomes, remembers, acknowledges when told."""
-
-    def __init__(self, hub: MemoryHub, credit_bytes: int = 10**6) -> None:
-        self.hub = hub
-        self.credit_bytes = credit_bytes
-        self.acknowledging = True
-        self.received: Counter[str] = Counter()
-        self.trajectories: dict[str, Trajectory] = {}
-        self.hellos: list[dict[str, Any]] = []
-        self.changed = anyio.Event()
-
-    async def serve(self) -> None:
-        while True:
-            event = await self.hub.receive()
-            if event.kind is EventKind.PEER_UP:
-                assert event.message is not None
-                self.hellos.append(dict(event.message.header))
-                await self.hub.send(
-                    event.peer, Message(Kind.WELCOME, {"credit_bytes": self.credit_bytes, "policy_version": 0})
-                )
-            elif event.kind is EventKind.MESSAGE and event.message is not None:
-                trajectory = decode_trajectory(event.message.frames)
-                self.received[trajectory.trajectory_id] += 1
-                self.trajectories[trajectory.trajectory_id] = trajectory
-                if self.acknowledging:
-                    await self.acknowledge(trajectory.trajectory_id)
-            self.changed.set()
-            self.changed = anyio.Event()
-
-    async def acknowledge(self, *ids: str) -> None:
-        await self.hub.send("actor-0", Message(Kind.ACK, {"trajectory_ids": list(ids), "refused": {}}))
-
-    async def order(self, *orders: Order) -> None:
-        for order in orders:
-            await self.hub.send("actor-0", Message(Kind.ORDER, encode_order(order)))
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        with anyio.fail_after(5):
-            while not condition():
-                await self.changed.wait()
 
 
 @asynccontextmanager
 async def playing(
     services: Services, *, places: int = 8, credit_bytes: int = 10**6, limits: Limits | None = None, outbox: int = 10**7
 ) -> AsyncIterator[tuple[Stage, Actor, MemoryNetwork]]:
-    network = MemoryNetwork()
-    async with MemoryHub(network) as hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
-        stage = Stage(hub, credit_bytes)
+    stage = Stage(credit_bytes=credit_bytes)
+    network = stage.network
+    async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
         group.start_soon(stage.serve)
         actor = Actor(services, link, places=places, outbox_bytes_max=outbox, limits=limits or Limits())
         group.start_soon(services.pool.watch)

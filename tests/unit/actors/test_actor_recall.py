@@ -14,57 +14,26 @@ from actors.actor import Actor
 from actors.engine.stub import StubEngine
 from actors.lessons import Guide, StageRecall
 from actors.loop import Services
-from pipeline.codec import decode_trajectory, encode_order
+from pipeline.codec import encode_order
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import PeerGone, WireError
-from pipeline.schema import Order, Trajectory, TrajectoryStatus
-from pipeline.transport.base import EventKind, Kind, Limits, Message
-from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.schema import Order, TrajectoryStatus
+from pipeline.transport.base import Kind, Limits, Message
+from pipeline.transport.memory import MemoryLink, MemoryNetwork
+from tests.unit.actors.stage import Stage
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
 ANSWERED = {"id": "7", "text": "guess higher"}
 
 
-class Stage:
-    """Answers RECALL as it is told: with lessons, with nonsense, never."""
-
-    def __init__(self, hub: MemoryHub, answer: Any) -> None:
-        self.hub, self.answer = hub, answer
-        self.asked: list[dict[str, Any]] = []
-        self.trajectories: dict[str, Trajectory] = {}
-        self.changed = anyio.Event()
-
-    async def serve(self) -> None:
-        while True:
-            event = await self.hub.receive()
-            if event.kind is EventKind.PEER_UP:
-                await self.hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 10**6, "policy_version": 0}))
-            elif event.message is not None and event.message.kind is Kind.RECALL:
-                header = dict(event.message.header)
-                self.asked.append(header)
-                if self.answer is not None:
-                    reply = {"order_id": header["order_id"], "lessons": self.answer}
-                    await self.hub.send(event.peer, Message(Kind.LESSONS, reply))
-            elif event.message is not None and event.message.kind is Kind.TRAJECTORY:
-                trajectory = decode_trajectory(event.message.frames)
-                self.trajectories[trajectory.trajectory_id] = trajectory
-            self.changed.set()
-            self.changed = anyio.Event()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        with anyio.fail_after(5):
-            while not condition():
-                await self.changed.wait()
-
-
 @asynccontextmanager
 async def playing(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
     config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
     services = replace(services, guide=Guide(config, services.renderer, services.metrics))
-    network = MemoryNetwork()
-    async with MemoryHub(network) as hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
-        stage = Stage(hub, answer)
+    stage = Stage(acknowledging=False, lessons=answer)
+    network = stage.network
+    async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
         group.start_soon(stage.serve)
         actor = Actor(services, link, places=4, outbox_bytes_max=10**7, limits=Limits())
         group.start_soon(services.pool.watch)

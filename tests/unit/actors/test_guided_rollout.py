@@ -19,23 +19,17 @@ from actors.environments import Environment, Episode, Reply, Step
 from actors.lessons import Guide
 from actors.lessons.guide import fill
 from actors.lessons.slots import guided, kept
-from actors.loop import Rollout, Services
+from actors.loop import Services
 from actors.rendering import Renderer
 from pipeline.codec import decode_trajectory, encode_trajectory
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import TransportError
 from pipeline.lessons.records import Lesson, plain_conversation, task_text
 from pipeline.schema import Message, Order, Trajectory, TrajectoryStatus
+from tests.unit.actors.conftest import THINKING, played, rows, script
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
-
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('9')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 class Talk(Environment):
@@ -77,47 +71,11 @@ class Source:
 async def play(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
     config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
     services = replace(services, guide=Guide(config, services.renderer, services.metrics))
-    async with anyio.create_task_group() as group:
-        group.start_soon(services.pool.watch)
-        with anyio.fail_after(20):
-            trajectory = await Rollout(order, services, source).play()
-        group.cancel_scope.cancel()
-    return decode_trajectory(encode_trajectory(trajectory))
+    return decode_trajectory(encode_trajectory(await played(services, order, source)))
 
 
 def searches(services: Services, outcome: str) -> float:
     return services.metrics.lesson_searches_total.labels(outcome=outcome)._value.get()
-
-
-def rows(trajectory: Trajectory, plain: bool) -> list[list[int]]:
-    """The token ids of each branch; ``plain``: with the contexts that the lessons are not in."""
-    found: dict[int, list[int]] = {}
-    contexts = trajectory.guidance.plain_contexts if plain and trajectory.guidance else {}
-    for index, turn in enumerate(trajectory.turns):
-        row = found.setdefault(turn.branch, [])
-        row += list(contexts.get(index, turn.context.token_ids.tolist())) + turn.completion.token_ids.tolist()
-    return list(found.values())
-
-
-@pytest.fixture(params=["words", "smollm2", "forking"])
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    """The tiny tokenizer, a real one, and one whose template forks after each reply that holds a 9."""
-    if request.param == "forking":
-        other = copy.deepcopy(request.getfixturevalue("smollm2"))
-        other.chat_template = THINKING
-        return other
-    return request.getfixturevalue(request.param)
-
-
-def script(tokenizer: Any) -> Callable[..., list[int]]:
-    replies = [tokenizer(text, add_special_tokens=False).input_ids for text in ("4 5", "9 7 8", "1")]
-    played: list[int] = []
-
-    def reply(ids: Any, sampling: Any) -> list[int]:
-        played.append(1)
-        return [*replies[(len(played) - 1) % 3], tokenizer.eos_token_id][: sampling.max_tokens]
-
-    return reply
 
 
 @pytest.mark.parametrize("system", ["", "think"])
@@ -137,8 +95,8 @@ async def test_row_without_lessons_is_the_same_episode_under_the_plain_prompt(
         assert np.array_equal(turn.completion.token_ids, other.completion.token_ids)
         assert np.array_equal(turn.completion.behaviour_logprobs, other.completion.behaviour_logprobs)
         assert turn.branch == other.branch
-    assert rows(trajectory, plain=True) == rows(plain, plain=False)
-    assert rows(trajectory, plain=False) != rows(plain, plain=False)
+    assert rows(trajectory, trajectory.guidance.plain_contexts) == rows(plain)
+    assert rows(trajectory) != rows(plain)
     first_of_branch = {0} | {
         i for i, t in enumerate(trajectory.turns) if i and t.branch != trajectory.turns[i - 1].branch
     }

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import anyio
 import pytest
 
 from actors.engine.stub import StubEngine
 from actors.environments import Environment, Episode, Reply, Step
-from actors.loop import Rollout, Services
+from actors.loop import Services
 from actors.rendering import Renderer
 from pipeline.codec import decode_trajectory, encode_trajectory
-from pipeline.schema import Message, Order, Task, Trajectory, TrajectoryStatus
-from tests.unit.actors.test_guided_rollout import THINKING, script
+from pipeline.schema import Message, Order, Task, TrajectoryStatus
+from tests.unit.actors.conftest import played, rows, script
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
@@ -41,34 +39,6 @@ class TalkEpisode(Episode):
         return Step((Message("user", "try again"),), 0.0, self.left == 0)
 
 
-async def play(services: Services, order: Order) -> Trajectory:
-    async with anyio.create_task_group() as group:
-        group.start_soon(services.pool.watch)
-        with anyio.fail_after(10):
-            trajectory = await Rollout(order, services).play()
-        group.cancel_scope.cancel()
-    return trajectory
-
-
-def rows(trajectory: Trajectory, *, hinted: bool) -> list[list[int]]:
-    """Ids of each branch."""
-    found: dict[int, list[int]] = {}
-    contexts = trajectory.hinted_contexts if hinted else {}
-    for index, turn in enumerate(trajectory.turns):
-        row = found.setdefault(turn.branch, [])
-        row += list(contexts.get(index, turn.context.token_ids.tolist())) + turn.completion.token_ids.tolist()
-    return list(found.values())
-
-
-@pytest.fixture(params=["words", "smollm2", "forking"])
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    if request.param == "forking":
-        other = copy.deepcopy(request.getfixturevalue("smollm2"))
-        other.chat_template = THINKING
-        return other
-    return request.getfixturevalue(request.param)
-
-
 @pytest.fixture
 def services_of(make_services: MakeServices, tokenizer: Any) -> Callable[..., Services]:
     def make(talk: Talk, template: str | None = "{prompt} {hint}", **options: Any) -> Services:
@@ -82,11 +52,11 @@ def services_of(make_services: MakeServices, tokenizer: Any) -> Callable[..., Se
 async def test_hinted_rows_are_those_of_an_episode_that_was_played_with_the_hint(
     services_of: Callable[..., Services], make_order: MakeOrder
 ) -> None:
-    trajectory = await play(services_of(Talk(4, "say hello", "guess higher")), make_order())
-    truly = await play(services_of(Talk(4, "say hello guess higher"), template=None), make_order())
+    trajectory = await played(services_of(Talk(4, "say hello", "guess higher")), make_order())
+    truly = await played(services_of(Talk(4, "say hello guess higher"), template=None), make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE and not truly.hinted_contexts
-    assert rows(trajectory, hinted=True) == rows(truly, hinted=False)
-    assert rows(trajectory, hinted=False) != rows(truly, hinted=False)
+    assert rows(trajectory, trajectory.hinted_contexts) == rows(truly)
+    assert rows(trajectory) != rows(truly)
     assert trajectory.guidance is None and "guess higher" not in str(trajectory.turns[0].context_messages)
 
 
@@ -99,13 +69,13 @@ async def test_without_a_hint_or_an_estimator_that_asks_there_are_no_hinted_cont
         (Talk(2, "say hello", "higher"), None, make_order()),
         (Talk(2, "say hello", "higher"), "{prompt} {hint}", greedy),
     ):
-        assert not (await play(services_of(talk, template), order)).hinted_contexts
+        assert not (await played(services_of(talk, template), order)).hinted_contexts
 
 
 async def test_an_episode_that_the_hint_makes_too_long_is_trained_without_it(
     services_of: Callable[..., Services], make_order: MakeOrder
 ) -> None:
-    trajectory = await play(services_of(Talk(2, "say hello", "higher " * 300), max_length=200), make_order())
+    trajectory = await played(services_of(Talk(2, "say hello", "higher " * 300), max_length=200), make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE and not trajectory.hinted_contexts
 
 
@@ -113,7 +83,7 @@ async def test_special_tokens_of_a_hint_are_not_read_as_such(
     services_of: Callable[..., Services], make_order: MakeOrder, tokenizer: Any
 ) -> None:
     end = tokenizer.decode([tokenizer.eos_token_id])
-    trajectory = await play(services_of(Talk(1, "say hello", f"guess {end} higher")), make_order())
+    trajectory = await played(services_of(Talk(1, "say hello", f"guess {end} higher")), make_order())
     plain = Renderer(tokenizer).start([Message("user", "say hello")]).prompt_ids
     hinted = trajectory.hinted_contexts[0]
     assert hinted.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
@@ -122,11 +92,11 @@ async def test_special_tokens_of_a_hint_are_not_read_as_such(
 async def test_a_hint_that_is_no_text_is_the_environments_error(
     services_of: Callable[..., Services], make_order: MakeOrder
 ) -> None:
-    trajectory = await play(services_of(Talk(1, "say hello", 7)), make_order())
+    trajectory = await played(services_of(Talk(1, "say hello", 7)), make_order())
     assert trajectory.failure is not None and "Episode.hint" in trajectory.failure.message
 
 
 async def test_hinted_contexts_survive_the_wire(services_of: Callable[..., Services], make_order: MakeOrder) -> None:
-    trajectory = await play(services_of(Talk(2, "say hello", "higher")), make_order())
+    trajectory = await played(services_of(Talk(2, "say hello", "higher")), make_order())
     back = decode_trajectory([bytes(f) for f in encode_trajectory(trajectory)])
     assert back.hinted_contexts == trajectory.hinted_contexts != {}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from actors.engine.stub import StubEngine
 from actors.loop import Services
 from actors.sharded import ShardedActor, shares
-from pipeline.codec import decode_trajectory, encode_order
 from pipeline.schema import Order
-from pipeline.transport.base import EventKind, Kind, Limits, Message
-from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.transport.base import Limits
+from pipeline.transport.memory import MemoryLink
+from tests.unit.actors.stage import Stage
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
@@ -30,41 +30,6 @@ def test_places_are_divided_evenly_and_none_is_lost(places: int, n: int, index: 
     assert set(together) == {places}
 
 
-class Stage:
-    """Welcomes, remembers, acknowledges."""
-
-    def __init__(self) -> None:
-        self.network = MemoryNetwork()
-        self.hub = MemoryHub(self.network)
-        self.slots: list[int] = []
-        self.received: set[str] = set()
-        self.changed = anyio.Event()
-
-    async def serve(self) -> None:
-        while True:
-            event = await self.hub.receive()
-            if event.kind is EventKind.PEER_UP:
-                assert event.message is not None
-                self.slots.append(event.message.header["slots"])
-                welcome = Message(Kind.WELCOME, {"credit_bytes": 10**6, "policy_version": 0})
-                await self.hub.send(event.peer, welcome)
-            elif event.kind is EventKind.MESSAGE and event.message is not None:
-                name = decode_trajectory(event.message.frames).trajectory_id
-                self.received.add(name)
-                await self.hub.send("actor-0", Message(Kind.ACK, {"trajectory_ids": [name], "refused": {}}))
-            self.changed.set()
-            self.changed = anyio.Event()
-
-    async def order(self, *orders: Order) -> None:
-        for order in orders:
-            await self.hub.send("actor-0", Message(Kind.ORDER, encode_order(order)))
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        with anyio.fail_after(5):
-            while not condition():
-                await self.changed.wait()
-
-
 @asynccontextmanager
 async def playing(services: Services, places: int) -> AsyncIterator[tuple[ShardedActor, Stage, Stage]]:
     one, two = Stage(), Stage()
@@ -76,7 +41,7 @@ async def playing(services: Services, places: int) -> AsyncIterator[tuple[Sharde
         for task in (one.serve, two.serve, services.pool.watch, actor.run):
             group.start_soon(task)
         for stage in (one, two):
-            await stage.until(lambda s=stage: bool(s.slots))
+            await stage.until(lambda s=stage: bool(s.hellos))
         yield actor, one, two
         group.cancel_scope.cancel()
 
@@ -88,12 +53,12 @@ async def test_each_stage_gets_the_answers_to_its_own_orders(
     services = make_services([engine])
     orders = [make_order(seed) for seed in range(40)]
     async with playing(services, places=5) as (actor, one, two):
-        assert (one.slots, two.slots) == ([3], [2])
+        assert [[hello["slots"] for hello in stage.hellos] for stage in (one, two)] == [[3], [2]]
         await one.order(*orders[:20])
         await two.order(*orders[20:])
         for stage, part in ((one, orders[:20]), (two, orders[20:])):
             await stage.until(lambda s=stage: len(s.received) == 20)
-            assert stage.received == {order.order_id for order in part}
+            assert stage.received == dict.fromkeys((order.order_id for order in part), 1)
         assert engine.in_flight_max <= 5
         assert await actor.drain(1.0)
     assert (actor.playing, actor.unacknowledged) == (0, 0)
@@ -106,7 +71,7 @@ async def test_a_lost_stage_does_not_stop_the_other_and_is_served_again(
         two.network.disconnect("actor-0")
         await one.order(*(make_order(seed) for seed in range(10)))
         await one.until(lambda: len(one.received) == 10)
-        await two.until(lambda: len(two.slots) == 2)
+        await two.until(lambda: len(two.hellos) == 2)
         await two.order(make_order(99))
         await two.until(lambda: len(two.received) == 1)
 

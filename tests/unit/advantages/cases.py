@@ -5,7 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 
-from learner.advantages import Played
+from learner.advantages import Played, estimate
+from pipeline.config.advantage import AdvantageConfig
 
 REWARD = st.floats(-3, 3, allow_nan=False, width=32)
 
@@ -46,3 +47,11 @@ def updates(draw, rewards=REWARD, groups_max=3, size_max=5, size_min=1):
                 )
             )
     return draw(st.permutations(played))
+
+
+def advantages_of(played, **options):
+    return estimate(played, AdvantageConfig(**options)).advantages
+
+
+def options_of(name):
+    return {"estimator": name, "pass_k": 2, "epsilon": 1e-9}

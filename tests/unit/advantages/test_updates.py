@@ -118,7 +118,7 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     rng = np.random.default_rng(1)
     today, reference = (-rng.uniform(0.1, 3, batch.n_sampled).astype(np.float32) for _ in range(2))
     evidence = Evidence(logprobs=today, reference=reference)
-    penalties = trainer._penalties(evidence)
+    penalties = trainer._gathering.penalties(evidence, trainer.kl.coefficient)
     np.testing.assert_allclose(penalties, 0.5 * (today - reference), rtol=1e-5, atol=1e-6)
     config = trainer._config.advantage
     with_kl, _ = with_advantages(batch, evidence, config, penalties)

@@ -49,9 +49,6 @@ class Killed(BaseException):
     pass
 
 
-STEPS = ["open", "write", "fsync", "fdatasync", "writev", "replace", "unlink"]
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 def test_kill_at_any_moment_of_a_save_leaves_a_readable_state(tmp_path, monkeypatch, in_place):
     """Every system call of a save is its last, in turn: what is then on disk is the old state or the new one."""

@@ -1,6 +1,8 @@
 """The whole learner against the real replay stage in memory, an actor that answers orders, and an engine over HTTP."""
 
 import contextlib
+import itertools
+import time
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +18,7 @@ from learner.metrics_log import MetricsLog
 from learner.role import serve as serve_learner
 from pipeline.codec import decode_order, encode_trajectory
 from pipeline.config import RunConfig
+from pipeline.metrics.learner import STAGES
 from pipeline.replay.role import serve as serve_stage
 from pipeline.role import RoleContext
 from pipeline.rundir import RunDirectory
@@ -181,6 +184,26 @@ async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):
     text = ctx.registry.get_sample_value
     assert text("afterplay_learner_updates_total") == 3
     assert text("afterplay_learner_importance_ratio_count", {"level": "token", "source": "fresh"}) == 24
+
+
+async def test_the_stages_of_every_update_add_up_to_the_time_since_the_line_before(world):
+    clock = []
+    async with world(total_steps=6, checkpoint={"every": 2}) as w:
+        ctx, run = w.learner()
+        wrote = w.wrote
+        w.wrote = lambda: (clock.append(time.perf_counter()), wrote())
+        await run()
+    lines = w.lines()
+    for (before, after), line in zip(itertools.pairwise(clock), lines[1:], strict=True):
+        stages = {name: seconds for name, seconds in line["seconds"].items() if name != "step"}
+        assert set(stages) == set(STAGES)
+        assert sum(stages.values()) == pytest.approx(line["seconds"]["step"], abs=1e-6)
+        assert line["seconds"]["step"] == pytest.approx(after - before, abs=0.25)
+        assert min(stages.values()) >= 0.0
+    assert [line["seconds"]["save"] > 0 for line in lines] == [False, False, True, False, True, False]
+    told = [ctx.registry.get_sample_value("afterplay_learner_step_duration_seconds_sum", {"stage": s}) for s in STAGES]
+    assert sum(told) == pytest.approx(sum(line["seconds"]["step"] for line in lines), abs=1e-6)
+    assert lines[-1]["saved"]["updates"] in (2, 4)
 
 
 @pytest.mark.parametrize("entropy", ["current", "stored"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import learner.optimizer_step
 from learner.policy import Policy
 from learner.rows import Batch
 from learner.trainer import Trainer
@@ -129,21 +130,21 @@ def test_poison_outside_the_mask_of_replayed_rows_changes_nothing(kit):
         assert all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
-def test_several_optimizer_steps_anchor_demonstrations_at_the_policy_before_the_first(kit):
+def test_several_optimizer_steps_anchor_demonstrations_at_the_policy_before_the_first(kit, monkeypatch):
     rows = [replace(row, replayed=True, recorded=False) for row in kit.make_rows(4, advantages=[1.0] * 4)]
     trainer = trainer_of(kit, {"epochs": 3, "learning_rate": 0.5})
     before = trainer.score(rows)
     seen = []
-    score = trainer._loss_tokens
+    real = learner.optimizer_step.loss_tokens
 
-    def watch(part, logprobs, entropy, known):
-        seen.append((part.tokens_S, known.today))
-        return score(part, logprobs, entropy, known)
+    def watch(part, logprobs, entropy, known, loss):
+        seen.append(known.today)
+        return real(part, logprobs, entropy, known, loss)
 
-    trainer._loss_tokens = watch
+    monkeypatch.setattr(learner.optimizer_step, "loss_tokens", watch)
     trainer.step(Batch(0, (), tuple(rows)), 0)
     assert len(seen) == 3
-    for _, today in seen:
+    for today in seen:
         np.testing.assert_allclose(today, before, atol=1e-6)
 
 

@@ -11,8 +11,9 @@ from learner.evidence import Evidence
 from learner.losses.corrections import REASONS
 from learner.losses.registry import LOSSES
 from learner.policy import Policy
-from learner.recording import StepTimes, step_line
+from learner.recording import step_line
 from learner.rows import Batch
+from learner.timing import StepTimes
 from learner.trainer import Trainer
 from pipeline.errors import TrainingError
 
@@ -122,15 +123,19 @@ def test_masked_poison_in_the_rows_changes_not_a_bit(kit, name):
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "dppo_kl"])
-def test_with_several_optimizer_steps_masks_and_anchors_stay_at_the_first(kit, name):
+def test_several_optimizer_steps_share_the_anchors_of_one_pass_however_they_are_split(kit, name, monkeypatch):
     rows = rows_of(kit)
     reference = references(rows)
     weights = []
     for tokens in (1000, 1):
         trainer = trainer_of(kit, name, "token_mean", {"epochs": 3, "tokens_per_microbatch": tokens,
                                                        "learning_rate": 1e-2})  # fmt: skip
+        scored, score = [], trainer.policy.score
+        monkeypatch.setattr(trainer.policy, "score", lambda part: scored.append(part.n_sampled) or score(part))  # noqa: B023
         report, _ = gradients(trainer, rows, reference)
         assert report.optimizer_steps == 3
+        anchored = sum(row.n_sampled for row in rows if not (row.replayed and row.recorded))
+        assert sum(scored) == anchored + 3 * sum(row.n_sampled for row in rows)
         weights.append(trainer.policy.snapshot("float32"))
     for key, value in weights[0].items():
         torch.testing.assert_close(weights[1][key], value, rtol=1e-3, atol=2e-3)

@@ -195,9 +195,12 @@ def test_float32_values_on_a_bound_fall_in_the_bucket_of_that_bound():
 
 def test_histogram_loses_nothing_between_threads():
     metric = histogram(CollectorRegistry(), "afterplay_x", "Help.", base.LAT)
-    threads = [
-        threading.Thread(target=lambda: [metric.observe_many(np.ones(10)) for _ in range(200)]) for _ in range(4)
-    ]
+
+    def observe() -> None:
+        for _ in range(200):
+            metric.observe_many(np.ones(10))
+
+    threads = [threading.Thread(target=observe, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -8,12 +8,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import learner.trainer
-from learner.backbone import Backbone
+from learner.backbone import Backbone, Interrupted
+from learner.batching import PADDED, token_numbers
 from learner.critic import Critic, explained_variance
-from learner.policy import Policy
+from learner.passes import microbatches
+from learner.ranks.base import ALONE
 from learner.reference import AdaptersOff, FrozenCopy
 from learner.report import Stopwatch
+from learner.rows import Batch
 from learner.trainer import Trainer
 from pipeline.errors import ConfigurationError, StoreError
 from tests.unit.learner.conftest import learner_config, make_rows, run_config, tiny_model, tiny_policy
@@ -26,7 +28,7 @@ def needs(monkeypatch):
     """Makes estimator and loss ask for what the test wants."""
 
     def ask(*names):
-        monkeypatch.setattr(learner.trainer, "needed_by", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.gathering.needed_by", lambda config: frozenset(names))
         monkeypatch.setattr("learner.making.needed_by", lambda config: frozenset(names))
 
     return ask
@@ -125,6 +127,10 @@ def test_a_copy_in_bfloat16_is_near_the_float32_one(needs, config_of, initial, r
     np.testing.assert_allclose(half.gather(rows).reference, whole.gather(rows).reference, atol=0.15)
 
 
+def parts_of(rows, tokens_max):
+    return microbatches(rows, [0.0] * len(rows), token_numbers(rows), tokens_max, PADDED, ALONE)
+
+
 def critic_of(seed=0, **critic):
     config = learner_config(critic={"learning_rate": 1e-2, **critic})
     backbone = Backbone(tiny_model(seed).base_model, config, torch.device("cpu"))
@@ -199,8 +205,7 @@ def test_a_critic_learns_returns_that_follow_from_the_state():
     first = {int(row.token_ids[0]) for row in rows}
     goal = {token: float(i % 2) for i, token in enumerate(sorted(first))}
     returns = np.concatenate([np.full(r.n_sampled, goal[int(r.token_ids[0])], np.float32) for r in rows])
-    trainer = Trainer(tiny_policy(), run_config())
-    parts = trainer._microbatches(rows, learner.trainer.token_numbers(rows), [0.0] * 8, WATCH)
+    parts = parts_of(rows, 4096)
     reports = [critic.learn(parts, critic.values(rows, WATCH), returns, 3e-2, WATCH) for _ in range(40)]
     assert reports[-1].loss < 0.1 * reports[0].loss
     assert reports[-1].explained_variance > 0.8
@@ -210,9 +215,8 @@ def test_a_critic_learns_returns_that_follow_from_the_state():
 def test_splitting_changes_neither_loss_nor_gradient_of_the_critic(budget):
     found = []
     for tokens in (1000, budget):
-        trainer = Trainer(tiny_policy(), run_config({"tokens_per_microbatch": tokens}))
         critic, rows, gradients = critic_of(grad_clip=1e9), make_rows(6, seed=1), []
-        parts = trainer._microbatches(rows, learner.trainer.token_numbers(rows), [0.0] * 6, WATCH)
+        parts = parts_of(rows, tokens)
         values = critic.values(rows, WATCH)
         returns = values + np.linspace(-1, 1, len(values), dtype=np.float32)
         old = values + np.linspace(0.5, -0.5, len(values), dtype=np.float32)
@@ -234,7 +238,7 @@ def test_a_value_step_that_is_not_finite_is_skipped_and_counted(needs, config_of
     evidence = trainer.gather(rows)
     evidence = replace(evidence, returns=np.full_like(evidence.values, np.inf))
     before = [p.detach().clone() for p in trainer.critic.parameters]
-    report = trainer.step(learner.trainer.Batch(0, (), rows), 0, evidence)
+    report = trainer.step(Batch(0, (), rows), 0, evidence)
     assert report.nonfinite["value"] == 1
     assert report.critic.skipped
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.critic.parameters, strict=True))
@@ -250,12 +254,7 @@ def test_interrupt_stops_reference_and_critic_too(needs, config_of, initial, res
     needs("reference", "values")
     trainer = resume(config_of(), initial)
     trainer.policy.interrupt.set()
-    with pytest.raises(learner.trainer.Interrupted):
+    with pytest.raises(Interrupted):
         trainer.reference.logprobs(make_rows(1), WATCH)
-    with pytest.raises(learner.trainer.Interrupted):
+    with pytest.raises(Interrupted):
         trainer.critic.values(make_rows(1), WATCH)
-
-
-def test_the_policy_class_is_not_needed_for_a_backbone():
-    policy = Policy(tiny_model(), learner_config(), torch.device("cpu"))
-    assert isinstance(policy, Backbone)

@@ -169,7 +169,7 @@ def test_a_stop_does_not_wait_for_the_server(server):
         server.arrived.wait(10)
         interrupt.set()
 
-    threading.Thread(target=stop).start()
+    threading.Thread(target=stop, daemon=True).start()
     start = time.monotonic()
     with pytest.raises(Interrupted):
         reference_of(server, interrupt).logprobs(rows_at_one(2), WATCH)

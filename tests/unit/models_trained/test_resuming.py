@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import learner.trainer
 from learner.checkpoint import CheckpointState, find_checkpoints, save_checkpoint
 from learner.policy import Policy
 from pipeline.errors import StoreError
@@ -39,7 +38,7 @@ def test_resumed_training_equals_uninterrupted_bit_for_bit(
     kind, config_of, initial, resume, train, tmp_path, monkeypatch
 ):
     learner_section, names = KINDS[kind]
-    monkeypatch.setattr(learner.trainer, "needed_by", lambda config: frozenset(names))
+    monkeypatch.setattr("learner.gathering.needed_by", lambda config: frozenset(names))
     monkeypatch.setattr("learner.making.needed_by", lambda config: frozenset(names))
     adaptive = {"kl": "loss", "kl_controller": "adaptive", "kl_horizon": 10, "kl_coef": 0.1}
     loss = adaptive if kind == "adaptive KL" else {}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import learner.attention
 from learner.attention import can_varlen
 from learner.batching import collate, token_numbers
 from learner.packing import Form
+from learner.policy import Policy
 from learner.rows import Batch
 from learner.trainer import Trainer
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows, row_of
@@ -188,8 +188,6 @@ def test_a_packed_model_is_called_as_any_other(kit, policy_of):
 def test_variable_length_attention_on_a_gpu(kit):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from learner.policy import Policy
-
     torch.manual_seed(0)
     shape = LlamaConfig(vocab_size=23, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
                         num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.1)  # fmt: skip
@@ -199,7 +197,7 @@ def test_variable_length_attention_on_a_gpu(kit):
     for packing in ("padded", "packed"):
         config = kit.learner_config(device="cuda", compute_dtype="bfloat16", packing=packing)
         policy = Policy(model, config, torch.device("cuda"))
-        assert can_varlen(policy.device, torch.bfloat16, 32) and learner.attention.NAME
+        assert can_varlen(policy.device, torch.bfloat16, 32)
         for form in (PADDED,) if packing == "padded" else (PACKED, SHARED):
             policy.form = form
             found[form] = scores(policy, rows)

@@ -7,13 +7,7 @@ from learner.choice import needs_scores
 from learner.preparing import Preparer, prepare
 from pipeline.config.replay import ReplayConfig
 
-pytestmark = pytest.mark.anyio
 CONFIG = ReplayConfig()
-
-
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
 
 
 class Session:

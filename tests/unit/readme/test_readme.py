@@ -38,8 +38,3 @@ def test_environment_of_the_readme_is_under_thirty_lines_and_plays(tmp_path: Pat
 def test_every_run_file_loads_and_is_in_the_readme(file: Path) -> None:
     load(file, environment={})
     assert f"configs/{file.name}" in README
-
-
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(((?:docs|grafana|benchmarks)/[^)#]+)\)", README))))
-def test_links_of_the_readme_lead_to_files(path: str) -> None:
-    assert (ROOT / path).exists()

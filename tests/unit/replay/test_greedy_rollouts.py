@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.replay.journal import Send
 from pipeline.replay.ledger import Ledger, build_ledger
 from pipeline.replay.records import TrajectoryState
 from pipeline.replay.simulation import rollout
+from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order, Task, TrajectoryStatus
 from pipeline.scorer.verdict import combine
 from pipeline.transport.base import Kind, Message
@@ -37,8 +39,6 @@ class Stage:
         self.restart()
 
     def restart(self, **sections: Any) -> None:
-        from pipeline.replay.store import ReplayStore
-
         if self.store is not None:
             self.store.close()
         self.sections |= sections
@@ -86,8 +86,21 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path):
-    return Stage(tmp_path / "r.sqlite")
+def make_stage(tmp_path):
+    """Makes stages, closed at the end."""
+    with ExitStack() as stack:
+
+        def make(**sections: Any) -> Stage:
+            stage = Stage(tmp_path / "r.sqlite", **sections)
+            stack.callback(lambda: stage.store.close())
+            return stage
+
+        yield make
+
+
+@pytest.fixture
+def stage(make_stage):
+    return make_stage()
 
 
 def test_the_greedy_rollout_is_ordered_behind_the_group_and_says_so(stage):
@@ -163,8 +176,8 @@ def test_greedy_rollouts_are_no_part_of_what_the_bias_audit_compares(stage):
     }  # fmt: skip
 
 
-def test_groups_from_before_the_run_file_asked_for_baselines_get_one_or_are_given_up(tmp_path):
-    stage = Stage(tmp_path / "r.sqlite", advantage={"estimator": "grpo"}, staleness={"max": 1})
+def test_groups_from_before_the_run_file_asked_for_baselines_get_one_or_are_given_up(make_stage):
+    stage = make_stage(advantage={"estimator": "grpo"}, staleness={"max": 1})
     first = [o for o in stage.orders() if o.group_id == "g000000"]
     assert [o.greedy for o in stage.orders()] == [False] * 4
     for order in first:
@@ -183,6 +196,6 @@ def test_orders_and_plans_without_the_new_fields_read_as_before():
     assert "baseline" not in header and decode_plan(header) == plan
 
 
-def test_baselines_may_be_ordered_for_an_estimator_of_ones_own(tmp_path):
-    stage = Stage(tmp_path / "r.sqlite", advantage={"estimator": "grpo", "greedy_rollouts": True})
+def test_baselines_may_be_ordered_for_an_estimator_of_ones_own(make_stage):
+    stage = make_stage(advantage={"estimator": "grpo", "greedy_rollouts": True})
     assert sum(o.greedy for o in stage.orders()) == 1

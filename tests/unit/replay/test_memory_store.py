@@ -100,10 +100,12 @@ def test_a_copy_taken_while_others_write_is_whole(tmp_path: Path) -> None:
             store.commit(Changes(payloads=[(i, (blob, blob, b"", b""))], counters={"payloads": i + 1}))
 
     write(0)
-    writer = threading.Thread(target=write, args=(100,))
+    writer = threading.Thread(target=write, args=(100,), daemon=True)
     writer.start()
-    while writer.is_alive():
+    rows = 0
+    while rows < 200:
         store.commit(Changes(counters={"copies": 1}))
+        alive = writer.is_alive()
         store.checkpoint()
         connection = sqlite3.connect(path)
         found = connection.execute(
@@ -112,6 +114,7 @@ def test_a_copy_taken_while_others_write_is_whole(tmp_path: Path) -> None:
         rows, counted = found.fetchone()
         connection.close()
         assert rows == counted >= 100
+        assert alive or rows == 200, "what was committed before the copy is in it"
     store.close()
 
 

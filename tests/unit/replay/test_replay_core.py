@@ -299,6 +299,21 @@ def test_consumed_twice_is_consumed_once() -> None:
     assert stage.ledger().groups["trained"] == 2
 
 
+def test_what_a_checkpoint_had_not_yet_seen_acknowledged_is_no_surprise_when_it_is_resumed() -> None:
+    stage = started()
+    stage.answer_all()
+    groups = train(stage, 0)
+    stage.tell(Kind.CHECKPOINTED, updates=1)
+    stage.round()
+    stage.core.peer_down("learner", left=False)
+    sent = stage.learner(session="t", updates=1, version=None, durable_updates=1, consumed=[[0, groups]])
+    assert [s.header["update"] for s in sent if s.kind is Kind.ACK and s.peer == "learner"] == [0]
+    assert stage.core.journal.counters.get("learner.consumed_unknown", 0) == 0
+    stage.tell(Kind.CONSUMED, update=1, group_ids=groups)
+    stage.round()
+    assert stage.core.journal.counters["learner.consumed_unknown"] == len(groups)
+
+
 def test_payloads_are_kept_until_the_checkpoint_covers_them() -> None:
     stage = started()
     stage.answer_all()

@@ -36,6 +36,8 @@ class Stage:
         }
         self.version = -1
         self.updates = 0
+        self.updates_live_max = 0
+        """The most updates that announced weights ever had."""
         self.life = 0
         self.plans: dict[str, tuple[int, GroupPlan]] = {}
         """Groups that the learner holds."""
@@ -77,6 +79,7 @@ class Stage:
 
     def publish(self) -> None:
         self.version = max(self.version, self.core.policy_version) + 1
+        self.updates_live_max = max(self.updates_live_max, self.updates)
         self.tell(Kind.VERSION, policy_version=self.version, updates=self.updates)
 
     def go_back(self, updates: int) -> None:

@@ -71,7 +71,8 @@ def check(s: Any) -> None:
             assert not (same and rule.equal_rewards == "drop"), "an equal group waits to be trained"
     held = [slot.trajectory for g in core.records.values() for slot in g.slots if slot.trajectory is not None]
     assert core.payloads.held == {record.seq for record in held}
-    assert core.batches.open <= (core.batches.rule.bound + core.batches.live + 1) * n - core.batches.consumed * n
+    admitted = core.batches.open + core.batches.consumed * n
+    assert admitted <= (core.batches.rule.bound + s.updates_live_max + 1) * n, "what a learner lost stays admitted"
     for update, (plan_update, plan) in [(s.updates, p) for p in s.plans.values()]:
         assert plan_update >= update and plan_update <= plan.admitted_update + core.batches.rule.bound
 
@@ -94,7 +95,10 @@ def test_every_account_adds_up_and_no_update_waits_for_ever(
 
 
 def _goes_on(s: Any) -> None:
-    """Played by agents that always fail, the next two updates are still made, with a bounded number of rollouts."""
+    """Played by agents that always fail, the next two updates are still made, with a bounded number of rollouts. The
+    learner announces the weights that it has made in the end, and all that it makes from now on."""
+    if s.core.batches.live < s.updates:
+        s.publish()
     rule, bound = s.core.config.groups, s.core.batches.rule.bound
     most = (1 + rule.refill_max) * rule.groups_per_step * rule.n_rollout * (3 + bound)
     target, answers = s.updates + 2, 0

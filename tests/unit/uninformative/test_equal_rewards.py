@@ -26,6 +26,14 @@ def test_keep_trains_equal_groups_and_counts_them(stage) -> None:
     assert ledger.trajectories["trained"] == 4 and ledger.groups["equal_kept"] == 1
 
 
+def test_one_rollout_alone_has_none_to_be_equal_to(stage) -> None:
+    s = stage(groups=groups("keep", n=1))
+    s.play(1)
+    s.play(1)
+    s.train()
+    assert s.ledger().groups.get("equal_kept", 0) == 0
+
+
 def test_drop_ends_the_trajectories_at_once_and_makes_the_update_from_the_others(stage) -> None:
     s = stage()
     equal = s.play(0, 0)
@@ -171,16 +179,17 @@ def test_stored_trajectories_in_a_group_count_among_its_rewards(stage) -> None:
 
 def test_success_rates_count_groups_that_were_left_out(stage) -> None:
     seen: list[float | None] = []
-    replay = {"enabled": True, "start_ratio": 0.0, "trajectories_per_task": 1}
+    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.0, "trajectories_per_task": 1}
     s = stage(groups=groups("refill", refill_max=4), replay=replay)
     consumed = s.core.experience.consumed
     s.core.experience.consumed = lambda **about: (seen.append(about["solve_rate"]), consumed(**about))
     s.play(0, 0)
     s.play(0, 0)
-    s.play(0, 1)
-    s.play(0, 1)
-    s.train()
-    assert seen == [0.25]
+    for _ in range(2):
+        s.play(0, 1)
+        s.play(0, 1)
+        s.train()
+    assert seen == [0.25, 0.5], "in the next update, and in no other"
 
 
 def test_remax_compares_with_the_greedy_rollout(stage) -> None:

@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.assembly import GroupAssembler
 from learner.choice import choose_replays
-from learner.groups import Group
 from learner.policy import Policy
-from learner.recording import StepTimes, record_step, step_line, trained_facts
+from learner.recording import record_step, step_line, trained_facts
 from learner.rows import build_batch
+from learner.timing import StepTimes
 from learner.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
@@ -77,11 +77,16 @@ def test_an_update_without_groups_is_counted_and_changes_no_weight() -> None:
 def test_the_gradient_is_that_of_the_remaining_groups_alone() -> None:
     """Denominators are those of what is trained: an update that loses a group equals an update planned without it."""
     outcomes = []
-    for _ in range(2):
-        trainer = tiny_trainer(groups={"n_rollout": 2, "groups_per_step": 2, "equal_rewards": "drop"})
-        plan = plan_of(1)
-        members = tuple(trajectory_of(plan, i).scored(float(i), {"environment": float(i)}) for i in range(2))
-
-        trainer.train(build_batch(0, (Group(plan, members),)), 0)
+    for groups_per_step in (2, 1):
+        trainer = tiny_trainer(groups={"n_rollout": 2, "groups_per_step": groups_per_step, "equal_rewards": "drop"})
+        before = [p.detach().clone() for p in trainer.policy.parameters]
+        assembler, plan = GroupAssembler(groups_per_step), plan_of(1)
+        if groups_per_step == 2:
+            assembler.plan(plan_of(0, left_out=True), 0)
+        assembler.plan(plan, 0)
+        for index in range(2):
+            assembler.deliver(plan.group_id, index, trajectory_of(plan, index), float(index), {})
+        trainer.train(build_batch(0, assembler.take(0)), 0)
         outcomes.append([p.detach().clone() for p in trainer.policy.parameters])
+        assert any((a != b).any() for a, b in zip(before, outcomes[-1], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))

@@ -13,6 +13,7 @@ from learner.making import make_trainer
 from learner.metrics_log import MetricsLog
 from learner.models.prepare import prepare_model
 from learner.role import load
+from learner.skipped import read_skipped
 from learner.warm_start import WarmStart, initial_model, is_due, step_line, warm_folder, warm_up
 from pipeline.errors import TrainingError
 from pipeline.role import RoleContext
@@ -148,13 +149,15 @@ def test_nothing_is_due_without_demonstrations_or_once_rl_has_a_checkpoint(game,
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_warm_start_when_they_do_not_stop(game) -> None:
-    _, _, warm = begin(game, steps=40)
+    _, directory, warm = begin(game, steps=40)
     weight = warm.trainer.policy.parameters[0]
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(float("nan"))
     report = warm.step()
     assert step_line(report, 40)["loss"] is None and sum(report.nonfinite.values()) == 1
+    found = read_skipped(directory.skipped / "warm_start" / "u000000.batch")
+    assert [row.trajectory_id for row in found.rows] == [row.trajectory_id for row in report.skipped.rows]
     with torch.no_grad():
         weight.copy_(kept)
     assert warm.step().optimizer_steps == 1

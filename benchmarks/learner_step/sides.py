@@ -1,4 +1,4 @@
-"""The sides of ``benchmarks/learner_step``: one process trains the same rows for some steps in one way, and prints what
+"""The sides of ``benchmarks.learner_step``: one process trains the same rows for some steps in one way, and prints what
 it measured as a line of JSON.
 
 * ``learner``: :class:`learner.trainer.Trainer` as a run file without ``learner.packing`` has it; ``learner_padded``,
@@ -16,7 +16,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.learner_step.case import Case, make_rows
+from benchmarks.learner_step.trl import trl_train
 from learner.batching import plan_microbatches
 from learner.policy import Policy
 from learner.rows import Batch, Row
@@ -42,30 +44,6 @@ SIDES = (*LEARNER, *BARE, "trl")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What all sides train. Lengths are in tokens."""
-
-    model: str
-    """Folder."""
-    groups: int
-    rollouts: int
-    prompt: int
-    """Median length of a group's prompt (log-normal, sigma 0.5)."""
-    response: int
-    """Median length of a response (log-normal, sigma 1: a long tail)."""
-    longest: int
-    """Of a row; longer ones are cut."""
-    steps: int
-    """Timed, after one that is not."""
-    tokens_per_microbatch: int
-    compute_dtype: str
-    device: str
-    threads: int
-    checkpointing: bool
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     side: str
     seconds: float
@@ -79,33 +57,6 @@ class Measured:
     sampled: int
     stages: dict[str, float]
     """Seconds of the learner's last step by stage."""
-
-
-def make_rows(case: Case, vocabulary: int) -> tuple[Row, ...]:
-    """Random tokens; the rollouts of a group share a prompt, every row has an advantage."""
-    rng = np.random.default_rng(case.seed)
-    rows = []
-    for g in range(case.groups):
-        length = int(np.clip(rng.lognormal(np.log(case.prompt), 0.5), 2, case.longest // 2))
-        prompt = rng.integers(2, vocabulary, length)
-        for r in range(case.rollouts):
-            answer = int(np.clip(rng.lognormal(np.log(case.response), 1.0), 1, case.longest - length))
-            mask = np.arange(length + answer) >= length
-            rows.append(
-                Row(
-                    trajectory_id=f"{g}.{r}",
-                    sequence=g * case.rollouts + r,
-                    environment="none",
-                    token_ids=np.concatenate([prompt, rng.integers(2, vocabulary, answer)]).astype(np.int32),
-                    loss_mask=mask,
-                    behaviour_logprobs=np.where(mask, -np.log(vocabulary), 0.0).astype(np.float32),
-                    policy_versions=np.where(mask, 0, -1).astype(np.int32),
-                    temperatures=np.ones(len(mask), dtype=np.float32),
-                    turns=np.zeros(len(mask), dtype=np.int32),
-                    advantages=np.full(answer, 1.0 if r % 2 else -1.0, dtype=np.float32),
-                )
-            )
-    return tuple(rows)
 
 
 def run_config(case: Case, **learner: Any) -> RunConfig:
@@ -142,9 +93,7 @@ def bare_steps(case: Case, side: str) -> Iterator[None]:
     yield
     while True:
         for chosen in plan_microbatches([len(row) for row in rows], budget):
-            ids, labels, attention = (
-                torch.from_numpy(a).to(case.device) for a in _padded([rows[i] for i in chosen], right=True)
-            )
+            ids, labels, attention = (torch.from_numpy(a).to(case.device) for a in _padded([rows[i] for i in chosen]))
             inputs = {"input_ids": ids, "use_cache": False} | (
                 {} if len(chosen) == 1 else {"attention_mask": attention}
             )
@@ -163,95 +112,15 @@ def bare_steps(case: Case, side: str) -> Iterator[None]:
         yield
 
 
-def _padded(rows: list[Row], *, right: bool) -> tuple[npt.NDArray[np.int64], ...]:
+def _padded(rows: list[Row]) -> tuple[npt.NDArray[np.int64], ...]:
     """Token ids, labels (-100 where not sampled) and attention mask, ``[rows, longest]``."""
     width = max(len(row) for row in rows)
     ids, attention = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
     labels = np.full((len(rows), width), -100, np.int64)
     for b, row in enumerate(rows):
-        at = slice(0, len(row)) if right else slice(width - len(row), width)
-        ids[b, at], attention[b, at] = row.token_ids, 1
-        labels[b, at] = np.where(row.loss_mask, row.token_ids, -100)
+        ids[b, : len(row)], attention[b, : len(row)] = row.token_ids, 1
+        labels[b, : len(row)] = np.where(row.loss_mask, row.token_ids, -100)
     return ids, labels, attention
-
-
-def trl_train(case: Case, started: Callable[[], None], ended: Callable[[], None], directory: Path) -> None:
-    """``case.steps + 1`` optimizer steps of ``GRPOTrainer``, with the same budget of padded tokens for a forward pass,
-    as far as whole rows allow."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    rows = make_rows(case, AutoConfig.from_pretrained(case.model).vocab_size)
-    fed = _trl_batch(rows, case.device)
-    width = fed["prompt_ids"].shape[1] + fed["completion_ids"].shape[1]
-    at_once = max(n for n in range(1, len(rows) + 1) if len(rows) % n == 0 and (n == 1 or n * width <= _budget(case)))
-
-    class Fed(GRPOTrainer):  # type: ignore[misc]
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-            return {name: tensor.clone() for name, tensor in fed.items()}
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            started()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ended()
-
-    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    trainer = Fed(
-        model=case.model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=GRPOConfig(
-            output_dir=str(directory),
-            per_device_train_batch_size=at_once,
-            gradient_accumulation_steps=len(rows) // at_once,
-            num_generations=case.rollouts,
-            max_completion_length=fed["completion_ids"].shape[1],
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            epsilon=0.2,
-            epsilon_high=0.28,
-            beta=0.0,
-            max_grad_norm=1.0,
-            max_steps=case.steps + 1,
-            bf16=case.compute_dtype == "bfloat16",
-            use_cpu=case.device == "cpu",
-            gradient_checkpointing=case.checkpointing,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
-        ),
-        train_dataset=Dataset.from_list([{"prompt": "x"}] * (case.groups * (case.steps + 2))),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]"),
-        callbacks=[Clock()],
-    )
-    trainer.train()
-
-
-def _budget(case: Case) -> int:
-    return case.tokens_per_microbatch
-
-
-def _trl_batch(rows: tuple[Row, ...], device: str) -> dict[str, torch.Tensor]:
-    """The batch as TRL's generation would hand it on: prompts padded on the left, completions on the right."""
-    prompts = [np.flatnonzero(row.loss_mask)[0] for row in rows]
-    longest, most = max(prompts), max(len(row) - p for row, p in zip(rows, prompts, strict=True))
-    ids = {n: torch.zeros((len(rows), w), dtype=torch.int64) for n, w in (("prompt", longest), ("completion", most))}
-    masks = {name: torch.zeros_like(tensor) for name, tensor in ids.items()}
-    for b, (row, p) in enumerate(zip(rows, prompts, strict=True)):
-        tokens = torch.from_numpy(row.token_ids.astype(np.int64))
-        ids["prompt"][b, longest - p :], masks["prompt"][b, longest - p :] = tokens[:p], 1
-        ids["completion"][b, : len(row) - p], masks["completion"][b, : len(row) - p] = tokens[p:], 1
-    batch = {f"{name}_ids": tensor for name, tensor in ids.items()}
-    batch |= {f"{name}_mask": tensor for name, tensor in masks.items()}
-    batch["advantages"] = torch.tensor([float(row.advantages[0]) for row in rows])
-    batch["num_items_in_batch"] = masks["completion"].sum()
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 class Clock:

@@ -1,17 +1,4 @@
-"""Tokens per second and peak memory of one learner step, against a bare transformers step and TRL's on the same rows.
-
-::
-
-    python -m benchmarks.learner_step                                   # 135M on the CPU (or the GPU, where one is)
-    python -m benchmarks.learner_step --shape 0.5b --prompt 256 --response 700 --longest 4096 \\
-        --tokens-per-microbatch 32768 --device cuda                     # one GPU
-    python -m benchmarks.learner_step --layers 2 --groups 2 --steps 1   # a look whether it runs
-
-Each side runs alone in a process of its own (benchmarks/learner_step_sides.py tells them), one after the other. Rows:
-groups of rollouts with one prompt, lengths from log-normal distributions with a long tail, vocabulary 49,152. Tokens
-are those of the rows without padding; a side that computes a shared prompt once is still credited with all of them.
-Goals: ``learner`` at least 0.95 of the fastest bare step's speed with a lower peak, and 1.5 times TRL's speed.
-"""
+"""The command: writes the model, runs the sides one after the other, prints the table."""
 
 from __future__ import annotations
 
@@ -25,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.learner_step_sides import BARE, SIDES, Case, make_rows
+from benchmarks import learner_step
+from benchmarks.learner_step.case import Case, make_rows
+from benchmarks.learner_step.sides import BARE, SIDES
 
 VOCABULARY = 49_152
 SHAPES: dict[str, dict[str, int]] = {
@@ -55,7 +44,7 @@ def write_model(shape: str, layers: int | None, folder: Path) -> None:
 
 def run_side(case: Case, side: str, directory: Path) -> dict[str, Any] | None:
     """What the side measured; None where it failed, with its last words on the terminal."""
-    command = [sys.executable, "-m", "benchmarks.learner_step_sides", side, json.dumps(asdict(case)),
+    command = [sys.executable, "-m", "benchmarks.learner_step.sides", side, json.dumps(asdict(case)),
                "--directory", str(directory / side)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, stdin=subprocess.DEVNULL)
     lines = [line for line in done.stdout.splitlines() if line.startswith("MEASURED ")]
@@ -102,7 +91,7 @@ def table(found: dict[str, dict[str, Any]], flops: float, peak_tflops: float | N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(learner_step.__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: random weights of --shape")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m")
     parser.add_argument("--layers", type=int, help="fewer or more layers than the shape has")

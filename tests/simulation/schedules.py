@@ -1,0 +1,49 @@
+"""Seeded schedules of faults: each is another run file, mixture of faults and order of events, checked at its end.
+
+``AFTERPLAY_SCHEDULES`` says how many each file plays; hundreds more were played when these were written.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.config import RunConfig
+from pipeline.replay.simulation import Faults, Simulation
+
+PER_TEST = 20
+Found = TypeVar("Found")
+
+
+def blocks(schedules: int) -> range:
+    """Numbers of the tests that play so many schedules, where the environment says nothing else."""
+    return range(max(1, int(os.environ.get("AFTERPLAY_SCHEDULES", schedules)) // PER_TEST))
+
+
+def play(
+    block: int,
+    folder: Path,
+    config_of: Callable[[random.Random, int], RunConfig],
+    check: Callable[[Simulation], Found],
+) -> list[Found]:
+    """What ``check`` found in each schedule of the block. Every fifth is without faults. Raises
+    :class:`AssertionError` that names the schedule."""
+    found = []
+    for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
+        rng = random.Random(seed)
+        config = config_of(rng, seed)
+        faults = Faults() if seed % 5 == 0 else Faults.drawn(rng, until=200.0)
+        path = folder / str(seed) / "replay.sqlite"
+        path.parent.mkdir()
+        sim = Simulation(config, path, seed, faults, actors=rng.randint(1, 3), slots=rng.randint(1, 8))
+        try:
+            sim.run()
+            found.append(check(sim))
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+        finally:
+            sim.close()
+    return found

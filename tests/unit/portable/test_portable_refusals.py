@@ -1,0 +1,129 @@
+"""Files and stores that are damaged, cut off, of another format or in use: refused with words, and unharmed."""
+
+import os
+import sqlite3
+
+import numpy as np
+import orjson
+import pytest
+
+from pipeline.errors import ConfigurationError, StoreError
+from pipeline.replay import portable
+from pipeline.replay.exporting import export_run
+from pipeline.replay.portable import Header, Portable, read_portable, write_portable
+from pipeline.replay.store import ReplayStore
+from tests.unit.portable.conftest import demonstration, exported, refuses_unharmed, write_lines
+
+
+def test_a_file_with_any_byte_changed_or_missing_is_refused_unharmed(make_run, tmp_path):
+    _, pool = exported(make_run, tmp_path)
+    run, whole = make_run("other"), pool.read_bytes()
+    rng = np.random.default_rng(0)
+    for at in sorted({0, 40, len(whole) - 1, *rng.integers(0, len(whole), 60).tolist()}):
+        data = bytearray(whole)
+        data[at] ^= 0x10
+        (tmp_path / "bad").write_bytes(data)
+        refuses_unharmed(run, tmp_path / "bad", "expected|understood|understand")
+        (tmp_path / "bad").write_bytes(whole[:at])
+        refuses_unharmed(run, tmp_path / "bad", "cut off|something else|expected")
+    (tmp_path / "bad").write_bytes(whole + b"x")
+    refuses_unharmed(run, tmp_path / "bad", "end of the file")
+    assert run.import_(pool) == {"imported": 5}
+
+
+def test_a_record_left_out_or_put_twice_is_noticed(make_run, tmp_path):
+    _, pool = exported(make_run, tmp_path)
+    data, blocks, at = pool.read_bytes(), [], len(portable.MAGIC)
+    while at < len(data):
+        _, length, _ = portable._BLOCK.unpack_from(data, at)
+        blocks.append(data[at : at + portable._BLOCK.size + length])
+        at += portable._BLOCK.size + length
+    for changed in (blocks[:2] + blocks[3:], [*blocks[:2], blocks[1], *blocks[2:]], blocks[:-1]):
+        (tmp_path / "bad").write_bytes(portable.MAGIC + b"".join(changed))
+        refuses_unharmed(make_run("other"), tmp_path / "bad", "checksum of the footer|cut off")
+
+
+def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_path, monkeypatch):
+    _, pool = exported(make_run, tmp_path)
+    run = make_run("other")
+    records = list(read_portable(pool))
+    write_portable(tmp_path / "schema", Header(schema_version=99), records)
+    refuses_unharmed(run, tmp_path / "schema", "schema version 99")
+    monkeypatch.setattr(portable, "FORMAT", 2)
+    write_portable(tmp_path / "format", Header(), records)
+    monkeypatch.undo()
+    refuses_unharmed(run, tmp_path / "format", "got format 2")
+    header = orjson.loads(records[0].frames[0]) | {"schema_version": 7}
+    drifted = Portable(records[0].marks, (orjson.dumps(header), *records[0].frames[1:]))
+    write_portable(tmp_path / "drifted", Header(), [drifted])
+    refuses_unharmed(run, tmp_path / "drifted", "schema version 7")
+    shorter = Portable(records[0].marks, (records[0].frames[0], records[0].frames[1][:-4], *records[0].frames[2:]))
+    write_portable(tmp_path / "shorter", Header(), [shorter])
+    refuses_unharmed(run, tmp_path / "shorter", "not understood")
+    for name, content in (("text", b"dear diary"), ("empty", b""), ("zip", b"PK\x03\x04" + bytes(99))):
+        (tmp_path / name).write_bytes(content)
+        refuses_unharmed(run, tmp_path / name, "something else")
+    refuses_unharmed(run, tmp_path / "missing", "cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"environment": "b"}, r"environments of this run \(a\), got 'b'"),
+        ({"reward": None}, "reward as a number"),
+        ({"seed": None}, "seed as a whole number"),
+        ({"seed": -1}, "seed in 0"),
+        ({"turns": []}, "at least one"),
+        ({"turns": [{"context_ids": [1], "completion_ids": []}]}, "at least one completion id"),
+        ({"turns": [{"context_ids": [1], "completion_ids": [-3]}]}, "token ids as whole numbers"),
+        ({"turns": [{"context_ids": [1], "completion_ids": [99]}]}, "vocabulary of 50, got 99"),
+        ({"turns": [{"context_ids": [1], "completion_ids": [3], "logprobs": [0.5]}]}, "log-probabilities <= 0"),
+        ({"turns": [{"context_ids": [1], "completion_ids": [3], "logprobs": [-1, -1]}]}, "1 finite logprobs"),
+        ({"turns": [{"context_ids": [1], "completion_ids": [3], "logprobs": [-1]}, {"context_ids": [1],
+                     "completion_ids": [3]}]}, "every turn or in none"),
+        ({"messages": []}, "either turns"),
+        ({"turns": [{"completion_ids": [1]}]}, "'context_ids' is missing"),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_is_named_and_nothing_of_its_file_is_imported(make_run, tmp_path, change, words):
+    run = make_run()
+    run.directory.model.mkdir()
+    (run.directory.model / "config.json").write_text('{"vocab_size": 50}')
+    file = write_lines(tmp_path / "d.jsonl", demonstration(1), demonstration(2) | change)
+    message = refuses_unharmed(run, file, words)
+    assert "line 2" in message or "environment" in message or "vocabulary" in message
+    file.write_bytes(orjson.dumps(demonstration(1)) + b"\n{not json\n")
+    assert "line 2" in refuses_unharmed(run, file, "d.jsonl")
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "version"])
+def test_a_store_that_is_not_whole_is_refused_unharmed(make_run, tmp_path, damage):
+    run = make_run()
+    file = write_lines(tmp_path / "d.jsonl", demonstration(1))
+    run.import_(file)
+    store = run.directory.store_file
+    if damage == "text":
+        store.write_text("dear diary, this is no data base " * 9)
+    elif damage == "cut":
+        os.truncate(store, store.stat().st_size // 2)
+    else:
+        with sqlite3.connect(store) as connection:
+            connection.execute("PRAGMA user_version = 77")
+        connection.close()
+    refuses_unharmed(run, file, "replay store|cut off|newer Afterplay")
+    with pytest.raises(StoreError):
+        export_run(run.config, run.directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and list(tmp_path.glob(".out*")) == []
+
+
+def test_a_store_in_use_or_lost_takes_nothing(make_run, tmp_path):
+    run = make_run()
+    file = write_lines(tmp_path / "d.jsonl", demonstration(1))
+    with ReplayStore(run.directory.store_file), pytest.raises(StoreError, match="another replay stage"):
+        run.import_(file)
+    with sqlite3.connect(run.directory.store_file) as connection:
+        connection.execute("INSERT INTO meta VALUES ('clean', 'false')")
+    connection.close()
+    refuses_unharmed(run, file, "was killed or is running")
+    with pytest.raises(ConfigurationError, match=r"replay\.enabled"):
+        make_run("off", enabled=False).import_(file)
