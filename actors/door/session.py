@@ -1,0 +1,292 @@
+"""One session: the calls of one program, bounded, sampled and recorded.
+
+*Consumes* requests of the door; *produces* their answers and the turns of one trajectory. A call *waits* for the engine
+and ends when the session does. What a program is told when a limit is reached is an error in OpenAI's form that clients
+do not send again (400); the session stays open, because a program may go on with a shorter history."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from actors.door.answers import Choice, chat_completion, generated
+from actors.door.recording import Parse, Pending, Recording
+from actors.door.requests import ChatRequest, Refusal, Rules, read_chat, read_generate
+from actors.loop.driven import Policy
+from actors.loop.generate import Completion
+from actors.loop.limits import Budget, Limit
+from actors.rendering import Renderer
+from pipeline.errors import EngineError, EngineRefused, PlugInError
+
+SIGNALS_MAX = 64
+ANSWER_CHARACTERS_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a program says of its own play."""
+
+    reward: float | None = None
+    done: bool = True
+    """False: it stopped before the end of the task, which makes the episode TRUNCATED."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    """For a section whose environment judges. None: the last reply of the policy."""
+    error: str | None = None
+    """It failed: there is no reward."""
+
+
+def read_report(body: Mapping[str, Any]) -> Report:
+    """``{"reward", "done", "signals", "answer", "error"}``, all optional; other names are left alone. Raises
+    :class:`Refusal`."""
+    reward, done, answer, error = body.get("reward"), body.get("done"), body.get("answer"), body.get("error")
+    if reward is not None and not _finite(reward):
+        raise _wrong("reward", "a finite number", reward)
+    if done is not None and not isinstance(done, bool):
+        raise _wrong("done", "true or false", done)
+    signals = body.get("signals")
+    if signals is None:
+        signals = {}
+    if not isinstance(signals, dict) or len(signals) > SIGNALS_MAX or not all(_finite(v) for v in signals.values()):
+        raise _wrong("signals", f"at most {SIGNALS_MAX} names with finite numbers", signals)
+    for name, value in (("answer", answer), ("error", error)):
+        if value is not None and not isinstance(value, str):
+            raise _wrong(name, "text", value)
+    return Report(
+        None if reward is None else float(reward),
+        done is not False,
+        {str(name)[:64]: float(value) for name, value in signals.items()},
+        None if answer is None else answer[:ANSWER_CHARACTERS_MAX],
+        None if error is None else error[:ANSWER_CHARACTERS_MAX],
+    )
+
+
+class Session:
+    """See the module. ``id`` cannot be guessed: whoever knows it may call."""
+
+    def __init__(
+        self,
+        task: Mapping[str, Any],
+        policy: Policy,
+        budget: Budget,
+        renderer: Renderer,
+        parse: Parse,
+        *,
+        rules: Rules,
+        append: bool,
+        calls_max: int,
+    ) -> None:
+        """``task``: what the program is to do, as JSON. ``calls_max``: calls at the same time."""
+        self.id = secrets.token_urlsafe(24)
+        self.task = task
+        self.recording = Recording(renderer, parse, append=append)
+        self.report: Report | None = None
+        self.limit: Limit | None = None
+        """What refused the last call, when that was a limit."""
+        self.engine_error: EngineError | None = None
+        """Why the engine did not answer the last call, when it did not."""
+        self.told = ""
+        """The end of what the program wrote to stderr."""
+        self.heard_at = anyio.current_time()
+        """Event-loop seconds."""
+        self.leased = anyio.Event()
+        """An external program has taken it."""
+        self.reported = anyio.Event()
+        self._policy = policy
+        self._budget = budget
+        self._renderer = renderer
+        self._rules = rules
+        self._calls_max = calls_max
+        self._scopes: set[anyio.CancelScope] = set()
+        self._in_flight = 0
+        self._expired = False
+        self._ended = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return self._in_flight > 0
+
+    @property
+    def model(self) -> str:
+        """What the policy is called."""
+        return self._policy.model
+
+    async def chat(self, data: bytes) -> tuple[ChatRequest, dict[str, Any]]:
+        """The call and the answer to it. Raises :class:`Refusal`."""
+        self._heard()
+        request = read_chat(data, self._policy.sampling, self._rules)
+        self._admit(request.n)
+        calls = self._begin_all(request)
+        waiting, choices = dict(enumerate(calls)), dict[int, Choice]()
+        failures: list[Refusal] = []
+
+        async def one(index: int) -> None:
+            pending, room = waiting.pop(index)
+            try:
+                completion = await self._sampled(pending, room, request.stop)
+            except Refusal as refusal:
+                failures.append(refusal)
+                return
+            said, _ = self.recording.finish(
+                pending, completion.generation, self._policy.sampling.temperature, request.stop
+            )
+            choices[index] = Choice(said, completion.generation, pending)
+
+        try:
+            async with anyio.create_task_group() as group:
+                for index in range(len(calls)):
+                    group.start_soon(one, index)
+        finally:
+            for pending, room in waiting.values():
+                self._give_back(pending, room)
+        if failures:
+            raise failures[0]
+        ordered = [choices[index] for index in range(len(calls))]
+        number = f"chatcmpl-{secrets.token_hex(12)}"
+        return request, chat_completion(request, ordered, number, int(time.time()), self._policy.model, self._renderer)
+
+    async def generate(self, data: bytes) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """(ignored parameters, answer). Raises :class:`Refusal`."""
+        self._heard()
+        request = read_generate(data, self._policy.sampling, self._rules)
+        self._admit(1)
+        with _template_faults():
+            pending = self.recording.tokens(request.token_ids)
+        completion = await self._sampled(pending, self._room(pending, request.tokens_max), ())
+        self.recording.finish(pending, completion.generation, self._policy.sampling.temperature)
+        return request.ignored, generated(request, completion.generation, f"generate-{secrets.token_hex(12)}")
+
+    def finish(self, report: Report) -> None:
+        """The program says that it is done. Raises :class:`Refusal` the second time."""
+        self._heard()
+        if self.report is not None:
+            raise Refusal(400, "this session was finished before: its first report stands", code="session_finished")
+        self.report = report
+        self.reported.set()
+
+    def expire(self) -> None:
+        """The time is over: calls are refused, those under way are ended, and a report may still come."""
+        self._expired = True
+        self.limit = Limit.SECONDS
+        self._cancel()
+
+    def end(self) -> None:
+        """Nothing is taken any more."""
+        self._ended = True
+        self._cancel()
+
+    def require_open(self) -> None:
+        """Raises :class:`Refusal`."""
+        if self._ended:
+            raise Refusal(404, "this session has ended", code="session_not_found")
+
+    def _heard(self) -> None:
+        self.require_open()
+        self.heard_at = anyio.current_time()
+
+    def _cancel(self) -> None:
+        for scope in self._scopes:
+            scope.cancel()
+
+    def _admit(self, n: int) -> None:
+        if self._expired:
+            raise _limit_refusal(Limit.SECONDS)
+        if self.report is not None:
+            raise Refusal(400, "this session was finished: it takes no more calls", code="session_finished")
+        if self._in_flight + n > self._calls_max:
+            raise Refusal(
+                429,
+                f"expected at most {self._calls_max} calls of a session at the same time (max_concurrent_calls)",
+                code="too_many_calls",
+            )
+
+    def _begin_all(self, request: ChatRequest) -> list[tuple[Pending, int]]:
+        """Of each of ``n`` choices, all or none."""
+        calls: list[tuple[Pending, int]] = []
+        try:
+            for _ in range(request.n):
+                with _template_faults():
+                    pending = self.recording.chat(request)
+                calls.append((pending, self._room(pending, request.tokens_max)))
+        except Refusal:
+            for pending, room in calls:
+                self._give_back(pending, room)
+            raise
+        return calls
+
+    def _room(self, pending: Pending, tokens_max: int | None) -> int:
+        """Tokens that the call may sample, spent from the budget."""
+        room = self._budget.room(len(pending.prompt_ids), len(pending.added_ids))
+        if isinstance(room, Limit):
+            self.recording.fail(pending)
+            self.limit = room
+            raise _limit_refusal(room)
+        room = room if tokens_max is None else min(room, tokens_max)
+        self._budget.spend(len(pending.added_ids), room)
+        self._in_flight += 1
+        return room
+
+    def _give_back(self, pending: Pending, room: int) -> None:
+        self._in_flight -= 1
+        self.recording.fail(pending)
+        self._budget.give_back(len(pending.added_ids) + room, turn=True)
+
+    async def _sampled(self, pending: Pending, room: int, stop: tuple[str, ...]) -> Completion:
+        """Raises :class:`Refusal`; without an answer everything that the call took is given back."""
+        completion: Completion | None = None
+        scope = anyio.CancelScope()
+        self._scopes.add(scope)
+        try:
+            with scope:
+                completion = await self._policy.complete(pending.prompt_ids, room, stop)
+        except EngineRefused as error:
+            self.engine_error = error
+            raise Refusal(400, str(error), code="engine_refused") from error
+        except EngineError as error:
+            self.engine_error = error
+            raise Refusal(503, str(error), code="engine_unavailable") from error
+        finally:
+            self._scopes.discard(scope)
+            self.heard_at = anyio.current_time()
+            if completion is None:
+                self._give_back(pending, room)
+        if completion is None:
+            if self._expired:
+                raise _limit_refusal(Limit.SECONDS)
+            raise Refusal(404, "this session has ended", code="session_not_found")
+        self._in_flight -= 1
+        self._budget.give_back(room - len(completion.generation.token_ids))
+        self.limit, self.engine_error = Limit.SECONDS if self._expired else None, None
+        return completion
+
+
+@contextmanager
+def _template_faults() -> Iterator[None]:
+    """What the chat template refuses is the program's to mend."""
+    try:
+        yield
+    except PlugInError as error:
+        raise Refusal(
+            400, f"the model's chat template cannot render these messages: {error.message}", code="invalid_messages"
+        ) from error
+
+
+def _limit_refusal(limit: Limit) -> Refusal:
+    code = "context_length_exceeded" if limit is Limit.CONTEXT else "episode_limit"
+    return Refusal(400, f"the limit {limit.value} of this episode is reached", code=code, param=limit.value)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _wrong(param: str, expected: str, came: Any) -> Refusal:
+    return Refusal(400, f"{param}: expected {expected}, got {repr(came)[:120]}", code="invalid_value", param=param)
