@@ -275,7 +275,7 @@ class Actor:
 class _Hello(Mapping[str, Any]):
     """The header of HELLO, true at the moment it is sent."""
 
-    _KEYS = ("role", "name", "schema_version", "slots", "holding")
+    _KEYS = ("role", "name", "schema_version", "slots", "splits", "holding")
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -288,6 +288,7 @@ class _Hello(Mapping[str, Any]):
             "name": self._actor._services.actor_id,
             "schema_version": SCHEMA_VERSION,
             "slots": self._actor._places,
+            "splits": self._actor._services.splits,
         }[key]
 
     def __iter__(self) -> Iterator[str]:

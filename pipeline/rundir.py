@@ -11,6 +11,7 @@
       lessons.sqlite     the memory of lessons, where they are on
       traces/            some trained and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
+      evaluations.jsonl  one JSON object for each evaluation
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
@@ -52,6 +53,11 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations_file(self) -> Path:
+        """One JSON object for each evaluation that ended, written by the (first) replay stage."""
+        return self.path / "evaluations.jsonl"
 
     @property
     def store_file(self) -> Path:

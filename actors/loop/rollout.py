@@ -241,7 +241,7 @@ class Rollout:
     async def _start(self, host: EnvironmentHost, agent: AgentEpisode, opening: Opening) -> Conversation:
         """The first prompt, with lessons where there are any for this rollout."""
         services = self._services
-        if services.guide is not None:
+        if services.guide is not None and not self.order.evaluation:
             context_max = min(services.model_length_max, host.config.max_tokens)
             self._guided = await services.guide.guide(
                 self.order, opening.messages, context_max, self._stage, opening.tools
@@ -249,7 +249,8 @@ class Rollout:
         if self._guided is not None:
             return self._guided.conversation
         hint = getattr(agent.game.episode, "hint", None)
-        if services.hint_template is not None and hint is not None and not self.order.greedy:
+        plain = self.order.greedy or self.order.evaluation
+        if services.hint_template is not None and hint is not None and not plain:
             self._hinted = hinted(services.renderer, opening.messages, hint, services.hint_template, opening.tools)
         return services.renderer.start(opening.messages, opening.tools)
 
@@ -262,6 +263,7 @@ class Rollout:
             tokens_max,
             self._version,
             greedy=self.order.greedy,
+            temperature=self.order.temperature,
             stop=stop,
         )
         self._asking_engine = False
@@ -281,9 +283,16 @@ class Rollout:
             context_messages=added,
             completion_message=Message("assistant", said.text),
             finish_reason=generation.finish_reason,
-            temperature=0.0 if self.order.greedy else self._services.sampling.temperature,
+            temperature=self._temperature,
             branch=conversation.branch,
         )
+
+    @property
+    def _temperature(self) -> float:
+        if self.order.greedy:
+            return 0.0
+        own = self.order.temperature
+        return self._services.sampling.temperature if own is None else own
 
     def _limited(self, limit: Limit) -> Trajectory:
         """TRUNCATED after what was judged; without that there is nothing to score."""
@@ -323,7 +332,9 @@ class _Policy:
     def __init__(self, rollout: Rollout) -> None:
         services, order = rollout._services, rollout.order
         self._rollout = rollout
-        self.sampling = greedily(services.sampling) if order.greedy else services.sampling
+        self.sampling = replace(
+            greedily(services.sampling) if order.greedy else services.sampling, temperature=rollout._temperature
+        )
         self.model = services.model
         self.context_max = services.model_length_max
 

@@ -22,7 +22,7 @@ DROPS = ("stale", "capacity", "duplicate", "corrupt", "schema")
 OPERATIONS = ("insert", "sample", "ack", "stats")
 PEERS = ("actor", "learner")
 TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
-                   "uninformative")  # fmt: skip
+                   "evaluated", "uninformative")  # fmt: skip
 GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped", "uninformative")
 EQUAL_GROUPS = ("kept", "dropped", "refilled")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")

@@ -12,6 +12,7 @@ from pipeline.replay.records import CancelReason, Drop
 _TERMINAL = {
     "trajectories.trained": "trained",
     "trajectories.baseline": "baseline",
+    "trajectories.evaluated": "evaluated",
     f"trajectories.dropped.{Drop.FAILED}": "error",
     f"trajectories.dropped.{Drop.ABORTED}": "aborted",
     f"trajectories.dropped.{Drop.UNSCORED}": "unscored",

@@ -16,6 +16,7 @@ from pipeline.lessons.open import open_lessons
 from pipeline.lessons.service import Lessons
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.core import StageCore
+from pipeline.replay.evaluation.log import write_results
 from pipeline.replay.memory_store import open_store
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
@@ -64,7 +65,15 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             score_now=scorer.score_now if scorer.immediate else None,
             shard=shard,
             sources={name: source.splits[TRAIN] for name, source in sources.items()},
+            held_out={
+                name: source.splits[config.evaluation.split]
+                for name, source in sources.items()
+                if config.evaluation.split in source.splits
+            },
         )
+        if core.evaluations.last is not None:
+            # a kill may have come between the transaction and the line
+            write_results(ctx.directory.evaluations_file, [core.evaluations.last])
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         with unfit_traces(config.traces, ctx.directory.traces, shard.index) as failed:
             await _serve(ctx, hub, store, core, scorer, metrics, failed)
@@ -127,6 +136,7 @@ async def _serve(
         if lessons is not None:
             rounds.on_finished = lessons.finished
         rounds.on_unfit = failed.keep
+        rounds.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:
             working.start_soon(rounds.run, inbox_receive, name="rounds")

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Changes, Effect, Finished, GivenUp, Score, Unfit
+from pipeline.replay.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, Unfit
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
@@ -70,6 +71,8 @@ class Rounds:
         """Called with each group that became complete, once that is durable."""
         self.on_unfit: Callable[[list[Unfit]], None] = lambda failed: None
         """Called with the failed rollouts of a round, in a worker thread."""
+        self.on_evaluated: Callable[[list[dict[str, Any]]], None] = lambda results: None
+        """Called with the evaluations that ended, in a worker thread."""
 
     async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
         """Until the inbox closes; what was applied is then written and answered."""
@@ -143,14 +146,18 @@ class Rounds:
                         self._scoring.forget(effect.group)
                     elif isinstance(effect, Finished):
                         self.on_finished(effect)
-                    elif not isinstance(effect, Unfit):
+                    elif isinstance(effect, Send):
                         self._outgoing.post(effect)
                 if failed := [effect for effect in effects if isinstance(effect, Unfit)]:
                     await anyio.to_thread.run_sync(self.on_unfit, failed)
+                if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
+                    await anyio.to_thread.run_sync(self.on_evaluated, ended)
 
     def _report(self) -> None:
         core, batches = self._core, self._core.batches
-        if core.finished:
+        if core.evaluations.active is not None and (core.finished or core.config.evaluation.only):
+            state, waiting = "evaluating", core.evaluations.progress
+        elif core.finished:
             state, waiting = "finished", ""
         elif core.policy_version < 0:
             state, waiting = "waiting", "the learner's first weights"
@@ -171,4 +178,5 @@ class Rounds:
             groups_open=batches.open,
             groups_ready=batches.ready,
             actors=core.leases.connected,
+            evaluation=core.evaluations.progress,
         )

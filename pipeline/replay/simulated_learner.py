@@ -31,6 +31,7 @@ class SimulatedLearner(Peer):
         super().__init__(sim, "learner")
         self.checkpoint_every, self.credit = checkpoint_every, credit
         self.durable = Weights()
+        self.evaluation: Mapping[str, Any] = {}
         self.life = 0
         self._start()
 
@@ -95,6 +96,8 @@ class SimulatedLearner(Peer):
                 for group in header["group_ids"]:
                     self.plans.pop(group, None)
                     self.deliveries.pop(group, None)
+            case Kind.EVALUATION:
+                self.evaluation = header
             case Kind.ACK:
                 self.unacknowledged.pop(header["update"], None)
             case _:
