@@ -259,6 +259,9 @@ class ProgramEpisode(DrivenEpisode):
         """How it ended. Raises where there is nothing to score."""
         if report is not None and report.error is not None:
             raise PlugInError(PROGRAM, "Told", report.error, session.told)
+        if failure is not None and session.report is not None:
+            logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
+            failure = None
         if isinstance(failure, PlugInTimeout):
             raise failure
         if failure is not None and session.limit is None:

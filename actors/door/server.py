@@ -26,12 +26,13 @@ from pipeline.errors import ConfigurationError
 _log = logging.getLogger(__name__)
 OFFER_SECONDS_MAX = 60.0
 """How long ``POST /sessions`` may wait for a task."""
+BACKLOG = 1024
 IGNORED = "X-Afterplay-Ignored"
 """Header of answers: parameters of the request that were left out."""
 
 
 class Door:
-    """One server. Raises :class:`ConfigurationError` when the address is taken."""
+    """One server. Who connects before it serves waits. Raises :class:`ConfigurationError` when the address is taken."""
 
     def __init__(self, host: str, port: int, token: str | None, body_bytes_max: int, where: str) -> None:
         """``where``: the key of the run file, for messages."""
@@ -46,6 +47,7 @@ class Door:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
+            self._socket.listen(BACKLOG)
         except OSError as error:
             self._socket.close()
             raise ConfigurationError(
@@ -82,7 +84,7 @@ class Door:
         )
         await runner.setup()
         try:
-            await web.SockSite(runner, self._socket, backlog=1024).start()
+            await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
             self.listening.set()
             yield
         finally:
