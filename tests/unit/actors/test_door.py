@@ -3,6 +3,7 @@ theirs."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import shutil
@@ -21,13 +22,18 @@ import pytest
 
 from actors.door.loop import ProgramLoop
 from actors.engine.stub import StubEngine
+from actors.environments.host import EnvironmentHost
 from actors.loop import Rollout, Services
+from actors.loop.build import build_loop
+from actors.rendering import Renderer
+from pipeline.config.load import load, loads
 from pipeline.config.play import LoopConfig
 from pipeline.errors import ConfigurationError, EngineUnavailable
 from pipeline.schema import Order, Trajectory, TrajectoryStatus
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
+ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 200.0
 """For one program on a loaded machine."""
 pytestmark = pytest.mark.timeout(400)
@@ -631,3 +637,36 @@ def test_a_process_that_lives_has_not_ended() -> None:
         os.close(handle)
         child.kill()
         assert ended(child.pid)
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced code of docs/DOOR.md."""
+    text = (ROOT / "docs" / "DOOR.md").read_text()
+    return [part.partition("```")[0] for part in text.split(f"```{language}\n")[1:]]
+
+
+async def test_the_program_of_the_documentation_plays(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("openai", reason="pip install openai to test the program of docs/DOOR.md")
+    (source,) = blocks("python")
+    assert len(source.strip().splitlines()) <= 15
+    order = dataclasses.replace(
+        long_order, task=dataclasses.replace(long_order.task, payload={"prompt": "say hello", "answer": "4"})
+    )
+    engine = echoing(words)
+    trajectory = await play(serve(engine, loop_options=command(tmp_path, source)), order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert trajectory.rewards == {"environment": 1.0} and [t.branch for t in trajectory.turns] == [0, 0, 0]
+    assert_exact(trajectory, engine)
+
+
+def test_the_run_file_of_the_documentation_and_the_example_load(words: Any, metrics: Any) -> None:
+    (yaml,) = blocks("yaml")
+    assert loads(yaml).environments["agents"].loop.options["command"] == ["python3", "agent.py"]
+    config = load(ROOT / "configs" / "program.yaml").environments["guess"]
+    host = EnvironmentHost("guess", config)
+    loop = build_loop(host, Renderer(words), metrics)
+    assert isinstance(loop, ProgramLoop) and loop.command is not None
+    loop.door.close()
+    assert (ROOT / loop.command[1]).is_file()
