@@ -22,12 +22,11 @@ def chat(messages: list[dict[str, str]]) -> dict[str, str]:
 
 task = json.loads(os.environ["AFTERPLAY_TASK"])
 hidden = random.Random(task["seed"]).randint(LOW, HIGH)
-messages, solved = [{"role": "user", "content": "guess"}], False
-for guesses in range(1, TURNS + 1):
+messages, guesses, solved = [{"role": "user", "content": "guess"}], 0, False
+while guesses < TURNS and not solved:
+    guesses += 1
     reply = chat(messages)
     guess = int(reply["content"]) if reply["content"].strip().isdecimal() else -1
     solved = guess == hidden
-    if solved:
-        break
     messages += [reply, {"role": "user", "content": "higher" if guess < hidden else "lower"}]
 print(json.dumps({"reward": float(solved), "signals": {"guesses": guesses}}))
