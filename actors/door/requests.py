@@ -43,6 +43,25 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+_DRAW = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_CHAT = frozenset(_DRAW) | {
+    *("messages", "tools", "tool_choice", "model", "n", "max_tokens", "max_completion_tokens", "stop", "stream"),
+    *("stream_options", "logprobs", "top_logprobs", "logit_bias", "response_format", "functions", "modalities"),
+    *("continue_final_message", "add_generation_prompt", "user", "metadata", "store", "safety_identifier"),
+}
+"""What is understood, and what changes nothing."""
+_GENERATE = frozenset(_DRAW) | {
+    *("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "detokenize", "skip_special_tokens"),
+}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -120,6 +139,11 @@ class _Reader:
             raise Refusal(400, message, code="unsupported_parameter", param=name)
         self.ignored.append(name)
 
+    def unknown(self, known: frozenset[str]) -> None:
+        """Parameters that nobody knows are left out, and named where a header can hold the name."""
+        names = sorted(name for name in self.body.keys() - known if self.body[name] is not None)
+        self.ignored += [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64][:32]
+
     def whole(self, name: str, low: int, high: int) -> int | None:
         value = self.body.get(name)
         if value is None:
@@ -155,6 +179,7 @@ def read_chat(data: bytes, sampling: Sampling, rules: Rules) -> ChatRequest:
         reader.unsupported("tool_choice", "the policy chooses itself", "auto")
     n = reader.whole("n", 1, CHOICES_MAX) or 1
     options = body.get("stream_options")
+    reader.unknown(_CHAT)
     messages, keys = _messages(body.get("messages"))
     tokens_max = reader.whole("max_completion_tokens", 1, 2**31)
     return ChatRequest(
@@ -189,6 +214,7 @@ def read_generate(data: bytes, sampling: Sampling, rules: Rules) -> GenerateRequ
     reader.unsupported("stop", "completions are token ids; stop_token_ids are the model's own", [], "")
     reader.unsupported("prompt_logprobs", "only log-probabilities of sampled tokens are known")
     tokens_max = reader.whole("max_tokens", 1, 2**31)
+    reader.unknown(_GENERATE)
     _Reader(body, rules).unsupported("stream", "completions come whole", False)
     return GenerateRequest(
         tuple(ids),

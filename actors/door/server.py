@@ -168,8 +168,10 @@ class Door:
         }
 
     def _session(self, request: web.Request) -> Session:
-        number = request.match_info.get("session") or request.headers.get("X-Session-ID") or _bearer(request)
-        session = self._sessions.get(number)
+        """The path decides where it names one: clients have session headers of their own."""
+        named = request.match_info.get("session")
+        numbers = (request.headers.get("X-Session-ID", ""), _bearer(request)) if named is None else (named,)
+        session = next((self._sessions[n] for n in numbers if n in self._sessions), None)
         if session is None:
             raise Refusal(
                 404,

@@ -234,6 +234,9 @@ async def test_a_session_is_found_by_path_header_or_key_and_by_nothing_else(
         url = f"{root}/v1/chat/completions"
         assert (await client.post(url, body, headers={"Authorization": f"Bearer {number}"}))[0] == 200
         assert (await client.post(url, body, headers={"X-Session-ID": number}))[0] == 200
+        own = {"X-Session-ID": "a client's own", "Authorization": f"Bearer {number}"}
+        assert (await client.post(url, body, headers=own))[0] == 200
+        assert (await client.post("/chat/completions", body, headers={"X-Session-ID": "another"}))[0] == 200
         for headers in ({}, {"Authorization": "Bearer nobody"}, {"X-Session-ID": "../finish"}):
             status, answer, _ = await client.post(url, body, headers=headers)
             assert status == 404 and answer["error"]["code"] == "session_not_found"
@@ -242,7 +245,7 @@ async def test_a_session_is_found_by_path_header_or_key_and_by_nothing_else(
         return 1.0
 
     trajectory = await play(serve(echoing(words), run), long_order)
-    assert len(trajectory.turns) == 2, trajectory.failure
+    assert len(trajectory.turns) == 4, trajectory.failure
 
 
 async def test_a_limit_is_an_error_the_program_sees_and_the_episode_is_truncated(

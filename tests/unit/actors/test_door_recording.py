@@ -261,5 +261,7 @@ def test_sampling_that_is_not_the_runs_is_ignored_by_name_or_refused() -> None:
     assert read_chat(orjson.dumps(body), RUN, Rules()).ignored == ("temperature", "seed")
     with pytest.raises(Refusal, match="temperature"):
         read_chat(orjson.dumps(body), RUN, Rules(sampling="refuse"))
+    more = {"messages": [user("x")], "reasoning_effort": "low", "a\r\nb": 1, "user": "me", "verbosity": None}
+    assert read_chat(orjson.dumps(more), RUN, Rules()).ignored == ("reasoning_effort",)
     same = {"messages": [user("x")], "temperature": 1, "top_p": 1}
     assert read_chat(orjson.dumps(same), RUN, Rules("refuse", "refuse")).ignored == ()
