@@ -257,11 +257,11 @@ class ProgramEpisode(DrivenEpisode):
 
     async def _judged(self, session: Session, report: Report | None, failure: AfterplayError | None) -> Outcome:
         """How it ended. Raises where there is nothing to score."""
-        if report is not None and report.error is not None:
-            raise PlugInError(PROGRAM, "Told", report.error, session.told)
         if failure is not None and session.report is not None:
             logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
             failure = None
+        if report is not None and report.error is not None:
+            report, failure = None, PlugInError(PROGRAM, "Told", report.error, session.told)
         if isinstance(failure, PlugInTimeout):
             raise failure
         if failure is not None and session.limit is None:

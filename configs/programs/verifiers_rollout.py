@@ -58,9 +58,10 @@ async def main() -> None:
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with env.serving():
         episode = await env.run_episode(task, ModelContext(model=os.environ["AFTERPLAY_MODEL"], client=client))
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if errors or not episode.traces:
-        print(json.dumps({"error": "; ".join(f"{e.type}: {e.message}" for e in errors) or "no agent ran"}))
+    unscored = any(reward is None for trace in episode.traces for reward in trace.rewards.values())
+    if not episode.ok or unscored:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        print(json.dumps({"error": "; ".join(f"{e.type}: {e.message}" for e in errors) or "no score"}))
         return
     reward = sum(trace.reward for trace in episode.traces) / len(episode.traces)
     print(json.dumps({"reward": reward, "signals": {"agents": len(episode.traces)}}))
