@@ -248,20 +248,22 @@ async def test_a_session_is_found_by_path_header_or_key_and_by_nothing_else(
     assert len(trajectory.turns) == 4, trajectory.failure
 
 
+@pytest.mark.parametrize(("told", "score"), [(None, 0.0), ({"error": "too short"}, 0.0), ({"reward": 0.5}, 0.5)])
 async def test_a_limit_is_an_error_the_program_sees_and_the_episode_is_truncated(
-    serve: Serve, long_order: Order, words: Any
+    serve: Serve, long_order: Order, words: Any, told: Any, score: float
 ) -> None:
-    async def run(task: Any, client: Caller) -> float:
+    async def run(task: Any, client: Caller) -> Any:
         await client.chat([user("say")])
         await client.chat([user("say")])
         status, answer, _ = await client.post("/chat/completions", {"messages": [user("say")]})
-        assert (
-            status == 400 and answer["error"]["code"] == "episode_limit" and "max_turns" in answer["error"]["message"]
-        )
-        raise RuntimeError("cannot go on")
+        assert status == 400 and answer["error"]["code"] == "episode_limit"
+        assert "max_turns" in answer["error"]["message"]
+        if told is None:
+            raise RuntimeError("cannot go on")
+        return told
 
     trajectory = await play(serve(echoing(words), run, max_turns=2), long_order)
-    assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 0.0}
+    assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": score}
     assert len(trajectory.turns) == 2
 
 
