@@ -22,6 +22,7 @@ import anyio.abc
 import anyio.to_thread
 from torch import Tensor
 
+from learner.best import is_evaluated
 from learner.checkpoint import CheckpointState, take_image
 from learner.choice import Choice
 from learner.groups import Group
@@ -40,6 +41,8 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
 
 log = logging.getLogger(__name__)
+EVALUATION_MARGIN_SECONDS = 60.0
+"""How long the end of a run waits, beside twice ``evaluation.seconds_max``: one may still play when the last is due."""
 ACKNOWLEDGE_SECONDS_MAX = 5.0
 """How long the end of a run waits for the replay stage to have recorded the last update."""
 
@@ -90,6 +93,8 @@ class LearnerLoop:
         async with anyio.create_task_group() as tasks:
             served = initial and self._config.publish.lora == "merged"
             await self._start_publication(tasks, None if served else await self._snapshot())
+            if self._keeps_best(0) and self._trainer.updates == 0:
+                await self._checkpoint()
             while self._trainer.updates < total:
                 await self._step(tasks)
             self._ctx.report("publishing", "the engines to take the last version")
@@ -118,7 +123,8 @@ class LearnerLoop:
         left_out = self._config.groups.groups_per_step - len(batch.groups)
         self._lines.write({**step_line(batch, report, times, self._published, choice), "groups_left_out": left_out})
         self._tell(batch, report)
-        if self._trainer.updates % self._config.checkpoint.every == 0:
+        updates = self._trainer.updates
+        if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):
             await self._checkpoint()
 
     def _train(self, update: int, groups: tuple[Group, ...], made: Prepared | None) -> tuple[Batch, StepReport, Choice]:
@@ -198,9 +204,29 @@ class LearnerLoop:
         await self._writer.submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
 
+    def _keeps_best(self, updates: int) -> bool:
+        """Whether these weights are evaluated and may turn out to be the best."""
+        section = self._config.evaluation
+        return section.keep_best is not None and section.is_due(updates, self._config.run.total_steps)
+
+    async def _until_evaluated(self) -> None:
+        """Wait until the replay stage has evaluated the last weights, if it does."""
+        section, session = self._config.evaluation, self._session
+        if not (section.on and section.end):
+            return
+        with anyio.move_on_after(2 * section.seconds_max + EVALUATION_MARGIN_SECONDS) as waiting:
+            while not is_evaluated(session.evaluation, self._trainer.updates):
+                self._ctx.report("evaluating", "held-out tasks to be played", step=self._trainer.updates)
+                with anyio.move_on_after(5.0):
+                    await session.changed()
+        if waiting.cancelled_caught:
+            log.warning("the last weights were not evaluated in time: the run ends without it")
+
     async def _finish(self) -> None:
-        if self._config.checkpoint.at_end and self._saved_updates < self._trainer.updates:
+        updates = self._trainer.updates
+        if (self._config.checkpoint.at_end or self._keeps_best(updates)) and self._saved_updates < updates:
             await self._checkpoint()
+        await self._until_evaluated()
         self._ctx.report("saving", "the disk to take the last checkpoint", step=self._trainer.updates)
         await self._writer.idle()
         self._ctx.report("finishing", "the replay stage to record the last update")

@@ -38,6 +38,8 @@ class CheckpointWriter:
     ) -> None:
         self.writing: int | None = None
         """Updates of the checkpoint under way."""
+        self.spare: frozenset[int] = frozenset()
+        """Updates of checkpoints that are kept however old they are: what is evaluated, or was the best."""
         self._root = root
         self._initial_model = initial_model
         self._keep = keep
@@ -58,7 +60,8 @@ class CheckpointWriter:
                 continue
             start = time.perf_counter()
             await anyio.to_thread.run_sync(
-                partial(write_image, self._root, image, self._initial_model, self._keep), abandon_on_cancel=True
+                partial(write_image, self._root, image, self._initial_model, self._keep, self.spare),
+                abandon_on_cancel=True,
             )
             self._metrics.checkpoint_duration_seconds.observe(time.perf_counter() - start)
             self._metrics.checkpoint_timestamp_seconds.set(time.time())

@@ -139,6 +139,9 @@ class Rounds:
                         await anyio.to_thread.run_sync(partial(self._store.commit, changes))
                 self._cache.forget(changes.forgotten_payloads)
                 self.on_commit(time.perf_counter() - started)
+                if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
+                    # before the learner is told: who is told may look
+                    await anyio.to_thread.run_sync(self.on_evaluated, ended)
                 for effect in effects:
                     if isinstance(effect, Score):
                         self._scoring.put(effect)
@@ -150,8 +153,6 @@ class Rounds:
                         self._outgoing.post(effect)
                 if failed := [effect for effect in effects if isinstance(effect, Unfit)]:
                     await anyio.to_thread.run_sync(self.on_unfit, failed)
-                if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
-                    await anyio.to_thread.run_sync(self.on_evaluated, ended)
 
     def _report(self) -> None:
         core, batches = self._core, self._core.batches

@@ -48,6 +48,8 @@ class Evaluations:
         """The newest result."""
         self.best: dict[str, Any] | None = kept.get("best")
         """Number, updates, version and value of the best complete one, by ``evaluation.metric``."""
+        if self.best is not None and self.best["metric"] != self._section.metric:
+            self.best = None
         self.tasks: HeldOut | None = None
         self._waiting: list[int] = []
         self._wants: list[tuple[int, int]] = []
