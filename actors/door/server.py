@@ -126,9 +126,9 @@ class Door:
         return _json(answer, headers={IGNORED: ", ".join(ignored)} if ignored else {})
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = self._session(request).model
-        card = {"id": model, "object": "model", "created": 0, "owned_by": "afterplay"}
-        return _json({"object": "list", "data": [card]})
+        session = self._session(request)
+        card = {"id": session.model, "object": "model", "created": 0, "owned_by": "afterplay"}
+        return _json({"object": "list", "data": [{**card, "max_model_len": session.context_max}]})
 
     async def _finish(self, request: web.Request) -> web.Response:
         session = self._session(request)

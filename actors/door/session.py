@@ -119,6 +119,11 @@ class Session:
         """What the policy is called."""
         return self._policy.model
 
+    @property
+    def context_max(self) -> int:
+        """Tokens of prompt and completion together."""
+        return self._policy.context_max
+
     async def chat(self, data: bytes) -> tuple[ChatRequest, dict[str, Any]]:
         """The call and the answer to it. Raises :class:`Refusal`."""
         self._heard()

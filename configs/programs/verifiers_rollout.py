@@ -19,7 +19,7 @@ import json
 import os
 from typing import Any
 
-from verifiers.v1 import EvalClientConfig, ModelContext
+from verifiers.v1 import ClientConfig, EvalClientConfig, ModelContext, TrainClientConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 
@@ -28,6 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--taskset", required=True, help="id of the taskset")
     parser.add_argument("--harness", help="id of the agent's harness; none: the taskset's own")
     parser.add_argument("--env", type=json.loads, default={}, help="more of the environment's configuration, as JSON")
+    parser.add_argument("--tokenizer", help="folder or hub id: verifiers renders prompts itself and sends token ids")
     parser.add_argument("--tasks", type=int, default=1000, help="of an infinite taskset, how many are played")
     return parser.parse_args()
 
@@ -55,7 +56,10 @@ async def main() -> None:
     told = json.loads(os.environ["AFTERPLAY_TASK"])
     env = environment(options)
     task = chosen(env.taskset, told, options.tasks)
-    client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    door = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key_var": "OPENAI_API_KEY"}
+    client: ClientConfig = EvalClientConfig(**door)
+    if options.tokenizer is not None:
+        client = TrainClientConfig(**door, renderer_model_name=options.tokenizer)
     async with env.serving():
         episode = await env.run_episode(task, ModelContext(model=os.environ["AFTERPLAY_MODEL"], client=client))
     unscored = any(reward is None for trace in episode.traces for reward in trace.rewards.values())

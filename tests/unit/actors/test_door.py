@@ -675,3 +675,30 @@ def test_the_run_file_of_the_documentation_and_the_example_load(words: Any, metr
     assert isinstance(loop, ProgramLoop) and loop.command is not None
     loop.door.close()
     assert (ROOT / loop.command[1]).is_file()
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path, tokens: bool
+) -> None:
+    """verifiers owns the loop; its dependencies exclude others of Afterplay's, so it lives in a Python of its own."""
+    python = os.environ.get("AFTERPLAY_VERIFIERS_PYTHON")
+    if python is None:
+        pytest.skip(
+            "set AFTERPLAY_VERIFIERS_PYTHON to the Python of a virtual environment with verifiers==0.4.0 "
+            "(python -m venv DIR; DIR/bin/pip install verifiers==0.4.0)"
+        )
+    program = [python, str(ROOT / "configs" / "programs" / "verifiers_rollout.py")]
+    program += ["--taskset", "door_words", "--harness", "door_words"]
+    if tokens:
+        words.save_pretrained(str(tmp_path))
+        program += ["--tokenizer", str(tmp_path)]
+    plugin = str(Path(__file__).parent / "verifiers_plugin")
+    engine = echoing(words)
+    options = {"command": program, "environment": {"PYTHONPATH": plugin}}
+    trajectory = await play(serve(engine, loop_options=options), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert trajectory.rewards == {"environment": 2.0}
+    assert [t.branch for t in trajectory.turns] == [0, 0]
+    assert_exact(trajectory, engine)
+    assert trajectory.turns[0].context_messages[-1].content.endswith("say hello" if not tokens else "<|assistant|>")
