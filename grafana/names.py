@@ -39,6 +39,5 @@ NOT_SHOWN = {
     "retries is in the panel of score failures",
     "afterplay_replay_score_value": "one part of a reward: to be drawn by hand for the parts that a run has",
     "afterplay_replay_task_rows": "fixed when the data is opened: to look at once, after a start",
-    "afterplay_learner_evaluation_score": "always 0: nothing evaluates yet",
 }
 """Metrics of ours that are in no panel and in no rule, and why. ``process_*`` is shown as far as it helps."""

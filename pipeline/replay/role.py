@@ -49,7 +49,12 @@ async def main(ctx: RoleContext) -> None:
 async def serve(ctx: RoleContext, hub: Hub) -> None:
     """The stage on a given hub (tests use one in memory)."""
     config, shard = ctx.config, Shard.of(ctx.config, ctx.index)
-    metrics = ReplayMetrics(ctx.registry, environments=tuple(config.environments), score_functions=config.scorer.names)
+    metrics = ReplayMetrics(
+        ctx.registry,
+        environments=tuple(config.environments),
+        score_functions=config.scorer.names,
+        pass_at=config.evaluation.pass_at,
+    )
     scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory, shard.index)
