@@ -25,6 +25,7 @@ RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
 """What Prometheus and its client library make."""
 
 NOT_SHOWN = {
+    "afterplay_actor_door_calls_total": "empty in a run without agent programs: to be drawn by hand, by outcome",
     "afterplay_actor_tool_calls_total": "empty in a run without tools: to be drawn by hand, by tool and outcome",
     "afterplay_actor_tool_duration_seconds": "empty in a run without tools, as well",
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",

@@ -80,7 +80,8 @@ def generated(request: GenerateRequest, generation: Generation, number: str) -> 
     logprobs = None
     if request.logprobs:
         pairs = zip(ids, generation.logprobs.tolist(), strict=True)
-        logprobs = {"content": [{"token_id": i, "logprob": p} for i, p in pairs]}
+        entry: dict[str, Any] = {"bytes": None, "top_logprobs": []}
+        logprobs = {"content": [{"token": f"token_id:{i}", "token_id": i, "logprob": p, **entry} for i, p in pairs]}
     choice = {
         "index": 0,
         "token_ids": ids,
@@ -93,7 +94,7 @@ def generated(request: GenerateRequest, generation: Generation, number: str) -> 
     }
     prompt = len(request.token_ids)
     usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
-    return {"request_id": request.request_id or number, "choices": [choice], "usage": usage}
+    return {"request_id": request.request_id or number, "choices": [choice], "prompt_logprobs": None, "usage": usage}
 
 
 def _calls(said: Said) -> list[dict[str, Any]]:

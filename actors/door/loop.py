@@ -118,7 +118,15 @@ class ProgramLoop(AgentLoop):
             token = os.environ.get(self.token_env)
             if not token:
                 raise ConfigurationError(f"{where}.options.token_env: the variable {self.token_env} is not set")
-        self.door = Door(self.host, self.port, token, self.body_bytes_max, f"{where}.options")
+        calls, section = metrics.door_calls_total, host.section
+        self.door = Door(
+            self.host,
+            self.port,
+            token,
+            self.body_bytes_max,
+            f"{where}.options",
+            lambda outcome: calls.labels(env=section, outcome=outcome).inc(),
+        )
 
     def begin(self, game: Game) -> DrivenEpisode:
         return ProgramEpisode(self, game)
@@ -261,7 +269,8 @@ class ProgramEpisode(DrivenEpisode):
             logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
             failure = None
         if report is not None and report.error is not None:
-            report, failure = None, PlugInError(PROGRAM, "Told", report.error, session.told)
+            failure = PlugInError(PROGRAM, "Told", report.error, session.told)
+            report = None
         if isinstance(failure, PlugInTimeout):
             raise failure
         if failure is not None and session.limit is None:

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 OFFER_SECONDS_MAX = 60.0
 """How long ``POST /sessions`` may wait for a task."""
 BACKLOG = 1024
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 IGNORED = "X-Afterplay-Ignored"
 """Header of answers: parameters of the request that were left out."""
 
@@ -34,8 +35,11 @@ IGNORED = "X-Afterplay-Ignored"
 class Door:
     """One server. Who connects before it serves waits. Raises :class:`ConfigurationError` when the address is taken."""
 
-    def __init__(self, host: str, port: int, token: str | None, body_bytes_max: int, where: str) -> None:
-        """``where``: the key of the run file, for messages."""
+    def __init__(
+        self, host: str, port: int, token: str | None, body_bytes_max: int, where: str, count: Callable[[str], None]
+    ) -> None:
+        """``where``: the key of the run file, for messages. ``count`` is called with the outcome of each call."""
+        self._count = count
         self._token = token
         self._body_bytes_max = body_bytes_max
         self._sessions: dict[str, Session] = {}
@@ -97,14 +101,32 @@ class Door:
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[_errors_as_json], client_max_size=self._body_bytes_max)
         for prefix in ("", "/sessions/{session}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._counted(self._chat))
+            app.router.add_post(f"{prefix}/inference/v1/generate", self._counted(self._generate))
             app.router.add_get(f"{prefix}/v1/models", self._models)
         app.router.add_post("/sessions", self._lease)
         app.router.add_get("/sessions/{session}", self._show)
         app.router.add_post("/sessions/{session}/finish", self._finish)
         app.router.add_get("/health", self._health)
         return app
+
+    def _counted(self, handler: Handler) -> Handler:
+        async def counted(request: web.Request) -> web.StreamResponse:
+            outcome = "hung_up"
+            try:
+                response = await handler(request)
+                outcome = "ok"
+                return response
+            except Refusal as refusal:
+                outcome = _outcome(refusal)
+                raise
+            except Exception:
+                outcome = "refused"
+                raise
+            finally:
+                self._count(outcome)
+
+        return counted
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -187,9 +209,7 @@ class Door:
 
 
 @web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refusal as refusal:
@@ -201,6 +221,13 @@ async def _errors_as_json(
     except Exception as error:
         _log.exception("%s failed", request.method)
         return _json(Refusal(500, f"{type(error).__name__}: {error}").body(), 500)
+
+
+def _outcome(refusal: Refusal) -> str:
+    """As :attr:`ActorMetrics.door_calls_total` names it."""
+    if refusal.code in ("episode_limit", "context_length_exceeded"):
+        return "limit"
+    return {429: "too_many", 503: "engine"}.get(refusal.status, "refused")
 
 
 def _bearer(request: web.Request) -> str:

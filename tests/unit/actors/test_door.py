@@ -334,7 +334,10 @@ async def test_a_dead_engine_is_told_to_the_program_and_is_the_failure(
         assert status == 503 and answer["error"]["code"] == "engine_unavailable"
         raise RuntimeError("gave up")
 
-    trajectory = await play(serve(engine, run, retries=0), long_order)
+    services = serve(engine, run, retries=0)
+    trajectory = await play(services, long_order)
+    counted = services.metrics.door_calls_total
+    assert [counted.labels(env="game", outcome=o)._value.get() for o in ("ok", "engine", "limit")] == [1.0, 1.0, 0.0]
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
     assert trajectory.failure.boundary == "engine" and trajectory.rewards == {}
 
@@ -702,3 +705,45 @@ async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
     assert [t.branch for t in trajectory.turns] == [0, 0]
     assert_exact(trajectory, engine)
     assert trajectory.turns[0].context_messages[-1].content.endswith("say hello" if not tokens else "<|assistant|>")
+
+
+async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    """The second call is never answered; while it waits the order is taken back."""
+    source = AGENT + (
+        "import os\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "chat([{'role': 'user', 'content': 'say'}])\n"
+        "chat([{'role': 'user', 'content': 'guess'}])\n"
+    )
+    engine, asked = StubEngine(), anyio.Event()
+
+    def script(ids: Any, sampling: Any) -> list[int]:
+        engine.latency_seconds = 1000.0
+        return [10, words.eos_token_id]
+
+    engine._script = script
+    services = serve(engine, loop_options=command(tmp_path, source))
+    rollout = Rollout(long_order, services)
+    generate = engine.generate
+
+    async def watched(*args: Any, **options: Any) -> Any:
+        if engine.latency_seconds:
+            asked.set()
+        return await generate(*args, **options)
+
+    engine.generate = watched  # type: ignore[method-assign]
+    async with anyio.create_task_group() as group:
+        group.start_soon(services.pool.watch)
+        group.start_soon(services.serve)
+        with anyio.fail_after(SECONDS):
+            async with anyio.create_task_group() as playing:
+                playing.start_soon(rollout.play)
+                await asked.wait()
+                playing.cancel_scope.cancel()
+        group.cancel_scope.cancel()
+    await services.close()
+    trajectory = rollout.aborted("taken back")
+    assert trajectory.status is TrajectoryStatus.ABORTED and len(trajectory.turns) == 1
+    assert engine.in_flight == 0 and ended(int((tmp_path / "pid").read_text()))
