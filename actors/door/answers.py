@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from actors.door.messages import arguments_text
 from actors.door.recording import Pending, Said
 from actors.door.requests import ChatRequest, GenerateRequest
 from actors.engine.base import Generation
@@ -103,7 +104,7 @@ def _calls(said: Said) -> list[dict[str, Any]]:
             **call,
             "function": {
                 "name": call["function"]["name"],
-                "arguments": orjson.dumps(call["function"]["arguments"]).decode(),
+                "arguments": arguments_text(call["function"]["arguments"]),
             },
         }
         for call in said.tool_calls

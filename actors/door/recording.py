@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.door.requests import ChatRequest, Key, key_of, tools_key
+from actors.door.messages import Key, key_of, tools_key
+from actors.door.requests import ChatRequest
 from actors.engine.base import Generation
 from actors.rendering import Renderer
 from actors.rendering.renderer import Completed, Conversation
@@ -126,9 +127,7 @@ class Recording:
             leaf.taken = True
         return Pending(self._number(), self._branch(leaf), token_ids, added_ids, added, leaf)
 
-    def finish(
-        self, pending: Pending, generation: Generation, temperature: float, stop: Sequence[str] = ()
-    ) -> tuple[Said, Turn]:
+    def finish(self, pending: Pending, generation: Generation, temperature: float, stop: Sequence[str] = ()) -> Said:
         """The engine has answered: it is a turn from here on. ``stop``: texts that the reply is cut before."""
         renderer = self._renderer
         ids = tuple(generation.token_ids.tolist())
@@ -156,7 +155,7 @@ class Recording:
             leaf.said = Message("assistant", said.content, stated) if stated else None
         self._turns.append((pending.branch, pending.number, turn))
         self._leaves[pending.branch] = leaf
-        return said, turn
+        return said
 
     def fail(self, pending: Pending) -> None:
         """The call has ended without an answer."""

@@ -19,8 +19,10 @@ import orjson
 from aiohttp import web
 
 from actors.door.answers import chat_chunks
-from actors.door.requests import Refusal, read_object
-from actors.door.session import Session, read_report
+from actors.door.refusals import Refusal
+from actors.door.reports import read_report
+from actors.door.requests import read_object
+from actors.door.session import Session
 from pipeline.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)

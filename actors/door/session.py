@@ -6,66 +6,24 @@ do not send again (400); the session stays open, because a program may go on wit
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
 from actors.door.answers import Choice, chat_completion, generated
-from actors.door.recording import Parse, Pending, Recording
-from actors.door.requests import ChatRequest, Refusal, Rules, read_chat, read_generate
+from actors.door.recording import Parse, Pending, Recording, Said
+from actors.door.refusals import Refusal
+from actors.door.reports import Report
+from actors.door.requests import ChatRequest, Rules, read_chat, read_generate
 from actors.loop.driven import Policy
 from actors.loop.generate import Completion
 from actors.loop.limits import Budget, Limit
 from actors.rendering import Renderer
 from pipeline.errors import EngineError, EngineRefused, PlugInError
-
-SIGNALS_MAX = 64
-ANSWER_CHARACTERS_MAX = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a program says of its own play."""
-
-    reward: float | None = None
-    done: bool = True
-    """False: it stopped before the end of the task, which makes the episode TRUNCATED."""
-    signals: Mapping[str, float] = field(default_factory=dict)
-    answer: str | None = None
-    """For a section whose environment judges. None: the last reply of the policy."""
-    error: str | None = None
-    """It failed: there is no reward."""
-
-
-def read_report(body: Mapping[str, Any]) -> Report:
-    """``{"reward", "done", "signals", "answer", "error"}``, all optional; other names are left alone. Raises
-    :class:`Refusal`."""
-    reward, done, answer, error = body.get("reward"), body.get("done"), body.get("answer"), body.get("error")
-    if reward is not None and not _finite(reward):
-        raise _wrong("reward", "a finite number", reward)
-    if done is not None and not isinstance(done, bool):
-        raise _wrong("done", "true or false", done)
-    signals = body.get("signals")
-    if signals is None:
-        signals = {}
-    if not isinstance(signals, dict) or len(signals) > SIGNALS_MAX or not all(_finite(v) for v in signals.values()):
-        raise _wrong("signals", f"at most {SIGNALS_MAX} names with finite numbers", signals)
-    for name, value in (("answer", answer), ("error", error)):
-        if value is not None and not isinstance(value, str):
-            raise _wrong(name, "text", value)
-    return Report(
-        None if reward is None else float(reward),
-        done is not False,
-        {str(name)[:64]: float(value) for name, value in signals.items()},
-        None if answer is None else answer[:ANSWER_CHARACTERS_MAX],
-        None if error is None else error[:ANSWER_CHARACTERS_MAX],
-    )
 
 
 class Session:
@@ -137,12 +95,10 @@ class Session:
             pending, room = waiting.pop(index)
             try:
                 completion = await self._sampled(pending, room, request.stop)
+                said = self._recorded(pending, completion, request.stop)
             except Refusal as refusal:
                 failures.append(refusal)
                 return
-            said, _ = self.recording.finish(
-                pending, completion.generation, self._policy.sampling.temperature, request.stop
-            )
             choices[index] = Choice(said, completion.generation, pending)
 
         try:
@@ -166,7 +122,7 @@ class Session:
         with _template_faults():
             pending = self.recording.tokens(request.token_ids)
         completion = await self._sampled(pending, self._room(pending, request.tokens_max), ())
-        self.recording.finish(pending, completion.generation, self._policy.sampling.temperature)
+        self._recorded(pending, completion, ())
         return request.ignored, generated(request, completion.generation, f"generate-{secrets.token_hex(12)}")
 
     def finish(self, report: Report) -> None:
@@ -272,6 +228,16 @@ class Session:
         self.limit, self.engine_error = Limit.SECONDS if self._expired else None, None
         return completion
 
+    def _recorded(self, pending: Pending, completion: Completion, stop: tuple[str, ...]) -> Said:
+        """Raises :class:`Refusal` for a reply that the tokenizer or the parser cannot take."""
+        try:
+            return self.recording.finish(pending, completion.generation, self._policy.sampling.temperature, stop)
+        except Exception as error:
+            self.recording.fail(pending)
+            raise Refusal(
+                500, f"the reply cannot be read: {type(error).__name__}: {error}", code="unreadable_reply"
+            ) from error
+
 
 @contextmanager
 def _template_faults() -> Iterator[None]:
@@ -287,11 +253,3 @@ def _template_faults() -> Iterator[None]:
 def _limit_refusal(limit: Limit) -> Refusal:
     code = "context_length_exceeded" if limit is Limit.CONTEXT else "episode_limit"
     return Refusal(400, f"the limit {limit.value} of this episode is reached", code=code, param=limit.value)
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _wrong(param: str, expected: str, came: Any) -> Refusal:
-    return Refusal(400, f"{param}: expected {expected}, got {repr(came)[:120]}", code="invalid_value", param=param)

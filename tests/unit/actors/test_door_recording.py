@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.door.recording import Pending, Recording
-from actors.door.requests import Refusal, Rules, read_chat, read_generate
+from actors.door.refusals import Refusal
+from actors.door.requests import Rules, read_chat, read_generate
 from actors.engine.base import Generation, Sampling
 from actors.rendering import Renderer
 from actors.tools.parsing import FORMATS
@@ -51,7 +52,7 @@ class Talk:
         return self.recording.chat(request(messages, **more))
 
     def end(self, pending: Pending, ids: list[int]) -> dict[str, Any]:
-        answer, _ = self.recording.finish(pending, generation(ids), 1.0)
+        answer = self.recording.finish(pending, generation(ids), 1.0)
         self.seen.append((pending.branch, pending.prompt_ids, ids))
         return said(answer.content)
 
@@ -151,18 +152,20 @@ def test_token_calls_go_on_from_chat_calls_and_from_each_other(words: Any) -> No
 
 def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
     talk = Talk(smollm2)
-    text = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    a = 10**30
+    text = f'I add. <tool_call>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</tool_call>'
     ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
     pending = talk.begin([user("1 + 1?")], tools=[TOOL])
-    answer, turn = talk.recording.finish(pending, generation(ids), 1.0)
+    answer = talk.recording.finish(pending, generation(ids), 1.0)
     talk.seen.append((pending.branch, pending.prompt_ids, ids))
+    (turn,) = talk.recording.turns()
     assert answer.finish_reason == "tool_calls" and turn.completion_message.content == text
     (call,) = answer.tool_calls
-    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert call["function"] == {"name": "add", "arguments": {"a": a}}
     echo = {
         "role": "assistant",
         "content": answer.content,
-        "tool_calls": [{**call, "function": {"name": "add", "arguments": '{ "a": 1 }'}}],
+        "tool_calls": [{**call, "function": {"name": "add", "arguments": f'{{ "a": {a} }}'}}],
     }
     told = {"role": "tool", "tool_call_id": call["id"], "content": "2<|im_end|>"}
     pending = talk.begin([user("1 + 1?"), echo, told], tools=[TOOL])
@@ -177,18 +180,18 @@ def test_a_reply_without_a_readable_call_is_text(smollm2: Any) -> None:
     talk = Talk(smollm2)
     text = "<tool_call>\n{broken\n</tool_call>"
     ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
-    answer, turn = talk.recording.finish(talk.begin([user("x")], tools=[TOOL]), generation(ids), 1.0)
+    answer = talk.recording.finish(talk.begin([user("x")], tools=[TOOL]), generation(ids), 1.0)
     assert answer.content == text and not answer.tool_calls and answer.finish_reason == "stop"
-    assert turn.signals["unreadable_calls"] == 1.0
+    assert talk.recording.turns()[0].signals["unreadable_calls"] == 1.0
 
 
 def test_a_stop_text_cuts_what_is_returned_and_nothing_that_was_sampled(smollm2: Any) -> None:
     talk = Talk(smollm2)
     ids = smollm2("one two STOP", add_special_tokens=False).input_ids
     pending = talk.begin([user("count")], stop="STOP")
-    answer, turn = talk.recording.finish(pending, generation(ids), 1.0, ("STOP",))
+    answer = talk.recording.finish(pending, generation(ids), 1.0, ("STOP",))
     talk.seen.append((pending.branch, pending.prompt_ids, ids))
-    assert answer.content == "one two " and turn.completion.token_ids.tolist() == ids
+    assert answer.content == "one two " and talk.recording.turns()[0].completion.token_ids.tolist() == ids
     talk.call([user("count"), said("one two "), user("go on")], [smollm2.eos_token_id])
     talk.check()
     assert [t.branch for t in talk.recording.turns()] == [0, 0]
