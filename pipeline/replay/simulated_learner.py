@@ -173,7 +173,8 @@ class SimulatedLearner(Peer):
     def _publish(self, version: int, updates: int, life: int | None = None) -> None:
         if life is None or life == self.life:
             self.sim.engine_version = max(self.sim.engine_version, version)
-            self.live = (version, updates)
+            # delays are drawn for each publication; a real one waits for the one before
+            self.live = max(getattr(self, "live", (-1, 0)), (version, updates))
             self._say_version()
 
     def _say_version(self) -> None:
