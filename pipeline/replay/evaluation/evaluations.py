@@ -133,7 +133,7 @@ class Evaluations:
                     group.task.task_id, self._section.attempts_max)  # fmt: skip
         if self._s.config.scorer.by_group:
             # a function that must see all of them never will
-            self._end_group(group, "a rollout failed, and a reward function needs all")
+            self._s.stopped += self._end_group(group, "a rollout failed, and a reward function needs all")
         self._settle(group)
 
     def scored(self, group: GroupRecord, record: TrajectoryRecord) -> None:

@@ -10,8 +10,10 @@ from pipeline.codec import decode_order, encode_trajectory
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.core import StageCore
+from pipeline.replay.evaluation.log import write_results
 from pipeline.replay.journal import Evaluated, Send
 from pipeline.replay.records import GroupState
+from pipeline.replay.sharding import Shard
 from pipeline.replay.simulation import rollout
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
@@ -235,3 +237,57 @@ def test_a_learner_that_goes_back_ends_the_evaluation_of_weights_that_are_gone(t
     stage.version(4, 2)
     assert stage.evaluating() and stage.core.evaluations.active["updates"] == 2
     assert all(g.state is not GroupState.EVALUATED for g in stage.core.records.values())
+
+
+def test_only_the_first_of_several_stages_evaluates(tmp_path: Any) -> None:
+    config = RunConfig.model_validate(
+        {
+            "environments": {"a": {"held_out": {"eval": 4}}}, "replay": {"shards": 2},
+            "groups": {"n_rollout": 2, "groups_per_step": 2}, "evaluation": {"every": 1},
+        }
+    )  # fmt: skip
+    for index in (0, 1):
+        core = StageCore(config, shard=Shard(index, 2))
+        header = {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 8, "holding": []}
+        core.peer_up("actor-0", header)
+        learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
+        core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
+        core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+        core.plan()
+        _, effects = core.collect()
+        orders = [decode_order(e.header) for e in effects if isinstance(e, Send) and e.kind is Kind.ORDER]
+        told = [e for e in effects if isinstance(e, Send) and e.kind is Kind.EVALUATION]
+        assert (any(o.evaluation for o in orders), bool(told)) == (index == 0, index == 0)
+
+
+def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_given_up(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400, greedy=False, samples=3)
+    stage.sections["scorer"] = {"functions": [{"path": "tests.nowhere:group", "per": "group"}]}
+    stage.restart()
+    stage.core.arrivals._score_now = None
+    stage.version(0, 0)
+    task = stage.evaluating()[0].task.task_id
+    first, second, third = (o for o in stage.evaluating() if o.task.task_id == task)
+    stage.answer(first, reward=1.0)
+    stage.answer(second, status=TrajectoryStatus.ERROR)
+    same = (second.task.task_id, second.slot)
+    again = next(o for o in stage.evaluating() if (o.task.task_id, o.slot) == same)
+    stage.answer(again, status=TrajectoryStatus.ERROR)
+    (group,) = [g for g in stage.core.records.values() if g.evaluation and g.task.task_id == task]
+    assert group.state is GroupState.EVALUATED and "needs all" in group.reason
+    cancelled = [i for s in stage.sent if s.kind is Kind.CANCEL for i in s.header["order_ids"]]
+    assert cancelled == [third.order_id], "its actor has the place back"
+    assert stage.core.journal.counters["trajectories.dropped.cancelled"] == 1
+
+
+def test_the_curves_hold_the_evaluations(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib", reason="install matplotlib to draw curves")
+    from pipeline.plots import draw
+
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "reward_mean": 0.6}\n')
+    assert draw(metrics, tmp_path / "without.png") is None
+    lines = [{"evaluation": i, "updates": i, "score": s, "se": 0.1} for i, s in enumerate((0.2, 0.9, None))]
+    write_results(tmp_path / "evaluations.jsonl", lines)
+    assert draw(metrics, tmp_path / "with.png") is None
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
