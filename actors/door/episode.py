@@ -73,11 +73,9 @@ class ProgramEpisode(DrivenEpisode):
         if report is not None and report.error is not None:
             failure = PlugInError(PROGRAM, "Told", report.error, session.told)
             report = None
-        if isinstance(failure, PlugInTimeout):
-            raise failure
-        if failure is not None and session.limit is None:
-            if session.engine_error is not None:
-                raise session.engine_error
+        if report is None and session.engine_error is not None:
+            raise session.engine_error
+        if failure is not None and (session.limit is None or isinstance(failure, PlugInTimeout)):
             raise failure
         if not session.recording.n_turns:
             if session.limit is not None:

@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import anyio
@@ -141,7 +142,7 @@ class ProgramLoop(AgentLoop):
             budget,
             self._renderer,
             self._parse,
-            rules=self._rules,
+            rules=replace(self._rules, sampling="ignore") if policy.differs else self._rules,
             append=self._config.loop.history == "append",
             calls_max=self.max_concurrent_calls,
         )

@@ -23,7 +23,7 @@ from actors.loop.driven import Policy
 from actors.loop.generate import Completion
 from actors.loop.limits import Budget, Limit
 from actors.rendering import Renderer
-from pipeline.errors import EngineError, EngineRefused, PlugInError
+from pipeline.errors import EngineError, EngineRefused, EngineUnavailable, PlugInError
 
 
 class Session:
@@ -47,7 +47,7 @@ class Session:
         self.recording = Recording(renderer, parse, append=append)
         self.report: Report | None = None
         self.limit: Limit | None = None
-        """What refused the last call, when that was a limit."""
+        """What refused the last call that was begun, when that was a limit."""
         self.engine_error: EngineError | None = None
         """Why the engine did not answer the last call, when it did not."""
         self.told = ""
@@ -137,6 +137,9 @@ class Session:
         """The time is over: calls are refused, those under way are ended, and a report may still come."""
         self._expired = True
         self.limit = Limit.SECONDS
+        trouble = self._policy.trouble() if self.busy else ""
+        if trouble:
+            self.engine_error = EngineUnavailable(f"the time of the episode ended while a call waited for {trouble}")
         self._cancel()
 
     def end(self) -> None:
@@ -193,6 +196,7 @@ class Session:
         room = room if tokens_max is None else min(room, tokens_max)
         self._budget.spend(len(pending.added_ids), room)
         self._in_flight += 1
+        self.limit = None
         return room
 
     def _give_back(self, pending: Pending, room: int) -> None:
@@ -225,7 +229,7 @@ class Session:
             raise Refusal(404, "this session has ended", code="session_not_found")
         self._in_flight -= 1
         self._budget.give_back(room - len(completion.generation.token_ids))
-        self.limit, self.engine_error = Limit.SECONDS if self._expired else None, None
+        self.engine_error = None
         return completion
 
     def _recorded(self, pending: Pending, completion: Completion, stop: tuple[str, ...]) -> Said:

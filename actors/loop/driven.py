@@ -26,11 +26,20 @@ class Policy(Protocol):
         ...
 
     @property
+    def differs(self) -> bool:
+        """This order is sampled otherwise than the run file says: greedily, or for an evaluation."""
+        ...
+
+    @property
     def model(self) -> str: ...
 
     @property
     def context_max(self) -> int:
         """Tokens of prompt and completion together."""
+        ...
+
+    def trouble(self) -> str:
+        """Why no engine can answer; empty when one can."""
         ...
 
     async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:

@@ -335,8 +335,12 @@ class _Policy:
         self.sampling = replace(
             greedily(services.sampling) if order.greedy else services.sampling, temperature=rollout._temperature
         )
+        self.differs = order.greedy or order.temperature is not None
         self.model = services.model
         self.context_max = services.model_length_max
+
+    def trouble(self) -> str:
+        return self._rollout._services.pool.trouble(self._rollout._version)
 
     async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
         return await self._rollout._complete(prompt_ids, tokens_max, stop)

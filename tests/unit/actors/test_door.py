@@ -747,3 +747,53 @@ async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
     trajectory = rollout.aborted("taken back")
     assert trajectory.status is TrajectoryStatus.ABORTED and len(trajectory.turns) == 1
     assert engine.in_flight == 0 and ended(int((tmp_path / "pid").read_text()))
+
+
+async def test_time_that_ended_while_a_call_waited_for_an_engine_is_the_engines_failure(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    """A reward of 0 would say that the policy failed."""
+    engine = echoing(words)
+
+    async def run(task: Any, client: Caller) -> None:
+        await client.chat([user("say")])
+        engine.alive = False
+        await client.post("/chat/completions", {"messages": [user("say")]})
+
+    trajectory = await play(serve(engine, run, max_seconds=4.0, wait_seconds_max=100.0), long_order)
+    assert trajectory.failure is not None and trajectory.failure.boundary == "engine", trajectory.status
+    assert trajectory.rewards == {}
+
+
+async def test_one_call_of_several_beyond_the_limit_truncates(serve: Serve, long_order: Order, words: Any) -> None:
+    engine = echoing(words)
+    engine.latency_seconds = 0.2
+
+    async def run(task: Any, client: Caller) -> float:
+        statuses: list[int] = []
+
+        async def one() -> None:
+            statuses.append((await client.post("/chat/completions", {"messages": [user("say")]}))[0])
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(one)
+        assert sorted(statuses) == [200, 200, 400]
+        return 1.0
+
+    trajectory = await play(serve(engine, run, max_turns=2), long_order)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 1.0}
+
+
+async def test_a_greedy_order_is_played_greedily_whatever_the_program_asks(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    async def run(task: Any, client: Caller) -> float:
+        status, _, headers = await client.post("/chat/completions", {"messages": [user("say")], "temperature": 1.0})
+        assert status == 200 and headers["X-Afterplay-Ignored"] == "temperature"
+        return 1.0
+
+    services = serve(echoing(words), run, loop_options={"sampling_parameters": "refuse"})
+    trajectory = await play(services, dataclasses.replace(long_order, greedy=True))
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert [t.temperature for t in trajectory.turns] == [0.0]
