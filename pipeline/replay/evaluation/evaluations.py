@@ -46,14 +46,19 @@ class Evaluations:
         self.active: Active | None = kept.get("active")
         self.last: dict[str, Any] | None = kept.get("last")
         """The newest result."""
-        self.best: dict[str, Any] | None = kept.get("best")
-        """Number, updates, version and value of the best complete one, by ``evaluation.metric``."""
-        if self.best is not None and self.best["metric"] != self._section.metric:
-            self.best = None
+        self._bests: list[dict[str, Any]] = kept.get("bests", [])
+        """Each better than the one before: a learner that goes back takes the last ones with it."""
+        if self._bests and self._bests[-1]["metric"] != self._section.metric:
+            self._bests = []
         self.tasks: HeldOut | None = None
         self._waiting: list[int] = []
         self._wants: list[tuple[int, int]] = []
         self._told: object = None
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Number, updates, version and value of the best complete one, by ``evaluation.metric``."""
+        return self._bests[-1] if self._bests else None
 
     @property
     def on(self) -> bool:
@@ -161,6 +166,9 @@ class Evaluations:
             if self.active is not None:
                 stopped += self._end("abandoned")
             self._begun = live
+            while self._bests and self._bests[-1]["updates"] > live:
+                # had its checkpoint been durable, the learner would not have gone back behind it
+                self._bests.pop()
             self._write()
         if self.active is not None and self.tasks is not None:
             if self._done():
@@ -345,11 +353,15 @@ class Evaluations:
         self.active, self._waiting, self._wants = None, [], []
         self.last = result.as_json()
         value = result.value(self._section.metric)
+        if self.best is not None and status == "complete" and self.best["of"] != active["shape"]:
+            # other tasks, or played otherwise: not to be compared
+            self._bests = []
         if status == "complete" and value is not None and (self.best is None or value > self.best["value"]):
-            self.best = {
+            best = {
                 "evaluation": result.number, "updates": result.updates, "policy_version": result.policy_version,
-                "metric": self._section.metric, "value": value,
+                "metric": self._section.metric, "value": value, "of": active["shape"],
             }  # fmt: skip
+            self._bests.append(best)
         s.journal.count(f"evaluations.{status}")
         s.journal.effect(Evaluated(self.last))
         self._write()
@@ -386,7 +398,7 @@ class Evaluations:
 
     def _write(self) -> None:
         state = {
-            "next": self._next, "begun": self._begun, "active": self.active, "last": self.last, "best": self.best,
+            "next": self._next, "begun": self._begun, "active": self.active, "last": self.last, "bests": self._bests,
         }  # fmt: skip
         self._s.journal.meta("evaluation", state)
 

@@ -239,6 +239,37 @@ def test_a_learner_that_goes_back_ends_the_evaluation_of_weights_that_are_gone(t
     assert all(g.state is not GroupState.EVALUATED for g in stage.core.records.values())
 
 
+def test_a_learner_that_goes_back_takes_the_best_that_was_never_durable_with_it(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage.sections["run"] = {"total_steps": 100}
+    stage.restart()
+    for updates, reward in ((0, 0.25), (2, 0.5), (4, 0.0), (6, 0.75)):
+        stage.version(updates, updates)
+        stage.answer_all(updates, reward=reward)
+    assert stage.core.evaluations.best["updates"] == 6
+    stage.restart()
+    stage.core._s.batches.consumed = 6
+    stage.core.learner.session = "another"
+    stage.version(7, 4)
+    assert stage.core.evaluations.best["updates"] == 2 and not stage.evaluating()
+    stage.version(9, 6)
+    stage.answer_all(9, reward=0.6)
+    assert (stage.core.evaluations.best["updates"], stage.core.evaluations.best["policy_version"]) == (6, 9)
+
+
+def test_scores_of_other_tasks_are_not_compared(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage.sections["run"] = {"total_steps": 100}
+    stage.restart()
+    stage.version(0, 0)
+    stage.answer_all(reward=0.75)
+    stage.restart(evaluation={**stage.sections["evaluation"], "tasks": 2})
+    assert stage.core.evaluations.best["updates"] == 0
+    stage.version(2, 2)
+    stage.answer_all(2, reward=0.5)
+    assert (stage.core.evaluations.best["updates"], stage.core.evaluations.best["value"]) == (2, 0.5)
+
+
 def test_only_the_first_of_several_stages_evaluates(tmp_path: Any) -> None:
     config = RunConfig.model_validate(
         {
