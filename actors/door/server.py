@@ -28,6 +28,8 @@ from pipeline.errors import ConfigurationError
 _log = logging.getLogger(__name__)
 OFFER_SECONDS_MAX = 60.0
 """How long ``POST /sessions`` may wait for a task."""
+TRANSFER_SECONDS_MAX = 60.0
+"""For the body of a request to arrive, and for a stream to be taken."""
 BACKLOG = 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 IGNORED = "X-Afterplay-Ignored"
@@ -132,7 +134,7 @@ class Door:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked, answer = await session.chat(await request.read())
+        asked, answer = await session.chat(await _body(request))
         headers = {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
         if not asked.stream:
             return _json(answer, headers=headers)
@@ -140,13 +142,14 @@ class Door:
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **headers}
         )
         await response.prepare(request)
-        for chunk in chat_chunks(answer, asked.stream_usage):
-            await response.write(chunk)
-        await response.write_eof()
+        with anyio.fail_after(TRANSFER_SECONDS_MAX):
+            for chunk in chat_chunks(answer, asked.stream_usage):
+                await response.write(chunk)
+            await response.write_eof()
         return response
 
     async def _generate(self, request: web.Request) -> web.Response:
-        ignored, answer = await self._session(request).generate(await request.read())
+        ignored, answer = await self._session(request).generate(await _body(request))
         return _json(answer, headers={IGNORED: ", ".join(ignored)} if ignored else {})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -156,7 +159,7 @@ class Door:
 
     async def _finish(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        session.finish(read_report(read_object(await request.read() or b"{}")))
+        session.finish(read_report(read_object(await _body(request) or b"{}")))
         return _json({"finished": True})
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -164,7 +167,7 @@ class Door:
 
     async def _lease(self, request: web.Request) -> web.Response:
         self._require_token(request)
-        body = read_object(await request.read() or b"{}")
+        body = read_object(await _body(request) or b"{}")
         seconds = body.get("wait_seconds", 0)
         if not isinstance(seconds, int | float) or not 0 <= seconds <= OFFER_SECONDS_MAX:
             raise Refusal(400, f"wait_seconds: expected 0 to {OFFER_SECONDS_MAX:g}, got {seconds!r}")
@@ -230,6 +233,13 @@ def _outcome(refusal: Refusal) -> str:
     if refusal.code in ("episode_limit", "context_length_exceeded"):
         return "limit"
     return {429: "too_many", 503: "engine"}.get(refusal.status, "refused")
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises :class:`Refusal` where the client does not send what it announced."""
+    with anyio.move_on_after(TRANSFER_SECONDS_MAX):
+        return await request.read()
+    raise Refusal(408, f"the body did not arrive within {TRANSFER_SECONDS_MAX:g} s", code="request_timeout")
 
 
 def _bearer(request: web.Request) -> str:

@@ -20,6 +20,7 @@ import anyio
 import orjson
 import pytest
 
+from actors.door import server
 from actors.door.loop import ProgramLoop
 from actors.engine.stub import StubEngine
 from actors.environments.host import EnvironmentHost
@@ -797,3 +798,22 @@ async def test_a_greedy_order_is_played_greedily_whatever_the_program_asks(
     trajectory = await play(services, dataclasses.replace(long_order, greedy=True))
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert [t.temperature for t in trajectory.turns] == [0.0]
+
+
+async def test_a_body_that_never_comes_does_not_hold_the_door(
+    serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "TRANSFER_SECONDS_MAX", 0.2)
+
+    async def run(task: Any, client: Caller) -> float:
+        await client.chat([user("say")])
+        address, _, path = client.base_url.removeprefix("http://").partition("/")
+        host, _, port = address.partition(":")
+        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(head.encode())
+            assert (await stream.receive()).startswith(b"HTTP/1.1 408")
+        return 1.0
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
