@@ -99,9 +99,17 @@ class HeldOut:
 
 def _missing(config: RunConfig, names: list[str], own: Mapping[str, Splits]) -> ConfigurationError:
     split = config.evaluation.split
-    has = "; ".join(f"{name} has {', '.join(own[name]) if own.get(name) else 'none of its own'}" for name in names)
+    has = "; ".join(f"{name} has {', '.join(_names(config, name, own)) or 'none'}" for name in names)
     return ConfigurationError(
         f"evaluation.split is {split}, which is not there ({has}): set evaluation.split to another, or hold tasks out, "
         f"for example environments: {{{names[0]}: {{held_out: {{{split}: 64}}}}}}, with tasks_from: "
         f"{{splits: {{train: 0.9, {split}: 0.1}}}}"
     )
+
+
+def _names(config: RunConfig, name: str, own: Mapping[str, Splits]) -> list[str]:
+    """Every split that the environment has, from wherever."""
+    section = config.environments[name]
+    if section.tasks_from is not None:
+        return list(section.tasks_from.splits)
+    return [*own.get(name, ()), *section.held_out]

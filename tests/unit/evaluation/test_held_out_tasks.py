@@ -132,6 +132,11 @@ def test_a_split_that_is_not_there_is_refused_with_what_there_is() -> None:
     config = RunConfig.model_validate({"evaluation": {"every": 1, "split": "exam"}})
     with pytest.raises(ConfigurationError, match=r"exam.*not there.*arithmetic has train, dev"):
         HeldOut(config, {}, decode_splits({"arithmetic": {"train": [[0, 5, 1]], "dev": [[5, 6, 1]]}}))
+    plain = RunConfig.model_validate(
+        {"environments": {"a": {"held_out": {"eval": 4}}, "b": {}}, "evaluation": {"every": 1, "split": "exam"}}
+    )
+    with pytest.raises(ConfigurationError, match="a has eval; b has none"):
+        HeldOut(plain, {}, {})
     both = RunConfig.model_validate(
         {"environments": {"a": {"held_out": {"exam": 4}}}, "evaluation": {"every": 1, "split": "exam"}}
     )
