@@ -109,7 +109,7 @@ class Actor:
         while self._desk.playing:
             await self._change()
         for order in self._desk.withdraw_all():
-            self._answer(Rollout(order, self._services).aborted("the actor stopped before it was begun"))
+            self._answer(Rollout(order, self._services).aborted("the actor stopped before it was begun"), order)
         self._work()
         with anyio.move_on_after(flush_seconds_max):
             while len(self._outbox) and self._connected:
@@ -169,7 +169,7 @@ class Actor:
         """Stop playing, send nothing."""
         order = self._desk.withdraw(order_id)
         if order is not None:
-            self._count(Rollout(order, self._services).aborted("cancelled before it was begun"))
+            self._count(Rollout(order, self._services).aborted("cancelled before it was begun"), order)
         elif order_id in self._scopes:
             self._cancelled.add(order_id)
             self._scopes[order_id].cancel()
@@ -203,12 +203,12 @@ class Actor:
         self._cancelled.discard(order.order_id)
         self._desk.finish(order.order_id)
         if cancelled:
-            self._count(rollout.aborted("cancelled by the replay stage"))
+            self._count(rollout.aborted("cancelled by the replay stage"), order)
         else:
-            self._answer(trajectory or rollout.aborted("the actor was stopped"))
+            self._answer(trajectory or rollout.aborted("the actor was stopped"), order)
         self._work()
 
-    def _answer(self, trajectory: Trajectory) -> None:
+    def _answer(self, trajectory: Trajectory, order: Order) -> None:
         """Put it in the outbox; one that no message can carry is answered as an error."""
         try:
             frames = self._encoded(trajectory)
@@ -227,7 +227,7 @@ class Actor:
                 timings=trajectory.timings,
             )
             frames = self._encoded(trajectory)
-        self._count(trajectory)
+        self._count(trajectory, order)
         self._outbox.add(trajectory.trajectory_id, frames, sum(memoryview(f).nbytes for f in frames))
 
     def _encoded(self, trajectory: Trajectory) -> Frames:
@@ -241,7 +241,7 @@ class Actor:
         check_limits([b"trajectory", trajectory.trajectory_id.encode(), *frames], self._limits)
         return frames
 
-    def _count(self, trajectory: Trajectory) -> None:
+    def _count(self, trajectory: Trajectory, order: Order) -> None:
         if trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None:
             logger.warning(
                 "order %s failed: %s: %s: %s",
@@ -251,7 +251,9 @@ class Actor:
                 trajectory.failure.message,
             )
         lessons = self._services.guide is not None
-        count_trajectory(self._services.metrics, self._services.environments, trajectory, lessons)
+        count_trajectory(
+            self._services.metrics, self._services.environments, trajectory, lessons, evaluation=order.evaluation
+        )
 
     async def _send(self) -> None:
         blocked = self._services.metrics.send_blocked_seconds_total
@@ -275,7 +277,7 @@ class Actor:
 class _Hello(Mapping[str, Any]):
     """The header of HELLO, true at the moment it is sent."""
 
-    _KEYS = ("role", "name", "schema_version", "slots", "holding")
+    _KEYS = ("role", "name", "schema_version", "slots", "splits", "holding")
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -288,6 +290,7 @@ class _Hello(Mapping[str, Any]):
             "name": self._actor._services.actor_id,
             "schema_version": SCHEMA_VERSION,
             "slots": self._actor._places,
+            "splits": self._actor._services.splits,
         }[key]
 
     def __iter__(self) -> Iterator[str]:

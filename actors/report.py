@@ -9,11 +9,17 @@ from pipeline.schema import Trajectory
 
 
 def count_trajectory(
-    metrics: ActorMetrics, environments: Collection[str], trajectory: Trajectory, lessons: bool = False
+    metrics: ActorMetrics,
+    environments: Collection[str],
+    trajectory: Trajectory,
+    lessons: bool = False,
+    *,
+    evaluation: bool = False,
 ) -> None:
     """One terminal event per rollout. An unknown environment is labelled ``unknown``: label sets stay closed.
 
-    ``lessons``: whether they are on, so that guided and other episodes are compared."""
+    ``lessons``: whether they are on, so that guided and other episodes are compared. ``evaluation``: its reward is not
+    one of training, and is left out here."""
     name = trajectory.task.environment
     env = name if name in environments else "unknown"
     metrics.trajectories_total.labels(env=env, outcome=trajectory.status.value).inc()
@@ -22,7 +28,7 @@ def count_trajectory(
     metrics.episode_duration_seconds.labels(env=env).observe(trajectory.timings.duration_seconds)
     metrics.episode_tokens.labels(env=env).observe(trajectory.n_sampled)
     score = trajectory.rewards.get("environment")
-    if score is not None:
+    if score is not None and not evaluation:
         metrics.episode_reward.labels(env=env).observe(score)
         if lessons:
             metrics.guidance_reward.labels(guided="no" if trajectory.guidance is None else "yes").observe(score)

@@ -25,6 +25,7 @@ RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
 """What Prometheus and its client library make."""
 
 NOT_SHOWN = {
+    "afterplay_actor_door_calls_total": "empty in a run without agent programs: to be drawn by hand, by outcome",
     "afterplay_actor_tool_calls_total": "empty in a run without tools: to be drawn by hand, by tool and outcome",
     "afterplay_actor_tool_duration_seconds": "empty in a run without tools, as well",
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
@@ -37,6 +38,5 @@ NOT_SHOWN = {
     "retries is in the panel of score failures",
     "afterplay_replay_score_value": "one part of a reward: to be drawn by hand for the parts that a run has",
     "afterplay_replay_task_rows": "fixed when the data is opened: to look at once, after a start",
-    "afterplay_learner_evaluation_score": "always 0: nothing evaluates yet",
 }
 """Metrics of ours that are in no panel and in no rule, and why. ``process_*`` is shown as far as it helps."""

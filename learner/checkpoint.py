@@ -9,6 +9,7 @@
                     reference policy, adaptive KL coefficient (tensors and plain values only)
       shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all
       state.json    counters and the size of every file; written last
+    checkpoints/best    the best evaluated one, with evaluation.keep_best (learner/best.py)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,11 @@ def _image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     )
 
 
-def write_image(root: Path, image: CheckpointImage, initial_model: Path, keep: int) -> Path:
-    """Write a checkpoint and forget all but the newest ``keep``. The tokenizer comes from ``initial_model``.
+def write_image(
+    root: Path, image: CheckpointImage, initial_model: Path, keep: int, spare: Collection[int] = ()
+) -> Path:
+    """Write a checkpoint and forget all but the newest ``keep`` and those of ``spare`` updates. The tokenizer comes
+    from ``initial_model``.
 
     A kill at any moment leaves the older checkpoints readable.
     """
@@ -132,8 +136,10 @@ def write_image(root: Path, image: CheckpointImage, initial_model: Path, keep: i
                 {**image.state.as_json(), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
             )
         )
+    spared = {checkpoint_path(root, updates) for updates in spare}
     for path in find_checkpoints(root)[keep:]:
-        shutil.rmtree(path, ignore_errors=True)
+        if path not in spared:
+            shutil.rmtree(path, ignore_errors=True)
     return target
 
 
@@ -147,7 +153,7 @@ def find_checkpoints(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = [(int(m.group(1)), path) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True) if _is_complete(path)]
+    return [path for _, path in sorted(found, reverse=True) if is_complete(path)]
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -251,7 +257,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     try:
         files = orjson.loads((path / "state.json").read_bytes())["files"]
         return all((path / name).stat().st_size == size for name, size in files.items())

@@ -25,6 +25,7 @@ import anyio.abc
 import anyio.to_thread
 from torch import Tensor
 
+from learner.best import is_evaluated
 from learner.checkpoint import CheckpointState, take_image
 from learner.choice import Choice
 from learner.device import DeviceTurn
@@ -46,6 +47,8 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
 
 log = logging.getLogger(__name__)
+EVALUATION_MARGIN_SECONDS = 60.0
+"""How long the end of a run waits, beside twice ``evaluation.seconds_max``: one may still play when the last is due."""
 ACKNOWLEDGE_SECONDS_MAX = 5.0
 """How long the end of a run waits for the replay stage to have recorded the last update."""
 
@@ -103,6 +106,9 @@ class LearnerLoop:
             with self._clock.stage("publish"):
                 await self._take_device()
                 await self._start_publication(tasks, None if served else await self._snapshot())
+            if self._keeps_best(0) and self._trainer.updates == 0:
+                with self._clock.stage("save"):
+                    await self._checkpoint()
             while self._trainer.updates < total:
                 await self._step(tasks)
             self._ctx.report("publishing", "the engines to take the last version")
@@ -132,7 +138,8 @@ class LearnerLoop:
         line = step_line(batch, report, times, self._published, choice)
         self._lines.write({**line, "saved": self._writer.saved, "groups_left_out": left_out})
         self._tell(batch, report)
-        if self._trainer.updates % self._config.checkpoint.every == 0:
+        updates = self._trainer.updates
+        if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):
             with self._clock.stage("save"):
                 await self._checkpoint()
 
@@ -225,9 +232,29 @@ class LearnerLoop:
         await self._writer.submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
 
+    def _keeps_best(self, updates: int) -> bool:
+        """Whether these weights are evaluated and may turn out to be the best."""
+        section = self._config.evaluation
+        return section.keep_best is not None and section.is_due(updates, self._config.run.total_steps)
+
+    async def _until_evaluated(self) -> None:
+        """Wait until the replay stage has evaluated the last weights, if it does."""
+        section, session = self._config.evaluation, self._session
+        if not (section.on and section.end):
+            return
+        with anyio.move_on_after(2 * section.seconds_max + EVALUATION_MARGIN_SECONDS) as waiting:
+            while not is_evaluated(session.evaluation, self._trainer.updates):
+                self._ctx.report("evaluating", "held-out tasks to be played", step=self._trainer.updates)
+                with anyio.move_on_after(5.0):
+                    await session.changed()
+        if waiting.cancelled_caught:
+            log.warning("the last weights were not evaluated in time: the run ends without it")
+
     async def _finish(self) -> None:
-        if self._config.checkpoint.at_end and self._saved_updates < self._trainer.updates:
+        updates = self._trainer.updates
+        if (self._config.checkpoint.at_end or self._keeps_best(updates)) and self._saved_updates < updates:
             await self._checkpoint()
+        await self._until_evaluated()
         self._ctx.report("saving", "the disk to take the last checkpoint", step=self._trainer.updates)
         await self._writer.idle()
         self._ctx.report("finishing", "the replay stage to record the last update")

@@ -13,6 +13,7 @@ import anyio.to_thread
 import torch
 from transformers.utils import logging as transformers_logging
 
+from learner.best import BestKeeper
 from learner.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, restore_training
 from learner.device import DeviceTurn, limit_memory
 from learner.folder import remove_leftovers
@@ -116,7 +117,8 @@ async def _serve(ctx: RoleContext, start: Start, links: Sequence[Link]) -> None:
                 ctx.beat()
                 await anyio.sleep(1.0)
 
-        for task in (stop_on_signal, session.run, publisher.run, writer.run, show_life):
+        best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
+        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run, show_life):
             tasks.start_soon(task)
         if start.lead is not None:
             tasks.start_soon(start.lead.watch)

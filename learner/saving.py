@@ -40,6 +40,8 @@ class CheckpointWriter:
         """Updates of the checkpoint under way."""
         self.saved: dict[str, float] = {}
         """Of the last durable checkpoint: ``updates``, and the ``seconds`` of its write."""
+        self.spare: frozenset[int] = frozenset()
+        """Updates of checkpoints that are kept however old they are: what is evaluated, or was the best."""
         self._root = root
         self._initial_model = initial_model
         self._keep = keep
@@ -60,7 +62,8 @@ class CheckpointWriter:
                 continue
             start = time.perf_counter()
             await anyio.to_thread.run_sync(
-                partial(write_image, self._root, image, self._initial_model, self._keep), abandon_on_cancel=True
+                partial(write_image, self._root, image, self._initial_model, self._keep, self.spare),
+                abandon_on_cancel=True,
             )
             seconds = time.perf_counter() - start
             self.saved = {"updates": image.updates, "seconds": seconds}

@@ -1,6 +1,6 @@
 """The learner's side of the protocol (docs/PROTOCOL.md) over a link.
 
-Consumes: PLAN, DELIVERY, CANCEL and ACK, in a task of its own so that messages arrive while the trainer computes.
+Consumes: PLAN, DELIVERY, CANCEL, ACK and EVALUATION, in a task of its own: messages arrive while the trainer computes.
 Produces: HELLO with its true state on every connection, CONSUMED, VERSION, CHECKPOINTED, BYE; repeats what may have
 been lost. Waits for: nothing but the link. Bounded by the credit it grants: ``credit_groups`` groups are held at most.
 """
@@ -59,6 +59,8 @@ class LearnerSession:
         self.session = uuid.uuid4().hex
         self.recorded_version: int | None = None
         """Newest version that the replay stage had recorded when it first answered."""
+        self.evaluation: Mapping[str, Any] = {}
+        """The newest EVALUATION; empty where none came."""
         self.connected = False
         self._link = link
         self._groups = groups
@@ -193,6 +195,8 @@ class LearnerSession:
                 )
             elif message.kind is Kind.CANCEL:
                 self.assembler.cancel(header["group_ids"])
+            elif message.kind is Kind.EVALUATION:
+                self.evaluation = header
             elif message.kind is Kind.ACK:
                 self.standing.unacknowledged.pop(int(header["update"]), None)
                 self.standing.trained.pop(int(header["update"]), None)

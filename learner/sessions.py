@@ -7,7 +7,7 @@ the next update, not the other stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -47,6 +47,11 @@ class LearnerSessions:
                 trained[update] = trained.get(update, Trained()) | facts
         first = self._sessions[0].standing
         return Standing(first.updates, first.policy_version, first.durable_updates, merged, first.announced, trained)
+
+    @property
+    def evaluation(self) -> Mapping[str, Any]:
+        """The newest EVALUATION, which comes from the first stage."""
+        return self._sessions[0].evaluation
 
     @property
     def connected(self) -> bool:

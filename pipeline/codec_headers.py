@@ -24,6 +24,10 @@ def encode_order(order: Order) -> dict[str, Any]:
     }
     if order.greedy:
         header["greedy"] = True
+    if order.evaluation:
+        header["evaluation"] = True
+    if order.temperature is not None:
+        header["temperature"] = order.temperature
     return header
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.metrics.learner import STAGES
+from pipeline.replay.evaluation.log import read_results
 from pipeline.supervisor.progress import Line, read_lines
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#5c6b73", "#b56576", "#7fb7be", "#bbbbbb")
@@ -38,6 +39,8 @@ def draw(metrics_file: Path, picture: Path) -> str | None:
     )
     for axis, panel in zip(axes, panels, strict=True):
         panel(axis, lines)
+        if panel is _reward:
+            _evaluations(axis, read_results(metrics_file.with_name("evaluations.jsonl")))
         _dress(axis)
     figure.suptitle(f"{picture.parent.name or 'run'}: {len(lines)} steps", fontsize=13, fontweight="bold")
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +84,18 @@ def _reward(axis: Any, lines: list[Line]) -> None:
         high = [m + d for m, d in zip(means, deviations, strict=True)]
         axis.fill_between(steps, low, high, color=_COLOURS[0], alpha=0.15, lw=0, label="± std")
     _plot(axis, lines, "reward_mean", "mean", 0)
+
+
+def _evaluations(axis: Any, results: Sequence[Mapping[str, Any]]) -> None:
+    """Scores on held-out tasks over the updates in the weights, with their standard errors."""
+    told = [r for r in results if isinstance(r.get("score"), int | float)]
+    if told:
+        axis.errorbar(
+            [r["updates"] for r in told],
+            [r["score"] for r in told],
+            yerr=[r.get("se") or 0.0 for r in told],
+            label="held out (± se)", color=_COLOURS[1], marker="s", ms=4, lw=1.2, capsize=2,
+        )  # fmt: skip
 
 
 def _signals(axis: Any, lines: list[Line]) -> None:

@@ -12,6 +12,8 @@
       traces/            some trained and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
       skipped/           batches of optimizer steps that were not finite (learner/skipped.py)
+      evaluations.jsonl  one JSON object for each evaluation
+      evaluations/NAME/  one ``afterplay eval`` of a checkpoint: a small run directory
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
@@ -53,6 +55,21 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations_file(self) -> Path:
+        """One JSON object for each evaluation that ended, written by the (first) replay stage."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def evaluated_file(self) -> Path:
+        """In the folder of one ``afterplay eval``: ``{updates, policy_version, checkpoint}`` of its weights."""
+        return self.path / "evaluated.json"
+
+    @property
+    def evaluations(self) -> Path:
+        """Folders of ``afterplay eval``, each a small run directory."""
+        return self.path / "evaluations"
 
     @property
     def store_file(self) -> Path:

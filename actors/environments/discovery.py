@@ -31,6 +31,7 @@ BUILT_IN = {
     "big_sums": "actors.environments.big_sums:BigSums",
     "number_guess": "actors.environments.number_guess:NumberGuess",
     "passcode": "actors.environments.passcode:Passcode",
+    "program": "actors.environments.program:Program",
     "question": "actors.environments.question:Question",
 }
 

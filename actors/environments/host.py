@@ -25,6 +25,7 @@ from actors.environments.threads import BlockingCalls
 from pipeline.config.play import EnvironmentConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary
 from pipeline.schema import Message, Task
+from pipeline.tasks.splits import encode_splits
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,20 @@ class EnvironmentHost:
         except Exception as error:
             raise ConfigurationError(
                 f"environments.{self.section}: tools() raised {type(error).__name__}: {error}"
+            ) from error
+
+    def splits(self) -> dict[str, list[list[int]]]:
+        """The environment's own splits, for the replay stage; none where its tasks are rows of data. Raises
+        :class:`ConfigurationError`."""
+        if self.config.tasks_from is not None:
+            return {}
+        own = getattr(self._environment, "splits", None) or {}
+        try:
+            return encode_splits(own)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"environments.{self.section}: expected splits to map names to sequences of seeds, got {own!r:.200}: "
+                f"{error}"
             ) from error
 
     async def start(self, task: Task) -> Episode:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from actors.environments.base import Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
+from actors.loop.driven import DrivenEpisode
 from actors.loop.limits import Limit
 from actors.rendering import Renderer
 from pipeline.metrics.actor import ActorMetrics
@@ -115,7 +116,7 @@ class AgentLoop(ABC):
     """How the episodes of one environment section are played."""
 
     @abstractmethod
-    def begin(self, game: Game) -> AgentEpisode:
+    def begin(self, game: Game) -> AgentEpisode | DrivenEpisode:
         """The agent's side of one play."""
 
     def bind(self, host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> None:  # noqa: B027 - optional

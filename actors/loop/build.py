@@ -18,6 +18,7 @@ BUILT_IN = {
     "single_turn": "actors.loop.dialogue:SingleTurn",
     "multi_turn": "actors.loop.dialogue:MultiTurn",
     "tool_agent": "actors.loop.tool_agent:ToolAgent",
+    "program": "actors.door.loop:ProgramLoop",
 }
 
 

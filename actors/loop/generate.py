@@ -34,13 +34,20 @@ async def complete(
     version_min: int,
     *,
     greedy: bool = False,
+    temperature: float | None = None,
+    stop: Sequence[str] = (),
 ) -> Completion:
     """Sample one completion, trying again (on another engine, where there is one) up to ``actor.retries`` times.
 
-    ``greedy``: take the likeliest tokens instead. Every try waits for an engine whose policy version is at least
-    ``version_min``. Tokens of a try that did not count are counted as discarded. Raises :class:`EngineRefused` at once,
-    and the last :class:`EngineError` when all tries failed."""
+    ``greedy``: take the likeliest tokens instead; ``temperature``: sample at another one; ``stop``: more texts that end
+    it. Every try waits for an engine whose policy version is at least ``version_min``. Tokens of a try that did not
+    count are counted as discarded. Raises :class:`EngineRefused` at once, and the last :class:`EngineError` when all
+    tries failed."""
     sampling = replace(greedily(services.sampling) if greedy else services.sampling, max_tokens=tokens_max)
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    if stop:
+        sampling = replace(sampling, stop=(*sampling.stop, *stop))
     avoid: frozenset[str] = frozenset()
     failure: EngineError | None = None
     for _ in range(services.retries + 1):

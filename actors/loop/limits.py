@@ -44,3 +44,8 @@ class Budget:
         """One turn was played."""
         self.turns += 1
         self.tokens += added_tokens + sampled_tokens
+
+    def give_back(self, tokens: int, *, turn: bool = False) -> None:
+        """Less was used than was spent; with ``turn`` the turn was not played at all."""
+        self.turns -= turn
+        self.tokens -= tokens

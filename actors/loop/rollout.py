@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio
@@ -35,8 +36,9 @@ from actors.lessons.recall import Search
 from actors.loop.base import AgentEpisode, Answer, Opening
 from actors.loop.checked import AGENT_LOOP, checked_answer, checked_history, checked_opening
 from actors.loop.dialogue import MultiTurn
+from actors.loop.driven import DrivenEpisode
 from actors.loop.game import HostedGame
-from actors.loop.generate import Completion, complete
+from actors.loop.generate import Completion, complete, greedily
 from actors.loop.hints import hinted
 from actors.loop.limits import Budget, Limit
 from actors.loop.services import Services
@@ -82,7 +84,7 @@ class Rollout:
         self._hinted: Shadow | None = None
         self._turns: list[Turn] = []
         self._judged = 0
-        self._score = 0.0
+        self._score: float | None = 0.0
         self._engines: list[str] = []
         self._version = order.policy_version
         self._started_at = services.now()
@@ -126,10 +128,13 @@ class Rollout:
         self._environment_seconds += time.perf_counter() - started
         loop = self._services.loops.get(host.section) or MultiTurn()
         game = HostedGame(self.order.order_id, self.order.task, host, episode, self._services.metrics)
-        agent: AgentEpisode | None = None
+        agent: AgentEpisode | DrivenEpisode | None = None
         try:
             with boundary(AGENT_LOOP):
                 agent = loop.begin(game)
+            if isinstance(agent, DrivenEpisode):
+                return await self._driven(agent)
+            with boundary(AGENT_LOOP):
                 opening = checked_opening(await agent.start())
             return await self._turn_by_turn(host, agent, opening)
         finally:
@@ -138,7 +143,19 @@ class Rollout:
             with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
                 await game.close()
 
-    async def _close_agent(self, agent: AgentEpisode) -> None:
+    async def _driven(self, agent: DrivenEpisode) -> Trajectory:
+        """The episode asks for its completions itself, and says how it ended."""
+        try:
+            with boundary(AGENT_LOOP):
+                outcome = await agent.drive(_Policy(self))
+        finally:
+            self._turns = list(agent.turns())
+        if not self._turns:
+            raise EpisodeLimit("the episode ended before a first turn")
+        self._score = outcome.score
+        return self._finished(outcome.status)
+
+    async def _close_agent(self, agent: AgentEpisode | DrivenEpisode) -> None:
         """A failure here is logged: the play is over, and its result stands."""
         with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
             try:
@@ -157,7 +174,7 @@ class Rollout:
             room = budget.room(len(conversation.prompt_ids), len(conversation.added_ids))
             if isinstance(room, Limit):
                 return self._limited(room)
-            completion = await self._complete(conversation, room)
+            completion = await self._complete(conversation.prompt_ids, room)
             budget.spend(len(conversation.added_ids), len(completion.generation.token_ids))
             ids = completion.generation.token_ids.tolist()
             said = renderer.completed(ids)
@@ -182,7 +199,7 @@ class Rollout:
         self._environment_seconds += time.perf_counter() - started
         self._turns[-1] = replace(self._turns[-1], signals=answer.signals, reward=answer.reward)
         self._judged = len(self._turns)
-        self._score += answer.reward
+        self._score = (self._score or 0.0) + answer.reward
         return answer
 
     def _go_on(
@@ -228,7 +245,7 @@ class Rollout:
     async def _start(self, host: EnvironmentHost, agent: AgentEpisode, opening: Opening) -> Conversation:
         """The first prompt, with lessons where there are any for this rollout."""
         services = self._services
-        if services.guide is not None:
+        if services.guide is not None and not self.order.evaluation:
             context_max = min(services.model_length_max, host.config.max_tokens)
             self._guided = await services.guide.guide(
                 self.order, opening.messages, context_max, self._stage, opening.tools
@@ -236,19 +253,22 @@ class Rollout:
         if self._guided is not None:
             return self._guided.conversation
         hint = getattr(agent.game.episode, "hint", None)
-        if services.hint_template is not None and hint is not None and not self.order.greedy:
+        plain = self.order.greedy or self.order.evaluation
+        if services.hint_template is not None and hint is not None and not plain:
             self._hinted = hinted(services.renderer, opening.messages, hint, services.hint_template, opening.tools)
         return services.renderer.start(opening.messages, opening.tools)
 
-    async def _complete(self, conversation: Conversation, tokens_max: int) -> Completion:
+    async def _complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
         self._asking_engine = True
         completion = await complete(
             self._services,
             self.order.order_id,
-            conversation.prompt_ids,
+            prompt_ids,
             tokens_max,
             self._version,
             greedy=self.order.greedy,
+            temperature=self.order.temperature,
+            stop=stop,
         )
         self._asking_engine = False
         self._version = max(self._version, completion.generation.version_spans[-1].policy_version)
@@ -267,9 +287,16 @@ class Rollout:
             context_messages=added,
             completion_message=Message("assistant", said.text),
             finish_reason=generation.finish_reason,
-            temperature=0.0 if self.order.greedy else self._services.sampling.temperature,
+            temperature=self._temperature,
             branch=conversation.branch,
         )
+
+    @property
+    def _temperature(self) -> float:
+        if self.order.greedy:
+            return 0.0
+        own = self.order.temperature
+        return self._services.sampling.temperature if own is None else own
 
     def _limited(self, limit: Limit) -> Trajectory:
         """TRUNCATED after what was judged; without that there is nothing to score."""
@@ -301,6 +328,26 @@ class Rollout:
         if self._hinted is None or self._hinted.longest > self._services.model_length_max:
             return {}
         return self._hinted.first(len(self._turns))
+
+
+class _Policy:
+    """:class:`actors.loop.driven.Policy` of one rollout."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        services, order = rollout._services, rollout.order
+        self._rollout = rollout
+        self.sampling = replace(
+            greedily(services.sampling) if order.greedy else services.sampling, temperature=rollout._temperature
+        )
+        self.differs = order.greedy or order.temperature is not None
+        self.model = services.model
+        self.context_max = services.model_length_max
+
+    def trouble(self) -> str:
+        return self._rollout._services.pool.trouble(self._rollout._version)
+
+    async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
+        return await self._rollout._complete(prompt_ids, tokens_max, stop)
 
 
 def _classified(error: Exception) -> Failure:

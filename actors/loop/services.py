@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
@@ -49,6 +50,8 @@ class Services:
     """How a hint stands in a prompt that the learner scores; None: no estimator asks for hints."""
     loops: Mapping[str, AgentLoop] = field(default_factory=dict)
     """By environment section."""
+    splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Seeds of the splits that environments have of their own, by section, as HELLO tells them."""
     now: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -88,6 +91,7 @@ class Services:
             guide=Guide(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
             hint_template=config.advantage.hint_template if config.advantage.wants_hints else None,
             loops=build_loops(environments, renderer, metrics),
+            splits={name: splits for name, host in environments.items() if (splits := host.splits())},
         )
 
     async def serve(self) -> None:

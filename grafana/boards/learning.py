@@ -128,6 +128,50 @@ STALENESS = RowSpec(
     ),
 )
 
+EVALUATION = RowSpec(
+    "Evaluation",
+    (
+        PanelSpec(
+            "Score on held-out tasks",
+            "none",
+            (Query(f"max by (env) ({metric('learner_evaluation_score', ENV)})", "{{env}}"),),
+            "rises with the reward, a little below it; 0 until the first evaluation, and without evaluation.every.",
+            "a score that falls while the reward rises is overfitting: evaluation.keep_best has kept the best weights.",
+        ),
+        PanelSpec(
+            "pass@k on held-out tasks",
+            "percentunit",
+            (Query(f"max by (env, k) ({metric('replay_evaluation_pass_ratio', ENV)})", "{{env}}, k = {{k}}"),),
+            "rises; pass@1 comes closer to pass@k as the policy grows sure.",
+            "pass@k that falls while pass@1 rises is lost variety: see entropy, or raise the temperature of training.",
+        ),
+        PanelSpec(
+            "Rollouts of the last evaluation",
+            "none",
+            (
+                Query(
+                    f"sum by (outcome) ({metric('replay_evaluation_rollouts', ENV)})",
+                    "{{outcome}}",
+                ),
+            ),
+            "all scored, nothing missing; truncated ones are scored too.",
+            "what is missing failed evaluation.attempts_max times, or evaluation.seconds_max was too short: see the "
+            "log of the replay stage.",
+        ),
+        PanelSpec(
+            "Evaluations",
+            "none",
+            (
+                Query(f"sum by (outcome) ({metric('replay_evaluations_total')})", "{{outcome}}"),
+                Query(f"max({metric('replay_evaluation_updates')})", "updates in the weights evaluated last"),
+            ),
+            "complete ones are counted up, the updates rise in steps of evaluation.every.",
+            "many skipped: evaluations take longer than their period: fewer tasks, a longer period, or more "
+            "evaluation.slots.",
+        ),
+    ),
+)
+
 LEARNING = RowSpec(
     "Learning",
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana.boards import stats
 from grafana.boards.engine import ENGINE
 from grafana.boards.flow import REPLAY, THROUGHPUT
-from grafana.boards.learning import LEARNING, OFF_POLICY, STALENESS
+from grafana.boards.learning import EVALUATION, LEARNING, OFF_POLICY, STALENESS
 from grafana.specs import BoardSpec, RowSpec
 
 GLANCE = RowSpec(
@@ -25,5 +25,5 @@ GLANCE = RowSpec(
 OVERVIEW = BoardSpec(
     "Afterplay / Overview",
     "afterplay-overview",
-    (GLANCE, OFF_POLICY, STALENESS, LEARNING, THROUGHPUT, REPLAY, ENGINE),
+    (GLANCE, OFF_POLICY, STALENESS, LEARNING, THROUGHPUT, REPLAY, ENGINE, EVALUATION),
 )

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from pipeline.cli.env import app as env_app
+from pipeline.cli.evaluate import evaluate
 from pipeline.cli.replay import START
 from pipeline.cli.replay import app as replay_app
 from pipeline.cli.show import show
@@ -31,6 +32,7 @@ app = typer.Typer(
   afterplay status runs/tiny                  the accounts of the run
   afterplay plot runs/tiny                    draw its curves again
   afterplay show runs/tiny                    its rollouts, one by one, or as a page for a browser
+  afterplay eval runs/tiny --checkpoint best  how good a checkpoint is on held-out tasks
 
 [bold]Change anything[/bold]
 
@@ -47,6 +49,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(replay_app, name="replay")
 app.command()(show)
+app.command("eval")(evaluate)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example configs/tiny.yaml.")]
 Sets = Annotated[
@@ -123,6 +126,12 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     if os.environ.get("RANK", "0") != "0":
         _follow(file, sets)
     _role("learner", index, "learner.role:main", file, sets)
+
+
+@app.command(hidden=True)
+def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
+    """Take the learner's place in `afterplay eval`: stamp the engines, wait for the result."""
+    _role("evaluator", index, "learner.evaluator:main", file, sets)
 
 
 @app.command()

@@ -10,12 +10,13 @@ from rich.table import Table
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.replay.accounts import audit, read_ledgers, total
+from pipeline.replay.evaluation.log import read_results
 from pipeline.replay.ledger import Ledger
 from pipeline.replay.sharding import store_paths
 from pipeline.role import ExitCode
 from pipeline.rundir import RunDirectory, read_json
 from pipeline.supervisor.claim import RunIsAlive, claim
-from pipeline.supervisor.progress import MetricsTail, describe
+from pipeline.supervisor.progress import MetricsTail, describe, describe_evaluation
 from pipeline.supervisor.time_table import show_time
 
 
@@ -35,6 +36,8 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     if tail.last is not None:
         console.print(describe(tail.last, config.run.total_steps), soft_wrap=True)
         show_time(directory.metrics_file, console)
+    if results := read_results(directory.evaluations_file):
+        console.print(describe_evaluation(results[-1]), soft_wrap=True)
     try:
         ledgers = read_ledgers(store_paths(config, directory))
     except StoreError as error:
@@ -76,9 +79,10 @@ def _accounts(ledgers: Sequence[Ledger], console: Console) -> ExitCode:
         "pool": ledger.pool,
         "replays": ledger.replays,
         "tasks": ledger.tasks,
+        "evaluations": ledger.evaluations,
     }
     for account, counts in accounts.items():
-        if account in ("pool", "replays", "tasks") and not any(counts.values()):
+        if account in ("pool", "replays", "tasks", "evaluations") and not any(counts.values()):
             continue
         for position, (state, count) in enumerate(counts.items()):
             table.add_row(account if position == 0 else "", state, str(count))

@@ -109,7 +109,8 @@ class LoopConfig(Section):
 
     name: str | None = Field(None, min_length=1)
     """``single_turn``, ``multi_turn`` (the environment answers every reply), ``tool_agent`` (tool calls are run, other
-    replies go to the environment), an entry point of ``afterplay.loops``, ``module:Class`` or ``path/file.py:Class``.
+    replies go to the environment), ``program`` (an agent program calls the policy in OpenAI's form), an entry point of
+    ``afterplay.loops``, ``module:Class`` or ``path/file.py:Class``.
     None: what the environment asks for, else ``multi_turn``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loop's constructor; docs/AGENTS.md has the tables."""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pipeline.config.advantage import COMPARING, AdvantageConfig
 from pipeline.config.base import Section
 from pipeline.config.colocation import check_colocation
+from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.learner import LearnerConfig
 from pipeline.config.loss import ImportanceConfig, LossConfig
 from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
@@ -97,6 +98,7 @@ class RunConfig(Section):
     learner: LearnerConfig = LearnerConfig()
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     replay: ReplayConfig = ReplayConfig()
     lessons: LessonsConfig = LessonsConfig()
     scorer: ScorerConfig = ScorerConfig()
@@ -120,6 +122,7 @@ class RunConfig(Section):
         self._check_rewards()
         self._check_demonstrations()
         check_colocation(self.engine, self.learner, self.publish)
+        self._check_evaluation()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "
@@ -159,6 +162,24 @@ class RunConfig(Section):
                 )
             if section.name == "question" and section.tasks_from is None:
                 raise ValueError(f"environments.{name} is the built-in question: give its questions as tasks_from")
+
+    def _check_evaluation(self) -> None:
+        """Whether the split is there is known here only for data; otherwise when the first actor says what it has."""
+        evaluation = self.evaluation
+        if not evaluation.on:
+            return
+        unknown = sorted(set(evaluation.environments) - set(self.environments))
+        if unknown:
+            raise ValueError(
+                f"evaluation.environments: {', '.join(unknown)} is not there; there are {', '.join(self.environments)}"
+            )
+        for name in evaluation.environments:
+            data = self.environments[name].tasks_from
+            if data is not None and evaluation.split not in data.splits:
+                raise ValueError(
+                    f"evaluation.split is {evaluation.split}, but environments.{name}.tasks_from.splits has "
+                    f"{', '.join(data.splits)}: add it there, for example splits: {{train: 0.9, eval: 0.1}}"
+                )
 
     def _check_demonstrations(self) -> None:
         learner, supervised = self.learner, self.loss.supervised

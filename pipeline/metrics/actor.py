@@ -17,6 +17,7 @@ MOVES = ("died", "lagging", "evicted")
 ENGINE_ERRORS = ("unavailable", "refused", "protocol")
 LESSON_SEARCHES = ("found", "none", "timeout", "error", "no_room")
 GUIDED = ("yes", "no")
+DOOR_OUTCOMES = ("ok", "limit", "refused", "too_many", "engine", "hung_up")
 TOOL_OUTCOMES = (
     "ok",
     "refused",
@@ -74,6 +75,13 @@ class ActorMetrics:
         self._build_routing(r)
         self._build_lessons(r)
         self._build_tools(r)
+        self.door_calls_total = counter(
+            r,
+            _P + "door_calls_total",
+            "Calls of agent programs; outcome = ok, limit (of the episode), refused (the call is wrong), too_many, "
+            "engine (it did not answer) or hung_up (the program did not wait for the answer).",
+            {"env": tuple(environments), "outcome": DOOR_OUTCOMES},
+        )
         self.leaked_tasks_total = counter(
             r, _P + "leaked_tasks_total", "asyncio tasks that an episode's steps left running; they are cancelled.", env
         )

@@ -22,7 +22,7 @@ DROPS = ("stale", "capacity", "duplicate", "corrupt", "schema")
 OPERATIONS = ("insert", "sample", "ack", "stats")
 PEERS = ("actor", "learner")
 TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
-                   "uninformative")  # fmt: skip
+                   "evaluated", "uninformative")  # fmt: skip
 GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped", "uninformative")
 EQUAL_GROUPS = ("kept", "dropped", "refilled")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
@@ -33,6 +33,8 @@ LEFT = ("full", "capacity", "retired", "age")
 GUARD = ("shrink", "recover")
 SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
 TASK_ROWS = ("used", "filtered", "bad", "held_out", "unused")
+EVALUATIONS = ("complete", "timed_out", "abandoned", "skipped")
+EVALUATED_ROLLOUTS = ("scored", "truncated", "failed", "missing")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
 _P = "afterplay_replay_"
@@ -49,6 +51,7 @@ class ReplayMetrics:
         group_outcomes: Sequence[str] = GROUP_OUTCOMES,
         order_outcomes: Sequence[str] = ORDER_OUTCOMES,
         score_functions: Sequence[str] = ("environment",),
+        pass_at: Sequence[int] = (1,),
     ) -> None:
         self._build_contents(registry, environments)
         self._build_sampling(registry)
@@ -58,6 +61,7 @@ class ReplayMetrics:
         self._build_curriculum(registry)
         self._build_mixing(registry)
         self._build_audit(registry)
+        self._build_evaluation(registry, environments, pass_at)
         self._build_lessons(registry)
 
     def _build_contents(self, r: CollectorRegistry, environments: Sequence[str]) -> None:
@@ -225,6 +229,30 @@ class ReplayMetrics:
         self.audit_reward = histogram(r, _P + "audit_reward", "Reward of a trajectory" + note, REW, population)
         self.audit_age_versions = histogram(
             r, _P + "audit_age_versions", "Versions since its oldest token was sampled" + note, LAG, population
+        )
+
+    def _build_evaluation(self, r: CollectorRegistry, environments: Sequence[str], pass_at: Sequence[int]) -> None:
+        env = {"env": tuple(environments)}
+        self.evaluation_pass_ratio = gauge(
+            r,
+            _P + "evaluation_pass_ratio",
+            "pass@k of the last evaluation: the chance that one of k rollouts of a held-out task succeeds.",
+            {**env, "k": tuple(map(str, pass_at))},
+        )
+        self.evaluation_rollouts = gauge(
+            r,
+            _P + "evaluation_rollouts",
+            "Rollouts of the last evaluation; outcome = scored, truncated (scored too), failed (tries) or missing.",
+            {**env, "outcome": EVALUATED_ROLLOUTS},
+        )
+        self.evaluation_updates = gauge(
+            r, _P + "evaluation_updates", "Updates in the weights that were evaluated last."
+        )
+        self.evaluations_total = counter(
+            r,
+            _P + "evaluations_total",
+            "Evaluations by how they ended; outcome = complete, timed_out, abandoned or skipped (one still played).",
+            {"outcome": EVALUATIONS},
         )
 
     def _build_lessons(self, r: CollectorRegistry) -> None:

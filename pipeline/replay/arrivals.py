@@ -62,18 +62,19 @@ class Arrivals:
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer's answer to a :class:`Score` effect."""
         if verdict.reward is not None:
-            if not self._is_greedy(record):
+            if not self._is_aside(record):
                 self._s.journal.observe("sampled_reward", verdict.reward)
         else:
             why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
             log.warning("trajectory %s has no reward: %s", record.key.text, why)
-            self._groups.brake.reason = f"score: {why}"
+            if not self._is_aside(record):
+                self._groups.brake.reason = f"score: {why}"
         self._groups.scored(record, verdict.reward, verdict.rewards)
 
     def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
         journal = self._s.journal
         journal.count(f"inserted.{trajectory.task.environment}")
-        if not self._is_greedy(record):
+        if not self._is_aside(record):
             journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
             journal.observe("sampled_tokens", record.facts.n_sampled)
             journal.observe("sampled_age", record.age_insert)
@@ -83,10 +84,10 @@ class Arrivals:
         else:
             journal.effect(Score(record, trajectory, self._groups.unscored(record)))
 
-    def _is_greedy(self, record: TrajectoryRecord) -> bool:
-        """Greedy rollouts are never meant to be trained: the bias audit does not compare with them."""
+    def _is_aside(self, record: TrajectoryRecord) -> bool:
+        """Greedy rollouts and evaluations are never meant to be trained: the bias audit does not compare with them."""
         group = self._s.groups.get(record.key.group)
-        return group is not None and group.is_greedy(record.key)
+        return group is not None and (group.evaluation or group.is_greedy(record.key))
 
     def _is_late(self, order: OrderRecord, version_min: int) -> bool:
         late = version_min < order.policy_version

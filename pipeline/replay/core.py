@@ -16,6 +16,7 @@ from pipeline.errors import WireError
 from pipeline.replay.arrivals import Arrivals, ScoreNow
 from pipeline.replay.dispatch import Dispatch
 from pipeline.replay.equal import EqualRewards
+from pipeline.replay.evaluation.evaluations import Evaluations
 from pipeline.replay.experience.facade import Experience
 from pipeline.replay.groups import Groups
 from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
@@ -32,6 +33,7 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.scorer.verdict import Verdict
 from pipeline.staleness import Batches, StalenessRule
 from pipeline.tasks.source import TaskSplit
+from pipeline.tasks.splits import Seeds, decode_splits
 from pipeline.transport.base import Kind, Limits, Message
 
 
@@ -39,7 +41,8 @@ class StageCore:
     """All rules of docs/PROTOCOL.md on the side of the replay stage.
 
     ``score_now`` scores without waiting (no user functions); None sends :class:`Score` effects instead.
-    ``sources``: the train splits of environments with ``tasks_from``; the core reads a row when its task is drawn.
+    ``sources``: the train splits of environments with ``tasks_from``, ``held_out`` those that are evaluated; the core
+    reads a row when its task is ordered.
     Raises :class:`ConfigurationError` when the snapshot is that of another ``shard`` or of other data.
     """
 
@@ -53,6 +56,7 @@ class StageCore:
         score_now: ScoreNow | None = None,
         shard: Shard = WHOLE,
         sources: Mapping[str, TaskSplit] | None = None,
+        held_out: Mapping[str, TaskSplit] | None = None,
     ) -> None:
         snapshot = snapshot or Snapshot()
         meta = snapshot.meta
@@ -84,10 +88,13 @@ class StageCore:
         )
         self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)
         self.replays = Replays(self._s, self.experience, self.sampler)
-        self.groups = Groups(self._s, self.replays, EqualRewards(self._s, meta.get("refilled")))
+        self.evaluations = Evaluations(self._s, meta, held_out or {})
+        self.groups = Groups(self._s, self.replays, EqualRewards(self._s, meta.get("refilled")), self.evaluations)
         self.leases = Leases(self._s, self.groups)
         self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
         self.learner = Dispatch(self._s, self.groups, self.replays, meta)
+        self.learner.holds_back = self.evaluations.holds_back
+        self._splits: dict[str, dict[str, Seeds]] | None = None
         self._restore(meta, lost=snapshot.lost)
 
     @property
@@ -189,6 +196,7 @@ class StageCore:
         s = self._s
         self.leases.tick()
         self._give_up()
+        s.stopped += self.evaluations.plan()
         if self.finished:
             for group in [g for g in s.groups.values() if g.open]:
                 self._cancel(group, CancelReason.FINISHED)
@@ -196,14 +204,17 @@ class StageCore:
             for group in self.learner.dispatch():
                 self._cancel(group, CancelReason.LATE)
         self._order()
+        if s.stopped:
+            stopped, s.stopped = s.stopped, []
+            self.leases.ended(stopped, cancel="the evaluation ended")
+        if self.learner.peer is not None and (news := self.evaluations.news()) is not None:
+            self.journal.effect(Send(self.learner.peer, Kind.EVALUATION, news))
 
     def next_deadline(self) -> float | None:
         """When :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
-        brake = self.groups.brake.until
-        deadline = self.leases.next_deadline()
-        if not self.groups.brake.holds(self._s.now):
-            return deadline
-        return brake if deadline is None else min(brake, deadline)
+        brake = self.groups.brake.until if self.groups.brake.holds(self._s.now) else None
+        times = (self.leases.next_deadline(), self.evaluations.next_deadline(), brake)
+        return min((time for time in times if time is not None), default=None)
 
     def collect(self) -> tuple[Changes, list[Effect]]:
         """Rows to write in one transaction, and what to send after it."""
@@ -220,6 +231,7 @@ class StageCore:
                 s.batches.restore(group.number, group.admitted_update, ready=group.state is GroupState.READY)
         self.groups.restore()
         self.leases.restore()
+        self.leases.ended(self.evaluations.restore(lost=lost))
         if meta.get("shard") != s.shard.record():
             s.journal.meta("shard", s.shard.record())
         shape = {"n_rollout": s.config.groups.n_rollout, "groups_per_step": s.config.groups.groups_per_step}
@@ -257,14 +269,29 @@ class StageCore:
         slots, holding = int(hello["slots"]), [str(i) for i in hello["holding"]]
         if slots < 1:
             raise WireError(f"expected slots of at least 1, got {slots}")
+        self._learn(peer, decode_splits(hello.get("splits") or {}))
         header = {"credit_bytes": self._s.config.transport.credit_bytes, "policy_version": self._s.policy_version}
         self.journal.effect(Send(peer, Kind.WELCOME, header))
         self.leases.up(peer, slots, holding)
+
+    def _learn(self, peer: str, splits: dict[str, dict[str, Seeds]]) -> None:
+        """The first actor says which seeds its environments hold out; nothing is drawn before."""
+        if self._splits is None:
+            self._splits = splits
+            self.sampler.learn(splits)
+            self.evaluations.learn(splits)
+        elif splits != self._splits:
+            raise WireError(
+                f"expected the splits of environments that the first actor has, got others from {peer}: every actor "
+                "needs the same environment packages"
+            )
 
     def _learner_up(self, peer: str, hello: Mapping[str, Any]) -> None:
         if self.learner.peer not in (None, peer):
             raise WireError(f"a learner is connected already under the name {self.learner.peer!r}: stop it first")
         self.learner.up(peer, hello)
+        if self.evaluations.on:
+            self.journal.effect(Send(peer, Kind.EVALUATION, self.evaluations.header()))
 
     def _learner_message(self, message: Message) -> None:
         header = message.header
@@ -291,10 +318,13 @@ class StageCore:
     def _order(self) -> None:
         """Give free actors what is to be played: pending slots first, then new groups as far as admission allows."""
         s = self._s
-        if s.policy_version < 0 or self.finished:
+        if s.policy_version < 0:
             return
         free = [(-actor.free, actor.name) for actor in self.leases.actors.values() if actor.free > 0]
         heapq.heapify(free)
+        self._order_evaluation(free)
+        if self.finished or s.config.evaluation.only:
+            return
         while free:
             pending = self.groups.take_pending()
             if pending is None:
@@ -302,10 +332,25 @@ class StageCore:
                     break
                 self.groups.plan(self.replays.next())
                 continue
-            name = free[0][1]
-            actor = self.leases.actors[name]
-            self.leases.issue(*pending, actor)
-            heapq.heapreplace(free, (-actor.free, name)) if actor.free else heapq.heappop(free)
+            self._give(free, *pending)
+
+    def _order_evaluation(self, free: list[tuple[int, str]]) -> None:
+        """Rollouts of held-out tasks come first, in their share of the places."""
+        evaluations = self.evaluations
+        if evaluations.active is None:
+            return
+        places = sum(actor.slots for actor in self.leases.actors.values() if actor.down_since is None)
+        room = evaluations.may_hold(places) - evaluations.in_flight
+        while free and room > 0 and (wanted := evaluations.take()) is not None:
+            self._give(free, *wanted, version=evaluations.policy_version())
+            room -= 1
+
+    def _give(self, free: list[tuple[int, str]], group: GroupRecord, index: int, version: int | None = None) -> None:
+        """An order for the actor with the most free places."""
+        name = free[0][1]
+        actor = self.leases.actors[name]
+        self.leases.issue(group, index, actor, version)
+        heapq.heapreplace(free, (-actor.free, name)) if actor.free else heapq.heappop(free)
 
 
 def _limits(config: RunConfig) -> Limits:

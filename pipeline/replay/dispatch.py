@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeline.codec import encode_plan
@@ -42,6 +42,8 @@ class Dispatch:
         self.sent: set[int] = set()
         """Groups that the connected learner has."""
         self._starved_since: float | None = None
+        self.holds_back: Callable[[int], bool] = lambda update: False
+        """Whether an update must wait although its groups are there (``evaluation.strict``)."""
 
     def up(self, name: str, hello: Mapping[str, Any]) -> None:
         """HELLO of the learner: agree on what it has trained, forget what it lost, repeat what it misses."""
@@ -128,6 +130,8 @@ class Dispatch:
         ):
             if len(self.sent) >= self.credit:
                 return []
+            if self.holds_back(s.batches.placed[number]):
+                break
             self._send(s.groups[number])
         dropped = []
         while len(self.sent) < self.credit and (placement := s.batches.place_next()) is not None:
@@ -142,7 +146,8 @@ class Dispatch:
                     s.journal.count("trajectories.stale", group.n_fresh)
                     dropped.append(group)
                     continue
-            self._send(group)
+            if not self.holds_back(placement.update):
+                self._send(group)
         if len(self.sent) < self.credit and self._starved_since is None:
             self._starved_since = s.now
         return dropped

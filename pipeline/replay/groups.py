@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from pipeline.replay.brake import Brake
 from pipeline.replay.equal import EqualRewards, Fate
+from pipeline.replay.evaluation.evaluations import Evaluations
 from pipeline.replay.experience.records import Planned
 from pipeline.replay.journal import Finished, GivenUp
 from pipeline.replay.records import (
@@ -33,8 +34,9 @@ from pipeline.transport.base import Frames
 class Groups:
     """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
 
-    def __init__(self, state: StageState, replays: Replays, equal: EqualRewards) -> None:
+    def __init__(self, state: StageState, replays: Replays, equal: EqualRewards, evaluations: Evaluations) -> None:
         self._s = state
+        self._evaluations = evaluations
         self._replays = replays
         self._equal = equal
         self._pending: list[tuple[int, int, int]] = []
@@ -106,8 +108,9 @@ class Groups:
         """The rollout gave nothing to train; its slot is ordered again, or the group given up."""
         s = self._s
         aborted = drop is Drop.ABORTED
-        if not aborted:
+        if not aborted and not s.groups[order.key.group].evaluation:
             self.brake.reason = reason
+        if not aborted:
             log.warning("rollout %s failed: %s", order.key.text, reason)
         if facts is not None:
             record = self._record(order, facts)
@@ -139,6 +142,9 @@ class Groups:
             self._drop(record, Drop.UNSCORED)
             self._again(order)
             return
+        if group.evaluation:
+            self._evaluations.scored(group, record)
+            return
         if group.is_greedy(record.key):
             self._keep_as_baseline(record)
         s.journal.trajectory(record)
@@ -150,8 +156,12 @@ class Groups:
 
     def unscored(self, record: TrajectoryRecord) -> int:
         """Fresh places of its group without a reward, its own and the open ones included."""
-        slots = self._s.groups[record.key.group].slots
-        return sum(slot.trajectory is None or slot.trajectory.reward is None for slot in slots)
+        group = self._s.groups[record.key.group]
+        return sum(
+            slot.trajectory is None or slot.trajectory.reward is None
+            for slot in group.slots
+            if not (group.evaluation and slot.trajectory is None and self._evaluations.given_up(slot))
+        )
 
     def _settle(self, group: GroupRecord) -> None:
         """A group is complete: it is trained, unless its rewards are all equal."""
@@ -201,6 +211,8 @@ class Groups:
 
     def _again(self, order: OrderRecord) -> None:
         group = self._s.groups[order.key.group]
+        if group.evaluation:
+            self._evaluations.again(order)
         if group.state is not GroupState.PLAYING:
             return
         failures = group.place(order.key.slot).failures

@@ -59,7 +59,14 @@ class Unfit:
     """Unix seconds."""
 
 
-Effect = Send | Score | GivenUp | Finished | Unfit
+@dataclass(slots=True)
+class Evaluated:
+    """An evaluation ended: a line for ``evaluations.jsonl``."""
+
+    result: dict[str, Any]
+
+
+Effect = Send | Score | GivenUp | Finished | Unfit | Evaluated
 
 
 @dataclass(slots=True)

@@ -83,12 +83,14 @@ class Leases:
         if left:
             self._forget(actor, "its actor left")
 
-    def issue(self, group: GroupRecord, index: int, actor: Actor) -> None:
-        """Send one order for a slot."""
+    def issue(self, group: GroupRecord, index: int, actor: Actor, version: int | None = None) -> None:
+        """Send one order for a slot. ``version``: the oldest that may play it; None: the newest published."""
         s = self._s
         slot = group.place(index)
         key = OrderKey(group.number, index, slot.serial)
-        order = OrderRecord(key, actor.name, slot.failures, s.policy_version, s.wall)
+        section = s.config.evaluation
+        version = s.policy_version if version is None else version
+        order = OrderRecord(key, actor.name, slot.failures, version, s.wall)
         slot.serial += 1
         slot.leased = True
         group.orders[key] = order
@@ -103,9 +105,11 @@ class Leases:
                 group.task,
                 index,
                 slot.failures,
-                s.policy_version,
+                version,
                 self._seconds_max(group),
-                greedy=group.is_greedy(key),
+                greedy=section.greedy if group.evaluation else group.is_greedy(key),
+                evaluation=group.evaluation,
+                temperature=section.temperature if group.evaluation else None,
             )
         )
         s.journal.effect(Send(actor.name, Kind.ORDER, header))

@@ -21,11 +21,13 @@ class Ledger:
     """Counts since the start of the run, over all restarts.
 
     ``orders``: ``issued``, :data:`ORDER_ENDS`, ``in_flight``. ``trajectories``: ``received``, ``trained``, ``held``,
-    ``baseline`` (greedy rollouts), ``rolled_back`` and ``dropped.<reason>``. ``groups``: ``planned``, ``trained``,
-    ``uninformative`` (left out of their update), ``rolled_back``, ``rescued``, ``cancelled.<reason>`` and ``playing``,
-    ``ready``, ``placed``; of groups with equal rewards ``equal_kept``, ``equal_dropped``, ``equal_refilled``.
-    ``pool``: ``saved``, ``imported``, ``left.<reason>``, ``held``. ``replays``: ``planned``, ``trained``,
-    ``rolled_back``, ``choice_failed``. ``tasks``: ``retired``, ``returned``.
+    ``baseline`` (greedy rollouts), ``evaluated`` (held-out tasks), ``rolled_back`` and ``dropped.<reason>``.
+    ``groups``: ``planned``, ``trained``, ``uninformative`` (left out of their update), ``rolled_back``, ``rescued``,
+    ``cancelled.<reason>`` and ``playing``, ``ready``, ``placed``, ``evaluating``; of groups with equal rewards
+    ``equal_kept``, ``equal_dropped``, ``equal_refilled``. ``pool``: ``saved``, ``imported``, ``left.<reason>``,
+    ``held``. ``replays``: ``planned``, ``trained``, ``rolled_back``, ``choice_failed``. ``tasks``: ``retired``,
+    ``returned``. ``evaluations``: ``begun``, ``complete``, ``timed_out``, ``abandoned``, ``skipped``, and of held-out
+    tasks ``tasks_planned``, ``tasks_ended``, ``tasks_cancelled``.
     """
 
     orders: Mapping[str, int] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class Ledger:
     pool: Mapping[str, int] = field(default_factory=dict)
     replays: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, int] = field(default_factory=dict)
+    evaluations: Mapping[str, int] = field(default_factory=dict)
     updates: int = 0
     policy_version: int = -1
     rows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -42,7 +45,8 @@ class Ledger:
     def audit(self) -> list[str]:
         """Every sum that does not add up, in words; empty when all do."""
         o, t, g, p = self.orders, self.trajectories, self.groups, self.pool
-        ended = t.get("trained", 0) + t.get("baseline", 0) + _sum(t, "dropped.")
+        ended = t.get("trained", 0) + t.get("baseline", 0) + t.get("evaluated", 0) + _sum(t, "dropped.")
+        e = self.evaluations
         cancelled = _sum(g, "cancelled.")
         sums = [
             ("orders issued", o.get("issued", 0), sum(o.get(k, 0) for k in ORDER_ENDS) + o.get("in_flight", 0)),
@@ -51,6 +55,11 @@ class Ledger:
                 "groups planned",
                 g.get("planned", 0),
                 g.get("trained", 0) + g.get("uninformative", 0) + cancelled + sum(g.get(k, 0) for k in GROUP_OPEN),
+            ),
+            (
+                "held-out tasks planned",
+                e.get("tasks_planned", 0),
+                e.get("tasks_ended", 0) + e.get("tasks_cancelled", 0) + g.get("evaluating", 0),
             ),
             ("pool entries", p.get("saved", 0) + p.get("imported", 0), p.get("held", 0) + _sum(p, "left.")),
         ]
@@ -64,7 +73,7 @@ class Ledger:
             return []
         pairs = [("orders", k, self.orders.get(k, 0), self.rows["orders"].get(k, 0)) for k in ORDER_ENDS]
         pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
-        for k in ("trained", "held", "baseline"):
+        for k in ("trained", "held", "baseline", "evaluated"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
         for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.replaced", "dropped.uninformative"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
@@ -73,6 +82,8 @@ class Ledger:
         pairs.append(("pool", "without a payload", 0, self.rows["pool"].get("bare", 0)))
         for k in ("trained", "uninformative"):
             pairs.append(("groups", k, self.groups.get(k, 0), self.rows["groups"].get(k, 0)))
+        ended = self.evaluations.get("tasks_ended", 0)
+        pairs.append(("groups", "evaluated", ended, self.rows["groups"].get("evaluated", 0)))
         return [f"{what} {state}: counted {a}, rows {b}" for what, state, a, b in pairs if a != b]
 
 
@@ -98,7 +109,8 @@ def read_ledger(path: Path, *, rows: bool = False) -> Ledger:
         raise StoreError(f"the replay store {path} could not be read: {error}") from error
     finally:
         connection.close()
-    return build_ledger(counters, {k: groups.get(k, 0) for k in GROUP_OPEN}, meta, counted, pool_held=held)
+    open_groups = {k: groups.get(k, 0) for k in (*GROUP_OPEN, "evaluating")}
+    return build_ledger(counters, open_groups, meta, counted, pool_held=held)
 
 
 def build_ledger(
@@ -116,6 +128,7 @@ def build_ledger(
         pool={**_under(counters, "pool."), "held": pool_held},
         replays=_under(counters, "replays."),
         tasks=_under(counters, "tasks."),
+        evaluations=_under(counters, "evaluations."),
         updates=meta.get("consumed", 0),
         policy_version=meta.get("policy_version", -1),
         rows=rows or {},

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from pipeline.metrics.base import HistogramChild
-from pipeline.metrics.replay import DIFFICULTIES, EQUAL_GROUPS, GUARD, LEFT, POPULATIONS, ReplayMetrics
+from pipeline.metrics.replay import DIFFICULTIES, EQUAL_GROUPS, EVALUATIONS, GUARD, LEFT, POPULATIONS, ReplayMetrics
 from pipeline.replay.core import StageCore
 from pipeline.replay.records import CancelReason, Drop
 
 _TERMINAL = {
     "trajectories.trained": "trained",
     "trajectories.baseline": "baseline",
+    "trajectories.evaluated": "evaluated",
     f"trajectories.dropped.{Drop.FAILED}": "error",
     f"trajectories.dropped.{Drop.ABORTED}": "aborted",
     f"trajectories.dropped.{Drop.UNSCORED}": "unscored",
@@ -47,6 +50,7 @@ class Observer:
         self._m = metrics
         self._seen: dict[str, int] = {}
         self._oldest_at = 0.0
+        self._evaluation = -1
         m = metrics
         self._plain = {
             "orders.issued": m.orders_issued_total,
@@ -58,6 +62,7 @@ class Observer:
             "replays.trained": m.replays_trained_total,
             "replays.choice_failed": m.choice_failures_total,
             "groups.rescued": m.rescued_groups_total,
+            **{f"evaluations.{how}": m.evaluations_total.labels(outcome=how) for how in EVALUATIONS},
             **{f"groups.equal_{action}": m.equal_groups_total.labels(action=action) for action in EQUAL_GROUPS},
         }
         """Counters whose metric counts the same."""
@@ -73,6 +78,10 @@ class Observer:
                     self._count(name, change)
         self._histograms(core)
         self._gauges(core)
+        last = core.evaluations.last
+        if last is not None and last["evaluation"] != self._evaluation:
+            self._evaluation = last["evaluation"]
+            self._evaluated(last)
 
     def _count(self, name: str, change: int) -> None:
         m = self._m
@@ -129,6 +138,17 @@ class Observer:
             oldest = core.oldest_version
             m.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))
             self._difficulty(core)
+
+    def _evaluated(self, result: Mapping[str, Any]) -> None:
+        m = self._m
+        m.evaluation_updates.set(result["updates"])
+        for env, told in result["environments"].items():
+            for k, value in told["pass_at"].items():
+                if value is not None:
+                    m.evaluation_pass_ratio.labels(env=env, k=k).set(value)
+            counts = {"scored": told["rollouts"], **{name: told[name] for name in ("truncated", "failed", "missing")}}
+            for outcome, n in counts.items():
+                m.evaluation_rollouts.labels(env=env, outcome=outcome).set(n)
 
     def _pool_gauges(self, core: StageCore) -> None:
         m, experience, replay = self._m, core.experience, core.config.replay

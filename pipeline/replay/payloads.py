@@ -8,6 +8,8 @@ from pipeline.replay.experience.records import PoolEntry
 from pipeline.replay.journal import Journal
 from pipeline.replay.records import GroupRecord, GroupState, TrajectoryState
 
+_FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
+
 
 class PayloadHolds:
     """Counts holders by ``seq``: the group it was played for, the pool, every group that may replay it."""
@@ -20,7 +22,7 @@ class PayloadHolds:
         """Count again after a restart."""
         for group in groups:
             for slot in group.places:
-                if slot.trajectory is not None and slot.trajectory.state is not TrajectoryState.BASELINE:
+                if slot.trajectory is not None and slot.trajectory.state not in _FREED:
                     self._hold(slot.trajectory.seq)
             if group.state is not GroupState.CANCELLED and not group.left_out:
                 for replay in group.replays:

@@ -28,6 +28,10 @@ class GroupState(StrEnum):
     """Terminal; ``reason`` says why."""
     UNINFORMATIVE = "uninformative"
     """Terminal: its rewards were all equal, and its update was made without it (``groups.equal_rewards: drop``)."""
+    EVALUATING = "evaluating"
+    """Its task is held out: it is played for an evaluation and is in no batch."""
+    EVALUATED = "evaluated"
+    """Terminal: an evaluation has what there is of it. ``reason`` says why rollouts are missing, if they are."""
 
 
 class OrderState(StrEnum):
@@ -55,6 +59,8 @@ class TrajectoryState(StrEnum):
     BASELINE = "baseline"
     """Terminal: a greedy rollout that was scored. Its reward is what its group is compared with; it is never trained
     and its payload is not kept."""
+    EVALUATED = "evaluated"
+    """Terminal: a rollout of a held-out task that was scored. Its payload is not kept."""
     IMPORTED = "imported"
     """Came from a file instead of an order: it lives in the pool only."""
 
@@ -254,6 +260,16 @@ class GroupRecord:
     """All its fresh rollouts failed and one gave its place to a replay."""
     greedy: Slot | None = None
     """Place of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether it is played for an evaluation. Then ``update`` is the number of updates in the evaluated weights."""
+        return self.state in (GroupState.EVALUATING, GroupState.EVALUATED)
+
+    @property
+    def place_in_evaluation(self) -> int:
+        """Of its task in the list of the evaluation; kept where groups for training keep ``admitted_update``."""
+        return self.admitted_update
 
     @property
     def group_id(self) -> str:

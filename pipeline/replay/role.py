@@ -16,6 +16,7 @@ from pipeline.lessons.open import open_lessons
 from pipeline.lessons.service import Lessons
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.core import StageCore
+from pipeline.replay.evaluation.log import write_results
 from pipeline.replay.memory_store import open_store
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
@@ -48,7 +49,12 @@ async def main(ctx: RoleContext) -> None:
 async def serve(ctx: RoleContext, hub: Hub) -> None:
     """The stage on a given hub (tests use one in memory)."""
     config, shard = ctx.config, Shard.of(ctx.config, ctx.index)
-    metrics = ReplayMetrics(ctx.registry, environments=tuple(config.environments), score_functions=config.scorer.names)
+    metrics = ReplayMetrics(
+        ctx.registry,
+        environments=tuple(config.environments),
+        score_functions=config.scorer.names,
+        pass_at=config.evaluation.pass_at,
+    )
     scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory, shard.index)
@@ -64,7 +70,15 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             score_now=scorer.score_now if scorer.immediate else None,
             shard=shard,
             sources={name: source.splits[TRAIN] for name, source in sources.items()},
+            held_out={
+                name: source.splits[config.evaluation.split]
+                for name, source in sources.items()
+                if config.evaluation.split in source.splits
+            },
         )
+        if core.evaluations.last is not None:
+            # a kill may have come between the transaction and the line
+            write_results(ctx.directory.evaluations_file, [core.evaluations.last])
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         with unfit_traces(config.traces, ctx.directory.traces, shard.index) as failed:
             await _serve(ctx, hub, store, core, scorer, metrics, failed)
@@ -127,6 +141,7 @@ async def _serve(
         if lessons is not None:
             rounds.on_finished = lessons.finished
         rounds.on_unfit = failed.keep
+        rounds.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:
             working.start_soon(rounds.run, inbox_receive, name="rounds")

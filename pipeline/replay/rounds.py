@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Changes, Effect, Finished, GivenUp, Score, Unfit
+from pipeline.replay.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, Unfit
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
@@ -70,6 +71,8 @@ class Rounds:
         """Called with each group that became complete, once that is durable."""
         self.on_unfit: Callable[[list[Unfit]], None] = lambda failed: None
         """Called with the failed rollouts of a round, in a worker thread."""
+        self.on_evaluated: Callable[[list[dict[str, Any]]], None] = lambda results: None
+        """Called with the evaluations that ended, in a worker thread."""
 
     async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
         """Until the inbox closes; what was applied is then written and answered."""
@@ -136,6 +139,9 @@ class Rounds:
                         await anyio.to_thread.run_sync(partial(self._store.commit, changes))
                 self._cache.forget(changes.forgotten_payloads)
                 self.on_commit(time.perf_counter() - started)
+                if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
+                    # before the learner is told: who is told may look
+                    await anyio.to_thread.run_sync(self.on_evaluated, ended)
                 for effect in effects:
                     if isinstance(effect, Score):
                         self._scoring.put(effect)
@@ -143,14 +149,16 @@ class Rounds:
                         self._scoring.forget(effect.group)
                     elif isinstance(effect, Finished):
                         self.on_finished(effect)
-                    elif not isinstance(effect, Unfit):
+                    elif isinstance(effect, Send):
                         self._outgoing.post(effect)
                 if failed := [effect for effect in effects if isinstance(effect, Unfit)]:
                     await anyio.to_thread.run_sync(self.on_unfit, failed)
 
     def _report(self) -> None:
         core, batches = self._core, self._core.batches
-        if core.finished:
+        if core.evaluations.active is not None and (core.finished or core.config.evaluation.only):
+            state, waiting = "evaluating", core.evaluations.progress
+        elif core.finished:
             state, waiting = "finished", ""
         elif core.policy_version < 0:
             state, waiting = "waiting", "the learner's first weights"
@@ -171,4 +179,5 @@ class Rounds:
             groups_open=batches.open,
             groups_ready=batches.ready,
             actors=core.leases.connected,
+            evaluation=core.evaluations.progress,
         )

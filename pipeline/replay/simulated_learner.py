@@ -31,6 +31,7 @@ class SimulatedLearner(Peer):
         super().__init__(sim, "learner")
         self.checkpoint_every, self.credit = checkpoint_every, credit
         self.durable = Weights()
+        self.evaluation: Mapping[str, Any] = {}
         self.life = 0
         self._start()
 
@@ -95,6 +96,8 @@ class SimulatedLearner(Peer):
                 for group in header["group_ids"]:
                     self.plans.pop(group, None)
                     self.deliveries.pop(group, None)
+            case Kind.EVALUATION:
+                self.evaluation = header
             case Kind.ACK:
                 self.unacknowledged.pop(header["update"], None)
             case _:
@@ -170,7 +173,8 @@ class SimulatedLearner(Peer):
     def _publish(self, version: int, updates: int, life: int | None = None) -> None:
         if life is None or life == self.life:
             self.sim.engine_version = max(self.sim.engine_version, version)
-            self.live = (version, updates)
+            # delays are drawn for each publication; a real one waits for the one before
+            self.live = max(getattr(self, "live", (-1, 0)), (version, updates))
             self._say_version()
 
     def _say_version(self) -> None:

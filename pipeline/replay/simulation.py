@@ -186,6 +186,10 @@ class Simulation:
         config, experience, payloads = self.config.replay, core.experience, core.payloads
         for group in core.records.values():
             ended = group.state is GroupState.CANCELLED
+            if group.evaluation:
+                waiting = [t for slot in group.slots if (t := slot.trajectory) is not None and t.reward is None]
+                assert all(record.seq in payloads for record in waiting), f"{group.group_id} cannot be scored"
+                continue
             assert ended or group.n_rollout == self.config.groups.n_rollout, group
             assert len(group.replays) >= group.k, group
             needed = [slot.trajectory.seq for slot in group.slots if slot.trajectory is not None]

@@ -35,6 +35,8 @@ class StageState:
     wall: float = 0.0
     """Unix seconds, at the same moment."""
     shard: Shard = WHOLE
+    stopped: list[OrderRecord] = field(default_factory=list)
+    """Orders that ended here and that actors must still be told of; the core empties it."""
 
     @property
     def oldest_version(self) -> int | None:

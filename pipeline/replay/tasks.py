@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 from pipeline.config.play import EnvironmentConfig
+from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.replay.state import log
 from pipeline.schema import Task
 from pipeline.tasks.source import TaskSplit
+from pipeline.tasks.splits import Splits, is_held_out
 
 TRIES_MAX = 4096
 """Tasks of one environment that :meth:`TaskSampler.draw_where` looks at before it gives the environment up."""
@@ -49,6 +51,9 @@ class TaskSampler:
     ``sources`` are the train splits of the environments with ``tasks_from``: their tasks are rows. One that had all
     its ``epochs`` gives its turns to the others; when all had, they go on, because cancelled groups used some up.
 
+    Environments may have splits of their own (:meth:`learn`): then task ``i`` has the seed at place ``seed + i`` of
+    their train split, round and round, and what is in any other split is never drawn.
+
     Every ``shard`` walks the same sequence and passes over what belongs to others. Raises :class:`ConfigurationError`
     when nothing is left for it.
     """
@@ -66,6 +71,7 @@ class TaskSampler:
         self._shard = shard
         self._sources = dict(sources or {})
         self._all_spent = False
+        self._splits: dict[str, Splits] = {}
         for name, section in self._environments.items():
             if section.tasks_from is not None and name not in self._sources:
                 raise ConfigurationError(f"expected the data of environments.{name}.tasks_from to be open, got none")
@@ -78,6 +84,23 @@ class TaskSampler:
         if set(base) != set(self._environments):
             self._base = dict(self._drawn)
         self._compare(dict((state or {}).get("sources", {})))
+
+    def learn(self, splits: Mapping[str, Splits]) -> None:
+        """The splits that environments whose tasks are seeds have of their own. Call it before anything is drawn.
+
+        Raises :class:`ConfigurationError` when that leaves no task to train on."""
+        self._splits = {name: own for name, own in splits.items() if own and name not in self._sources}
+        for name, own in self._splits.items():
+            section = self._environments.get(name)
+            if section is None:
+                continue
+            n = section.tasks or (len(own[TRAIN]) if TRAIN in own else 1)
+            if not any(self._seed_at(name, i) is not None for i in range(min(n, TRIES_MAX))):
+                raise ConfigurationError(
+                    f"environments.{name}: expected tasks to train on, but its splits {', '.join(own)} leave none of "
+                    f"the {n} seeds from {section.seed} on: set another seed, or more tasks"
+                )
+        self._check_share()
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -124,15 +147,29 @@ class TaskSampler:
     def _walk(self, name: str) -> Drawn:
         index = self._drawn[name]
         self._drawn[name] += 1
-        section, source = self._environments[name], self._sources.get(name)
+        source = self._sources.get(name)
         if source is not None:
             row = source.order(index)
             return Drawn(source.task_id(row), partial(source.__getitem__, row))
-        if section.tasks is not None:
-            index = self._shuffled(name, section.tasks, index // section.tasks)[index % section.tasks]
-        seed = section.seed + index
+        seed = self._seed_at(name, self._place(name, index))
+        while seed is None:
+            # held out: the environment's share counts what is played
+            self._base[name] += 1
+            seed = self._seed_at(name, self._place(name, self._drawn[name]))
+            self._drawn[name] += 1
         task_id = f"{name}/{seed}"
         return Drawn(task_id, partial(Task, task_id, name, seed))
+
+    def _place(self, name: str, index: int) -> int:
+        n = self._environments[name].tasks
+        return index if n is None else self._shuffled(name, n, index // n)[index % n]
+
+    def _seed_at(self, name: str, place: int) -> int | None:
+        """Seed of the task at ``place``, counted from the first; None: it is not for training."""
+        own, seed = self._splits.get(name, {}), self._environments[name].seed + place
+        if TRAIN in own:
+            seed = own[TRAIN][seed % len(own[TRAIN])]
+        return None if is_held_out(own, seed) else seed
 
     def state(self) -> dict[str, Any]:
         """JSON that :meth:`__init__` takes back."""
@@ -181,7 +218,9 @@ class TaskSampler:
                 if any(self._shard.owns(source.task_id(i)) for i in range(len(source))):
                     return
             elif section.tasks is None or any(
-                self._shard.owns(f"{name}/{section.seed + i}") for i in range(section.tasks)
+                self._shard.owns(f"{name}/{seed}")
+                for i in range(section.tasks)
+                if (seed := self._seed_at(name, i)) is not None
             ):
                 return
         raise ConfigurationError(

@@ -27,7 +27,11 @@ class Order:
     seconds_max: float
     """Wall time the actor may spend on it, seconds."""
     greedy: bool = False
-    """Play it without sampling (temperature 0): its reward is the baseline of its group, and it is never trained."""
+    """Play it without sampling (temperature 0): its reward is the baseline of its group, or part of an evaluation."""
+    evaluation: bool = False
+    """The task is held out: what comes back is measured and never trained. Such a rollout gets no lessons."""
+    temperature: float | None = None
+    """Sample at this instead of ``sampling.temperature``; only where the rollout is an evaluation."""
 
     def __post_init__(self) -> None:
         require_id("order_id", self.order_id)
@@ -36,6 +40,8 @@ class Order:
         require(self.attempt >= 0, "attempt >= 0", self.attempt)
         require(self.policy_version >= 0, "policy_version >= 0", self.policy_version)
         require(self.seconds_max > 0, "seconds_max > 0", self.seconds_max)
+        if self.temperature is not None:
+            require(self.evaluation and self.temperature > 0, "a temperature > 0 of an evaluation", self.temperature)
 
 
 @dataclass(frozen=True, slots=True)

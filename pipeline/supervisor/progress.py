@@ -69,6 +69,28 @@ def describe(line: Mapping[str, Any], total_steps: int) -> str:
     return "  ".join(parts)
 
 
+def describe_evaluation(line: Mapping[str, Any]) -> str:
+    """One line of ``evaluations.jsonl`` for people."""
+    parts = [f"evaluation after step {line.get('updates')}"]
+    if line.get("status") != "complete":
+        parts.append(str(line.get("status")))
+    if isinstance(score := line.get("score"), int | float):
+        error = line.get("se")
+        parts.append(f"score {score:.3f}" + (f" ± {error:.3f}" if isinstance(error, int | float) else ""))
+    passed = line.get("pass_at")
+    for k, value in (passed if isinstance(passed, Mapping) else {}).items():
+        if isinstance(value, int | float):
+            parts.append(f"pass@{k} {value:.3f}")
+    environments = line.get("environments")
+    told = [e for e in (environments if isinstance(environments, Mapping) else {}).values() if isinstance(e, Mapping)]
+    if missing := sum(int(e.get("missing") or 0) for e in told):
+        parts.append(f"missing {missing}")
+    versions = line.get("versions")
+    if isinstance(versions, list) and len(versions) == 2:
+        parts.append(f"versions {versions[0]} to {versions[1]}")
+    return "  ".join(parts)
+
+
 def facts(line: Mapping[str, Any]) -> dict[str, str]:
     """Label to formatted value, in the order in which people read them; what a line does not have is left out."""
     found: dict[str, str] = {}

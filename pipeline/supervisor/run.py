@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import anyio
 from rich.console import Console
@@ -13,12 +13,13 @@ from pipeline.config import RunConfig
 from pipeline.config.load import dump
 from pipeline.config.resolve import resolve
 from pipeline.plots import draw
+from pipeline.replay.evaluation.log import read_results
 from pipeline.role import ExitCode
 from pipeline.rundir import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.claim import RunIsAlive, claim, make_room
 from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.machine import Limits
-from pipeline.supervisor.progress import MetricsTail, reached, step_of
+from pipeline.supervisor.progress import MetricsTail, describe_evaluation, reached, step_of
 from pipeline.supervisor.shell import Supervisor
 from pipeline.supervisor.specs import ProcessSpec, specs_of
 from pipeline.supervisor.time_table import show_time
@@ -48,8 +49,10 @@ def supervise(
     directory: RunDirectory,
     undertaker: Undertaker,
     console: Console,
+    is_done: Callable[[], bool] | None = None,
 ) -> ExitCode:
-    """Start ``specs``, watch them to the end, tell how it went."""
+    """Start ``specs``, watch them to the end, tell how it went. ``is_done``: whether the process that ends the run has
+    finished its work; None: the learner has made its last step."""
     tail = MetricsTail(directory.metrics_file)
     tail.skip()
     section = config.supervisor
@@ -62,7 +65,7 @@ def supervise(
         tail_now.read()
         return reached(tail_now.last, config.run.total_steps)
 
-    supervisor = Supervisor(specs, limits, directory, undertaker, work_done)
+    supervisor = Supervisor(specs, limits, directory, undertaker, is_done or work_done)
     begun = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
@@ -86,6 +89,8 @@ def _conclude(
     if trouble:
         console.print(trouble, markup=False, soft_wrap=True)
     show_time(directory.metrics_file, console)
+    if finished and (results := read_results(directory.evaluations_file)):
+        console.print(describe_evaluation(results[-1]), soft_wrap=True)
     if finished and directory.metrics_file.exists():
         problem = draw(directory.metrics_file, directory.curves_file)
         console.print(f"curves {problem or directory.curves_file}", soft_wrap=True)

@@ -18,7 +18,7 @@ from pipeline.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.machine import Action, Limits, Machine, Phase, Start, describe_exit
 from pipeline.supervisor.probe import Answer, ask, health_url
-from pipeline.supervisor.progress import MetricsTail
+from pipeline.supervisor.progress import MetricsTail, describe_evaluation
 from pipeline.supervisor.specs import ProcessSpec, child_environment
 from pipeline.supervisor.undertaker import Undertaker, signal_group
 
@@ -169,9 +169,13 @@ class Supervisor:
 
     async def _follow(self, tail: MetricsTail) -> None:
         assert self._display is not None
+        evaluations = MetricsTail(self._directory.evaluations_file)
+        evaluations.skip()
         while True:
             for line in tail.read():
                 self._display.progress(line)
+            for line in evaluations.read():
+                self._display.say(describe_evaluation(line))
             self._display.idle()
             await anyio.sleep(0.5)
 

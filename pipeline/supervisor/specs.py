@@ -35,18 +35,19 @@ class ProcessSpec:
         return self.rule.name
 
 
-def specs_of(config: RunConfig, directory: RunDirectory) -> list[ProcessSpec]:
-    """Preparation, engines, replay stages, learner, actors. Everything reads the resolved file in ``directory``."""
+def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner") -> list[ProcessSpec]:
+    """Preparation, engines, replay stages, learner, actors. Everything reads the resolved file in ``directory``.
+    ``center``: the role in place of the learner, whose end is the end of the run."""
     stuck = config.supervisor.stuck_seconds_max
     stages = tuple(role_name("replay", i, config) for i in range(config.replay.shards))
     specs = [
         _role(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
         *(_role("replay", i, directory, Rule(n, REPLAY, stuck_seconds_max=stuck)) for i, n in enumerate(stages)),
         _role(
-            "learner",
+            center,
             0,
             directory,
-            Rule("learner", LEARNER, depends=(PREPARE, *stages), ends_run=True, stuck_seconds_max=stuck),
+            Rule(center, LEARNER, depends=(PREPARE, *stages), ends_run=True, stuck_seconds_max=stuck),
         ),
     ]
     if config.engine.kind != "external":

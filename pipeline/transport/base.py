@@ -48,6 +48,8 @@ class Kind(StrEnum):
     """l → r. The weights after ``updates`` updates are live in the engines as ``policy_version``."""
     CHECKPOINTED = "checkpointed"
     """l → r. Everything up to ``updates`` updates is durable at the learner: its trajectories may be forgotten."""
+    EVALUATION = "evaluation"
+    """r → l. What is evaluated now, the last result and the best one: header: evaluating, begun, last, best."""
     RECALL = "recall"
     """a → r. Which lessons fit a task? header: order_id, query, top_k. Answered by LESSONS, but not always."""
     LESSONS = "lessons"

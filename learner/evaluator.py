@@ -1,0 +1,70 @@
+"""In the learner's place during ``afterplay eval``: weights that do not change.
+
+*consumes* EVALUATION; *produces* the stamp in the engines, one VERSION and a BYE; *waits for* the result. It loads no
+model: engines were started with the model folder of the checkpoint, and only need to be told its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import anyio
+
+from learner.best import is_evaluated
+from learner.publisher.publisher import Publisher
+from learner.session import Standing
+from learner.sessions import LearnerSessions
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.role import RoleContext
+from pipeline.rundir import read_json
+from pipeline.transport.base import Link
+from pipeline.transport.open import limits_of, open_links
+
+
+async def main(ctx: RoleContext) -> None:
+    """Returns when the weights are evaluated or ``ctx.stopping`` is set."""
+    await serve(ctx, open_links(ctx.config, "learner"))
+
+
+async def serve(ctx: RoleContext, links: Sequence[Link]) -> None:
+    """Over given links (tests use some in memory)."""
+    config, directory = ctx.config, ctx.directory
+    what = read_json(directory.evaluated_file) or {}
+    updates, version = int(what.get("updates", 0)), max(0, int(what.get("policy_version", 0)))
+    metrics = LearnerMetrics(ctx.registry, environments=tuple(config.environments))
+    standing = Standing(updates, version, updates)
+    session = LearnerSessions(links, config.groups, config.groups.groups_per_step, standing, limits_of(config))
+    failed = metrics.weight_publish_failures_total.inc
+    async with AsyncExitStack() as stack:
+        for link in links:
+            await stack.enter_async_context(link)
+        publisher = await stack.enter_async_context(
+            Publisher(config.engine.addresses(), directory, config.publish, None, on_failure=failed)
+        )
+        async with anyio.create_task_group() as tasks:
+
+            async def stop_on_signal() -> None:
+                await ctx.stopping.wait()
+                tasks.cancel_scope.cancel()
+
+            async def show_life() -> None:
+                while True:
+                    ctx.beat()
+                    await anyio.sleep(1.0)
+
+            for task in (stop_on_signal, session.run, publisher.run, show_life):
+                tasks.start_soon(task)
+            ctx.report("connecting", f"the replay stage at {config.replay.address}")
+            await session.welcome()
+            ctx.report("publishing", "the engines to take the stamp of the weights")
+            await publisher.publish(version, None)
+            await publisher.until_live(version)
+            await session.announce(version, updates)
+            metrics.policy_version.set(version)
+            ctx.report("evaluating", "held-out tasks to be played")
+            while not is_evaluated(session.evaluation, updates):
+                await session.changed()
+            ctx.report("finished")
+            await session.bye("finished")
+            tasks.cancel_scope.cancel()

@@ -1,0 +1,224 @@
+"""``afterplay eval``: a small run in a folder of its own whose weights never change."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config import RunConfig
+from pipeline.config.load import dump, load
+from pipeline.config.resolve import resolve
+from pipeline.errors import ConfigurationError
+from pipeline.replay.evaluation.log import read_results
+from pipeline.role import ExitCode
+from pipeline.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
+from pipeline.supervisor.claim import claim
+from pipeline.supervisor.run import supervise
+from pipeline.supervisor.specs import specs_of
+from pipeline.supervisor.undertaker import Undertaker
+
+_NUMBER = re.compile(r"u?0*(\d+)")
+EVALUATOR = "evaluator"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of the command; None: as the run file says."""
+
+    checkpoint: str | None = None
+    split: str | None = None
+    tasks: int | None = None
+    samples: int | None = None
+    greedy: bool | None = None
+    pass_at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What is evaluated."""
+
+    name: str
+    """``initial``, ``u000020`` or ``best-u000020``."""
+    model: Path | None
+    """Its model folder; None: that of the run file."""
+    updates: int = 0
+    policy_version: int = 0
+
+
+def evaluate_checkpoint(
+    target: Path, asked: Asked, overrides: Sequence[str] = (), console: Console | None = None
+) -> ExitCode:
+    """Evaluate and print. Raises :class:`ConfigurationError`; FAILED where an environment has no score."""
+    console = console or Console(highlight=False)
+    file = target / "config.yaml" if target.is_dir() else target
+    if target.is_dir() and not file.exists():
+        raise ConfigurationError(f"expected a run directory or a run file, got {target}, which has no config.yaml")
+    config = load(file, overrides, environment={} if target.is_dir() else None)
+    run = RunDirectory(target.absolute() if target.is_dir() else config.run.path.absolute())
+    weights = find_weights(run, asked.checkpoint)
+    directory = _folder(run, weights)
+    try:
+        config = small_run(config, weights, asked, directory)
+    except ConfigurationError:
+        directory.path.rmdir()
+        raise
+    directory.create()
+    with claim(directory) as lock, Undertaker(keep_open=(lock,)) as undertaker:
+        config = resolve(config)
+        write_bytes_atomically(directory.config_file, dump(config).encode())
+        about = {"updates": weights.updates, "policy_version": weights.policy_version, "checkpoint": weights.name}
+        write_json_atomically(directory.evaluated_file, about)
+        specs = specs_of(config, directory, center=EVALUATOR)
+        code = supervise(config, specs, directory, undertaker, console, lambda: bool(_results(directory)))
+    results = _results(directory)
+    shutil.rmtree(directory.model, ignore_errors=True)
+    if code or not results:
+        return code or ExitCode.FAILED
+    return show_result(results[-1], weights.name, directory, console)
+
+
+def find_weights(run: RunDirectory, asked: str | None) -> Weights:
+    """``None``, ``latest``, ``best``, or a number of updates. Raises :class:`ConfigurationError`."""
+    found = _checkpoints(run)
+    if asked in (None, "latest"):
+        if found:
+            return _weights(found[max(found)])
+        if asked is None:
+            return Weights("initial", None)
+        raise ConfigurationError(f"--checkpoint latest: expected checkpoints in {run.checkpoints}, found none yet")
+    if asked == "best":
+        best = run.checkpoints / "best"
+        if not (best / "state.json").exists():
+            raise ConfigurationError(
+                f"--checkpoint best: expected {best}, found none: it is kept with evaluation.keep_best, once an "
+                "evaluation is complete"
+            )
+        return _weights(best.resolve())
+    if asked == "initial":
+        return Weights("initial", None)
+    match = _NUMBER.fullmatch(asked or "")
+    number = int(match.group(1)) if match else -1
+    if number in found:
+        return _weights(found[number])
+    there = ", ".join(str(n) for n in sorted(found)) or "none"
+    raise ConfigurationError(
+        f"--checkpoint: expected best, latest, initial or one of the checkpoints that are kept ({there}), got {asked!r}"
+    )
+
+
+def small_run(config: RunConfig, weights: Weights, asked: Asked, directory: RunDirectory) -> RunConfig:
+    """The run file of the evaluation. Raises :class:`ConfigurationError` where the options do not fit."""
+    raw = config.model_dump()
+    options: dict[str, Any] = {"split": asked.split, "tasks": asked.tasks, "samples": asked.samples}
+    section = {**raw["evaluation"], **{key: value for key, value in options.items() if value is not None}}
+    greedy = asked.greedy
+    if greedy is None and section["samples"] > 1:
+        greedy = False
+    if greedy is not None:
+        section["greedy"] = greedy
+    if section["greedy"]:
+        section["temperature"] = None
+    if asked.pass_at:
+        section["pass_at"] = asked.pass_at
+    elif asked.samples is not None:
+        section["pass_at"] = tuple(sorted({1, *(k for k in section["pass_at"] if k <= asked.samples), asked.samples}))
+    section |= {"every": 1, "start": True, "end": False, "only": True, "strict": False, "keep_best": None}
+    raw["evaluation"] = section
+    raw["run"] |= {
+        "directory": directory.path.parent, "name": directory.path.name, "total_steps": weights.updates + 1,
+        "resume": "auto",
+    }  # fmt: skip
+    raw["replay"] |= {"address": "tcp://127.0.0.1:0", "shards": 1, "store": None, "enabled": False}
+    raw["replay"]["memory_only"] = False
+    raw["loss"]["supervised"]["weight"] = 0.0
+    raw["metrics"]["port"] = 0
+    raw["lessons"]["enabled"] = False
+    raw["learner"]["warm_start"]["demonstrations"] = None
+    raw["publish"]["lora"] = "merged"
+    if not raw["engine"]["urls"]:
+        raw["engine"]["port"] = 0
+    for environment in raw["environments"].values():
+        if environment["tasks_from"] is not None:
+            environment["tasks_from"]["epochs"] = None
+    if weights.model is not None:
+        raw["model"] |= {"source": str(weights.model), "tiny": {}}
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        told = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
+        raise ConfigurationError(f"eval: {told}") from error
+
+
+def show_result(result: Mapping[str, Any], name: str, directory: RunDirectory, console: Console) -> ExitCode:
+    """The table. FAILED unless the evaluation is complete and every environment has a score."""
+    ks = sorted(map(int, result["pass_at"]))
+    table = Table(
+        "environment", "tasks", "score", *(f"pass@{k}" for k in ks), "truncated", "failed", "missing",
+        box=None, header_style="dim",
+    )  # fmt: skip
+    for environment, told in result["environments"].items():
+        table.add_row(
+            environment, str(told["tasks"]), _with_error(told["score"], told["se"]),
+            *(_number(told["pass_at"][str(k)]) for k in ks),
+            str(told["truncated"]), str(told["failed"]), str(told["missing"]),
+        )  # fmt: skip
+    how = "greedy"
+    if not result["greedy"]:
+        how = f"{result['samples']} rollouts a task at temperature {result['temperature']:g}"
+    console.print(f"{name}: {result['updates']} updates, split {result['split']}, {how}", style="bold", soft_wrap=True)
+    console.print(table)
+    console.print(f"score {_with_error(result['score'], result['se'])} over all environments")
+    console.print(f"written to {directory.evaluations_file}", soft_wrap=True)
+    if result["status"] != "complete":
+        console.print(f"not complete: {result['status']}", style="red")
+    bare = [environment for environment, told in result["environments"].items() if told["score"] is None]
+    if bare:
+        console.print(f"no rollout was scored of: {', '.join(bare)} (logs in {directory.logs})", style="red",
+                      soft_wrap=True)  # fmt: skip
+    return ExitCode.FAILED if bare or result["status"] != "complete" else ExitCode.FINISHED
+
+
+def _checkpoints(run: RunDirectory) -> dict[int, Path]:
+    """Complete checkpoints by their updates: ``state.json`` is written last."""
+    if not run.checkpoints.is_dir():
+        return {}
+    folders = (path for path in run.checkpoints.iterdir() if re.fullmatch(r"u\d{6,}", path.name))
+    return {int(path.name[1:]): path for path in folders if (path / "state.json").exists()}
+
+
+def _weights(folder: Path) -> Weights:
+    state = read_json(folder / "state.json") or {}
+    return Weights(folder.name, (folder / "model").absolute(), int(state.get("updates", 0)),
+                   max(0, int(state.get("policy_version", 0))))  # fmt: skip
+
+
+def _folder(run: RunDirectory, weights: Weights) -> RunDirectory:
+    """A new one each time: results are never overwritten."""
+    for number in range(1, 100_000):
+        path = run.evaluations / f"{weights.name}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return RunDirectory(path)
+    raise ConfigurationError(f"{run.evaluations} is full: remove what is not needed")
+
+
+def _results(directory: RunDirectory) -> list[dict[str, Any]]:
+    return read_results(directory.evaluations_file)
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return _number(value) if error is None else f"{_number(value)} ± {error:.3f}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

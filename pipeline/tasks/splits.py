@@ -1,0 +1,108 @@
+"""Seeds of the splits that an environment has of its own, as an actor tells them to the replay stage."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from pipeline.config.tasks import TRAIN
+from pipeline.schema.task import SEED_MAX
+
+RUNS_MAX = 50_000
+"""Arithmetic runs of one split on the wire: some 30 bytes each."""
+
+
+class Seeds:
+    """A sequence of different seeds, kept as arithmetic runs: ``range(900)`` is one, whatever its length.
+
+    >>> list(Seeds.of((0, 5, 10, 11, 12)))
+    [0, 5, 10, 11, 12]
+    """
+
+    def __init__(self, runs: Iterable[range]) -> None:
+        self._runs = tuple(run for run in runs if len(run))
+        self._ends = list(accumulate(len(run) for run in self._runs))
+
+    @classmethod
+    def of(cls, seeds: Sequence[int]) -> Seeds:
+        """Raises :class:`ValueError` for what are no seeds, or where they take more than ``RUNS_MAX`` runs."""
+        made = cls([seeds] if isinstance(seeds, range) else _runs(seeds))
+        if len(made._runs) > RUNS_MAX:
+            raise ValueError(f"expected seeds in at most {RUNS_MAX} ranges, got {len(made._runs)}")
+        for run in made._runs:
+            if not 0 <= min(run[0], run[-1]) <= max(run[0], run[-1]) <= SEED_MAX:
+                raise ValueError(f"expected seeds from 0 to {SEED_MAX}, got {run}")
+        return made
+
+    @classmethod
+    def decode(cls, runs: Sequence[Sequence[int]]) -> Seeds:
+        """The inverse of :meth:`encode`. Raises :class:`ValueError` or :class:`TypeError`."""
+        return cls([range(int(a), int(b), int(step)) for a, b, step in runs])
+
+    def encode(self) -> list[list[int]]:
+        """``[start, stop, step]`` of each run."""
+        return [[run.start, run.stop, run.step] for run in self._runs]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        run = bisect_right(self._ends, index)
+        return self._runs[run][index - (self._ends[run - 1] if run else 0)]
+
+    def __contains__(self, seed: object) -> bool:
+        return any(seed in run for run in self._runs)
+
+    def __iter__(self) -> Iterator[int]:
+        return (seed for run in self._runs for seed in run)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Seeds) and self._runs == other._runs
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Splits = Mapping[str, Seeds]
+"""Of one environment, by the name of the split."""
+
+
+def encode_splits(splits: Mapping[str, Sequence[int]]) -> dict[str, list[list[int]]]:
+    """For HELLO. Raises :class:`ValueError` or :class:`TypeError` for what are no seeds."""
+    return {str(name): Seeds.of(seeds).encode() for name, seeds in splits.items()}
+
+
+def decode_splits(header: Mapping[str, Any]) -> dict[str, dict[str, Seeds]]:
+    """Of HELLO, by environment. Raises :class:`ValueError` or :class:`TypeError`."""
+    return {
+        environment: {name: Seeds.decode(runs) for name, runs in splits.items()}
+        for environment, splits in header.items()
+    }
+
+
+def is_held_out(splits: Splits, seed: int) -> bool:
+    """Whether ``seed`` is in a split other than train."""
+    return any(seed in seeds for name, seeds in splits.items() if name != TRAIN)
+
+
+def _runs(seeds: Sequence[int]) -> Iterator[range]:
+    """The seeds in their order, in as few runs as a greedy walk finds."""
+    found: list[int] = []
+    for seed in seeds:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"expected whole numbers as seeds, got {seed!r}")
+        step = found[1] - found[0] if len(found) > 1 else seed - found[0] if found else 1
+        if found and (step == 0 or seed - found[-1] != step):
+            yield _run(found)
+            found = []
+        found.append(seed)
+    if found:
+        yield _run(found)
+
+
+def _run(found: list[int]) -> range:
+    step = found[1] - found[0] if len(found) > 1 else 1
+    return range(found[0], found[-1] + (1 if step > 0 else -1), step)

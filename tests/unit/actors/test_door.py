@@ -1,0 +1,819 @@
+"""Programs that know nothing of Afterplay play episodes: their calls are trajectories, and what they do wrong is
+theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import orjson
+import pytest
+
+from actors.door import server
+from actors.door.loop import ProgramLoop
+from actors.engine.stub import StubEngine
+from actors.environments.host import EnvironmentHost
+from actors.loop import Rollout, Services
+from actors.loop.build import build_loop
+from actors.rendering import Renderer
+from pipeline.config.load import load, loads
+from pipeline.config.play import LoopConfig
+from pipeline.errors import ConfigurationError, EngineUnavailable
+from pipeline.schema import Order, Trajectory, TrajectoryStatus
+
+MakeServices = Callable[..., Services]
+MakeOrder = Callable[..., Order]
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 200.0
+"""For one program on a loaded machine."""
+pytestmark = pytest.mark.timeout(400)
+
+
+async def play(services: Services, order: Order) -> Trajectory:
+    """One order, with the door open; nothing is left behind."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(services.pool.watch)
+        group.start_soon(services.serve)
+        with anyio.fail_after(SECONDS):
+            trajectory = await Rollout(order, services).play()
+        door = services.loops["game"].door  # type: ignore[attr-defined]
+        assert not door._sessions and not door._offers
+        group.cancel_scope.cancel()
+    await services.close()
+    statistics = services.pool.statistics()
+    assert statistics.in_flight == 0 and statistics.sessions == 0
+    return trajectory
+
+
+class Caller:
+    """What a program does, with a plain HTTP client."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+        self._session = session
+        self.base_url = base_url
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
+        url = path if path.startswith("http") else f"{self.base_url}{path}"
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        async with self._session.post(url, data=data, **options) as response:
+            text = await response.read()
+            return response.status, orjson.loads(text) if text else None, response.headers
+
+    async def chat(self, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        status, answer, _ = await self.post("/chat/completions", {"model": "m", "messages": messages, **more})
+        assert status == 200, answer
+        return answer  # type: ignore[no-any-return]
+
+
+@asynccontextmanager
+async def caller(base_url: str) -> Any:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
+        yield Caller(session, base_url)
+
+
+Play = Callable[[Mapping[str, Any], Caller], Awaitable[Any]]
+
+
+@pytest.fixture
+def serve(make_services: MakeServices) -> Iterator[Callable[..., Services]]:
+    """Services whose section ``game`` is played by a program. What a program asserts is asserted."""
+    wrong: list[AssertionError] = []
+
+    def build(engine: StubEngine, play: Play | None = None, environment: str = "program", **more: Any) -> Services:
+        options = more.pop("loop_options", {})
+        if play is not None:
+            options = {"function": "builtins:print", **options}
+        section = {"max_seconds": SECONDS, "loop": LoopConfig(name="program", options=options), **more}
+        services = make_services([engine], environment, **section)
+        if play is not None:
+            loop = services.loops["game"]
+            assert isinstance(loop, ProgramLoop)
+
+            async def function(task: Any, base_url: str, api_key: str) -> Any:
+                try:
+                    async with caller(base_url) as client:
+                        return await play(task, client)
+                except AssertionError as error:
+                    wrong.append(error)
+                    raise
+
+            loop._function = function
+        return services
+
+    yield build
+    if wrong:
+        raise wrong[0]
+
+
+Serve = Callable[..., Services]
+
+
+@pytest.fixture
+def long_order(make_order: MakeOrder) -> Order:
+    return make_order(seconds_max=SECONDS)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def echoing(words: Any) -> StubEngine:
+    return StubEngine(script=lambda ids, s: [10, 11, words.eos_token_id][: s.max_tokens])
+
+
+def assert_exact(trajectory: Trajectory, engine: StubEngine) -> None:
+    """Each branch is one that the engine saw, with what it sampled at its end."""
+    prompts = {prompt for _, prompt in engine.requests}
+    for branch in trajectory.branches():
+        ids = tuple(branch.token_ids.tolist())
+        sampled = int(branch.loss_mask[::-1].argmin()) if not branch.loss_mask.all() else len(ids)
+        assert ids[: len(ids) - sampled] in prompts
+    assert trajectory.n_sampled == sum(len(t.completion) for t in trajectory.turns)
+
+
+async def test_calls_become_turns_and_the_returned_reward_is_the_score(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    engine = echoing(words)
+
+    async def run(task: Mapping[str, Any], client: Caller) -> Any:
+        assert task["task_id"] == "game/1" and task["messages"][0]["role"] == "user"
+        history = [user("say hello")]
+        for _ in range(3):
+            answer = await client.chat(history)
+            history += [answer["choices"][0]["message"], user("try again")]
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 3 and answer["object"] == "chat.completion"
+        return {"reward": 0.75, "signals": {"solved": 1}}
+
+    trajectory = await play(serve(engine, run), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.75}
+    assert trajectory.reward is None and trajectory.turn_rewards == (0.0, 0.0, 0.75)
+    assert trajectory.turns[-1].signals["solved"] == 1.0
+    assert [t.branch for t in trajectory.turns] == [0, 0, 0]
+    assert_exact(trajectory, engine)
+    assert {session for session, _ in engine.requests} == {long_order.order_id}
+
+
+async def test_streamed_replies_carry_the_same_as_whole_ones(serve: Serve, long_order: Order, words: Any) -> None:
+    async def run(task: Any, client: Caller) -> float:
+        body = {"messages": [user("say hello")], "stream": True, "stream_options": {"include_usage": True}}
+        async with client._session.post(f"{client.base_url}/chat/completions", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            lines = [line for line in (await response.text()).split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        chunks = [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
+        assert deltas[0]["role"] == "assistant" and deltas[1]["content"] == "4 5"
+        assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["usage"]["completion_tokens"] == 3
+        whole = await client.chat([user("say hello"), {"role": "assistant", "content": "4 5"}, user("again")])
+        assert whole["choices"][0]["message"]["content"] == "4 5"
+        return 1.0
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert [t.branch for t in trajectory.turns] == [0, 0], trajectory.failure
+
+
+async def test_choices_and_calls_at_once_are_branches(serve: Serve, long_order: Order, words: Any) -> None:
+    engine = echoing(words)
+    engine.latency_seconds = 0.01
+
+    async def run(task: Any, client: Caller) -> float:
+        answer = await client.chat([user("say hello")], n=3, logprobs=True)
+        assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+        content = answer["choices"][1]["logprobs"]["content"]
+        assert len(content) == 3 and content[0]["logprob"] < 0
+        async with anyio.create_task_group() as group:
+            for text in ("guess", "higher"):
+                group.start_soon(client.chat, [user(text)])
+        return 1.0
+
+    trajectory = await play(serve(engine, run), long_order)
+    assert [t.branch for t in trajectory.turns] == [0, 1, 2, 3, 4], trajectory.failure
+    assert_exact(trajectory, engine)
+
+
+async def test_token_calls_are_recorded_as_they_are(serve: Serve, long_order: Order, words: Any) -> None:
+    engine = echoing(words)
+
+    async def run(task: Any, client: Caller) -> float:
+        url = client.base_url.removesuffix("/v1") + "/inference/v1/generate"
+        body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "logprobs": 0, "temperature": 0.2}}
+        status, answer, headers = await client.post(url, body)
+        assert status == 200 and headers["X-Afterplay-Ignored"] == "temperature"
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == [10, 11, words.eos_token_id] and len(choice["logprobs"]["content"]) == 3
+        assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 3}]
+        status, _, _ = await client.post(url, {"token_ids": [5, 6, 7, *choice["token_ids"], 8]})
+        assert status == 200
+        return 1.0
+
+    trajectory = await play(serve(engine, run), long_order)
+    assert [t.branch for t in trajectory.turns] == [0, 0], trajectory.failure
+    assert trajectory.turns[1].context.token_ids.tolist() == [8]
+    assert_exact(trajectory, engine)
+
+
+async def test_a_session_is_found_by_path_header_or_key_and_by_nothing_else(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    async def run(task: Any, client: Caller) -> float:
+        root, _, number = client.base_url.removesuffix("/v1").rpartition("/sessions/")
+        body = {"messages": [user("say")]}
+        url = f"{root}/v1/chat/completions"
+        assert (await client.post(url, body, headers={"Authorization": f"Bearer {number}"}))[0] == 200
+        assert (await client.post(url, body, headers={"X-Session-ID": number}))[0] == 200
+        own = {"X-Session-ID": "a client's own", "Authorization": f"Bearer {number}"}
+        assert (await client.post(url, body, headers=own))[0] == 200
+        assert (await client.post("/chat/completions", body, headers={"X-Session-ID": "another"}))[0] == 200
+        for headers in ({}, {"Authorization": "Bearer nobody"}, {"X-Session-ID": "../finish"}):
+            status, answer, _ = await client.post(url, body, headers=headers)
+            assert status == 404 and answer["error"]["code"] == "session_not_found"
+        status, answer, _ = await client.post(f"{client.base_url}/embeddings", {})
+        assert status == 404 and "error" in answer
+        return 1.0
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert len(trajectory.turns) == 4, trajectory.failure
+
+
+@pytest.mark.parametrize(("told", "score"), [(None, 0.0), ({"error": "too short"}, 0.0), ({"reward": 0.5}, 0.5)])
+async def test_a_limit_is_an_error_the_program_sees_and_the_episode_is_truncated(
+    serve: Serve, long_order: Order, words: Any, told: Any, score: float
+) -> None:
+    async def run(task: Any, client: Caller) -> Any:
+        await client.chat([user("say")])
+        await client.chat([user("say")])
+        status, answer, _ = await client.post("/chat/completions", {"messages": [user("say")]})
+        assert status == 400 and answer["error"]["code"] == "episode_limit"
+        assert "max_turns" in answer["error"]["message"]
+        if told is None:
+            raise RuntimeError("cannot go on")
+        return told
+
+    trajectory = await play(serve(echoing(words), run, max_turns=2), long_order)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": score}
+    assert len(trajectory.turns) == 2
+
+
+async def test_after_a_context_that_is_too_long_a_shorter_one_goes_on_and_is_complete(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    async def run(task: Any, client: Caller) -> float:
+        status, answer, _ = await client.post("/chat/completions", {"messages": [user("say " * 40)]})
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        await client.chat([user("say")])
+        return 1.0
+
+    trajectory = await play(serve(echoing(words), run, max_length=32), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 1, trajectory.failure
+
+
+async def test_calls_after_the_report_and_wrong_reports_are_refused(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    async def run(task: Any, client: Caller) -> None:
+        await client.chat([user("say")])
+        finish = client.base_url.removesuffix("/v1") + "/finish"
+        for wrong in ({"reward": "much"}, {"signals": [1]}, {"done": 1}, {"answer": 3}, b"{", [1]):
+            status, answer, _ = await client.post(finish, wrong)
+            assert status == 400 and "expected" in answer["error"]["message"]
+        assert (await client.post(finish, {"reward": 0.5, "done": False}))[0] == 200
+        assert (await client.post(finish, {"reward": 1.0}))[0] == 400
+        status, answer, _ = await client.post("/chat/completions", {"messages": [user("say")]})
+        assert status == 400 and answer["error"]["code"] == "session_finished"
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert trajectory.rewards == {"environment": 0.5}
+
+
+async def test_the_report_stands_and_says_that_it_stopped_early(serve: Serve, long_order: Order, words: Any) -> None:
+    async def run(task: Any, client: Caller) -> None:
+        await client.chat([user("say")])
+        finish = client.base_url.removesuffix("/v1") + "/finish"
+        assert (await client.post(finish, {"reward": 0.5, "done": False}))[0] == 200
+        raise RuntimeError("died after it")
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 0.5}
+
+
+async def test_the_environment_judges_the_answer_where_that_is_asked(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    async def run(task: Any, client: Caller) -> dict[str, Any]:
+        assert "+" in task["messages"][-1]["content"]
+        await client.chat(task["messages"])
+        return {"answer": "no number"}
+
+    services = serve(echoing(words), run, "arithmetic", loop_options={"reward": "environment"})
+    trajectory = await play(services, long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.0}
+
+
+async def test_a_dead_engine_is_told_to_the_program_and_is_the_failure(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    engine = echoing(words)
+
+    async def run(task: Any, client: Caller) -> float:
+        await client.chat([user("say")])
+        engine.fault = EngineUnavailable("engine stub://0 is away")
+        status, answer, _ = await client.post("/chat/completions", {"messages": [user("say")]})
+        assert status == 503 and answer["error"]["code"] == "engine_unavailable"
+        raise RuntimeError("gave up")
+
+    services = serve(engine, run, retries=0)
+    trajectory = await play(services, long_order)
+    counted = services.metrics.door_calls_total
+    assert [counted.labels(env="game", outcome=o)._value.get() for o in ("ok", "engine", "limit")] == [1.0, 1.0, 0.0]
+    assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
+    assert trajectory.failure.boundary == "engine" and trajectory.rewards == {}
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [(None, "NoReward"), ("much", "WrongValue"), ({"reward": "x"}, "WrongValue"), ({"error": "lost"}, "Told"),
+     (ZeroDivisionError("x"), "ZeroDivisionError")],
+)  # fmt: skip
+async def test_a_program_without_a_result_is_a_failure_and_not_a_zero(
+    serve: Serve, long_order: Order, words: Any, result: Any, kind: str
+) -> None:
+    async def run(task: Any, client: Caller) -> Any:
+        await client.chat([user("say")])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == ("program", kind)
+    assert trajectory.rewards == {} and trajectory.reward is None and len(trajectory.turns) == 1
+
+
+async def test_a_program_that_never_calls_is_a_failure(serve: Serve, long_order: Order, words: Any) -> None:
+    async def run(task: Any, client: Caller) -> float:
+        return 1.0
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert trajectory.failure is not None and trajectory.failure.kind == "NoCalls"
+
+
+async def test_a_client_that_hangs_up_leaves_no_turn_and_may_ask_again(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    engine = echoing(words)
+
+    async def run(task: Any, client: Caller) -> float:
+        engine.latency_seconds = 1000.0
+        with anyio.move_on_after(0.5):
+            await client.chat([user("say")])
+        engine.latency_seconds = 0.0
+        await client.chat([user("say")])
+        return 1.0
+
+    trajectory = await play(serve(engine, run, max_turns=1), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 1, trajectory.failure
+
+
+async def test_too_many_calls_and_bodies_that_are_too_large_are_refused(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    engine = echoing(words)
+
+    async def run(task: Any, client: Caller) -> float:
+        status, answer, _ = await client.post("/chat/completions", {"messages": [user("say")], "n": 3})
+        assert status == 429 and answer["error"]["type"] == "rate_limit_error"
+        status, answer, _ = await client.post("/chat/completions", b" " * 5000)
+        assert status == 413 and "error" in answer
+        await client.chat([user("say")])
+        return 1.0
+
+    options = {"max_concurrent_calls": 2, "body_bytes_max": 4096}
+    trajectory = await play(serve(engine, run, loop_options=options), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+
+
+def command(tmp_path: Path, source: str, name: str = "agent.py", runner: str = sys.executable) -> dict[str, Any]:
+    (tmp_path / name).write_text(source)
+    return {"command": [runner, str(tmp_path / name)]}
+
+
+AGENT = """
+import json, os, urllib.request
+def chat(messages):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": messages}).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=200) as response:
+        return json.load(response)["choices"][0]["message"]
+"""
+
+
+async def test_a_program_is_a_process_and_its_last_line_is_its_report(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    source = AGENT + (
+        "task = json.loads(os.environ['AFTERPLAY_TASK'])\n"
+        "history = task['messages']\n"
+        "for _ in range(2):\n"
+        "    history += [chat(history), {'role': 'user', 'content': 'try again'}]\n"
+        "print('x' * 5_000_000)\n"
+        "print(json.dumps({'reward': 0.25, 'signals': {'seed': task['seed']}}))\n"
+    )
+    engine = echoing(words)
+    trajectory = await play(serve(engine, loop_options=command(tmp_path, source)), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert trajectory.rewards == {"environment": 0.25} and [t.branch for t in trajectory.turns] == [0, 0]
+    assert_exact(trajectory, engine)
+
+
+async def test_a_program_that_dies_keeps_the_end_of_its_errors(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    source = AGENT + "chat([{'role': 'user', 'content': 'say'}])\nraise SystemError('out of ideas')\n"
+    trajectory = await play(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
+    assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
+    assert trajectory.failure.boundary == "program" and "out of ideas" in trajectory.failure.details
+    assert trajectory.rewards == {} and len(trajectory.turns) == 1
+
+
+async def test_a_program_that_hangs_is_ended_with_its_children_and_is_a_failure(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    shell = f"sleep 1000 & echo $! > {pid_file}; echo stuck >&2; sleep 1000"
+    options = {"command": ["/bin/sh", "-c", shell]}
+    trajectory = await play(serve(echoing(words), loop_options=options, max_seconds=4.0), long_order)
+    assert trajectory.failure is not None and trajectory.failure.kind == "TimeoutError", trajectory.failure
+    assert "stuck" in trajectory.failure.details and trajectory.rewards == {}
+    assert ended(int(pid_file.read_text()))
+
+
+async def test_a_child_that_lingers_delays_nobody_and_is_ended(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    source = AGENT + (
+        "import subprocess, sys\n"
+        "chat([{'role': 'user', 'content': 'say'}])\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "print('{\"reward\": 1}')\n"
+    )
+    trajectory = await play(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_command_that_is_not_there_is_a_failure_with_its_name(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    trajectory = await play(serve(echoing(words), loop_options={"command": ["/no/such/agent"]}), long_order)
+    assert trajectory.failure is not None and "/no/such/agent" in trajectory.failure.message
+
+
+async def test_a_program_in_another_language_plays_with_streams(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed: install Node.js 18 or newer to test a program in JavaScript")
+    source = """
+const history = JSON.parse(process.env.AFTERPLAY_TASK).messages;
+for (let turn = 0; turn < 2; turn++) {
+  const response = await fetch(process.env.OPENAI_BASE_URL + "/chat/completions", {
+    method: "POST",
+    headers: {"Content-Type": "application/json", Authorization: "Bearer " + process.env.OPENAI_API_KEY},
+    body: JSON.stringify({model: "policy", messages: history, stream: true}),
+  });
+  let text = "";
+  for (const line of (await response.text()).split("\\n\\n")) {
+    if (line.startsWith("data: {")) text += JSON.parse(line.slice(6)).choices[0].delta.content ?? "";
+  }
+  history.push({role: "assistant", content: text}, {role: "user", content: "try again"});
+}
+await fetch(process.env.AFTERPLAY_SESSION_URL + "/finish", {method: "POST", body: JSON.stringify({reward: 1})});
+"""
+    engine = echoing(words)
+    trajectory = await play(serve(engine, loop_options=command(tmp_path, source, "agent.mjs", node)), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert [t.branch for t in trajectory.turns] == [0, 0] and trajectory.rewards == {"environment": 1.0}
+    assert_exact(trajectory, engine)
+
+
+async def test_the_openai_package_calls_tools_streams_and_sees_limits(
+    serve: Serve, long_order: Order, smollm2: Any
+) -> None:
+    openai = pytest.importorskip("openai", reason="pip install openai to test its client against the door")
+    call = smollm2('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>').input_ids
+    final = smollm2("It is 5.").input_ids
+
+    def script(ids: Any, sampling: Any) -> list[int]:
+        return [*(final if "<tool_response>" in smollm2.decode(ids) else call), smollm2.eos_token_id]
+
+    engine = StubEngine(script=script)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    async def run(task: Any, client: Caller) -> float:
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key="unused", timeout=SECONDS) as api:
+            history: list[Any] = [user("2 + 3?")]
+            answer = await api.chat.completions.create(model="m", messages=history, tools=[tool], temperature=0.3)
+            message = answer.choices[0].message
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert message.tool_calls[0].function.name == "add"
+            assert orjson.loads(message.tool_calls[0].function.arguments) == {"a": 2, "b": 3}
+            history += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}]
+            text = ""
+            stream = await api.chat.completions.create(model="m", messages=history, tools=[tool], stream=True)
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+            assert text == "It is 5."
+            with pytest.raises(openai.BadRequestError, match="max_turns"):
+                await api.chat.completions.create(model="m", messages=[*history, {"role": "assistant", "content": text},
+                                                                       user("more")], tools=[tool])  # fmt: skip
+            return 1.0
+
+    services = serve(
+        engine, run, tokenizer=smollm2, sampling={"max_tokens": 64}, max_turns=2, max_tokens=4096, max_length=2048
+    )
+    trajectory = await play(services, long_order)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 1.0}
+    assert [t.branch for t in trajectory.turns] == [0, 0], trajectory.failure
+    flat = trajectory.flatten()
+    assert flat.token_ids[flat.loss_mask].tolist() == [*call, smollm2.eos_token_id, *final, smollm2.eos_token_id]
+    assert flat.token_ids.tolist() == [*engine.requests[-1][1], *final, smollm2.eos_token_id]
+
+
+async def test_a_program_elsewhere_takes_a_task_and_finishes_it(serve: Serve, long_order: Order, words: Any) -> None:
+    engine = echoing(words)
+    services = serve(engine, loop_options={"external": True})
+    url = services.loops["game"].door.url  # type: ignore[attr-defined]
+
+    async def worker() -> None:
+        async with caller(url) as client:
+            status, lease, _ = await client.post("/sessions", {"wait_seconds": 60})
+            assert status == 200 and lease["task"]["task_id"] == "game/1"
+            client.base_url = lease["base_url"]
+            await client.chat([user("say hello")])
+            assert (await client.post(f"{lease['url']}/finish", {"reward": 2.0}))[0] == 200
+            assert (await client.post(f"{url}/sessions", {"wait_seconds": 0}))[0] == 204
+
+    async with anyio.create_task_group() as group, anyio.create_task_group() as doors:
+        doors.start_soon(services.loops["game"].serve)
+        doors.start_soon(services.pool.watch)
+        group.start_soon(worker)
+        with anyio.fail_after(SECONDS):
+            trajectory = await Rollout(long_order, services).play()
+        await anyio.wait_all_tasks_blocked()
+        doors.cancel_scope.cancel()
+    await services.close()
+    assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 2.0}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_a_task_that_nobody_takes_or_that_is_taken_and_left_is_a_failure(
+    serve: Serve, long_order: Order, words: Any, taken: bool
+) -> None:
+    services = serve(
+        echoing(words), loop_options={"external": True, "lease_seconds": 0.5}, max_seconds=SECONDS if taken else 1.0
+    )
+    url = services.loops["game"].door.url  # type: ignore[attr-defined]
+
+    async def worker() -> None:
+        async with caller(url) as client:
+            assert (await client.post("/sessions", {"wait_seconds": 60}))[0] == 200
+
+    async with anyio.create_task_group() as group:
+        if taken:
+            group.start_soon(worker)
+        trajectory = await play(services, long_order)
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind == ("LeaseExpired" if taken else "NotTaken")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one"),
+        ({"command": ["x"], "external": True}, "exactly one"),
+        ({"external": True, "host": "0.0.0.0"}, "token_env"),
+        ({"external": True, "token_env": "AFTERPLAY_NO_SUCH_TOKEN"}, "is not set"),
+        ({"function": "no_such_module:f"}, "no_such_module"),
+        ({"command": ["x"], "port": 70000}, "port"),
+    ],
+)
+async def test_options_that_cannot_work_stop_the_actor_with_the_key(
+    serve: Serve, words: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        serve(echoing(words), loop_options=options)
+
+
+async def test_a_port_that_is_taken_is_told_with_what_to_do(serve: Serve, words: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=r"set port to a free one"):
+            serve(echoing(words), loop_options={"external": True, "port": port})
+
+
+def ended(pid: int) -> bool:
+    """Whether it ends within ten seconds, waited for without asking again and again."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 10.0)[0])
+    finally:
+        os.close(handle)
+
+
+def test_a_process_that_lives_has_not_ended() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        handle = os.pidfd_open(child.pid)
+        assert not select.select([handle], [], [], 0)[0]
+        os.close(handle)
+        child.kill()
+        assert ended(child.pid)
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced code of docs/DOOR.md."""
+    text = (ROOT / "docs" / "DOOR.md").read_text()
+    return [part.partition("```")[0] for part in text.split(f"```{language}\n")[1:]]
+
+
+async def test_the_program_of_the_documentation_plays(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("openai", reason="pip install openai to test the program of docs/DOOR.md")
+    (source,) = blocks("python")
+    assert len(source.strip().splitlines()) <= 15
+    order = dataclasses.replace(
+        long_order, task=dataclasses.replace(long_order.task, payload={"prompt": "say hello", "answer": "4"})
+    )
+    engine = echoing(words)
+    trajectory = await play(serve(engine, loop_options=command(tmp_path, source)), order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert trajectory.rewards == {"environment": 1.0} and [t.branch for t in trajectory.turns] == [0, 0, 0]
+    assert_exact(trajectory, engine)
+
+
+def test_the_run_file_of_the_documentation_and_the_example_load(words: Any, metrics: Any) -> None:
+    (yaml,) = blocks("yaml")
+    assert loads(yaml).environments["agents"].loop.options["command"] == ["python3", "agent.py"]
+    config = load(ROOT / "configs" / "program.yaml").environments["guess"]
+    host = EnvironmentHost("guess", config)
+    loop = build_loop(host, Renderer(words), metrics)
+    assert isinstance(loop, ProgramLoop) and loop.command is not None
+    loop.door.close()
+    assert (ROOT / loop.command[1]).is_file()
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path, tokens: bool
+) -> None:
+    """verifiers owns the loop; its dependencies exclude others of Afterplay's, so it lives in a Python of its own."""
+    python = os.environ.get("AFTERPLAY_VERIFIERS_PYTHON")
+    if python is None:
+        pytest.skip(
+            "set AFTERPLAY_VERIFIERS_PYTHON to the Python of a virtual environment with verifiers==0.4.0 "
+            "(python -m venv DIR; DIR/bin/pip install verifiers==0.4.0)"
+        )
+    program = [python, str(ROOT / "configs" / "programs" / "verifiers_rollout.py")]
+    program += ["--taskset", "door_words", "--harness", "door_words"]
+    if tokens:
+        words.save_pretrained(str(tmp_path))
+        program += ["--tokenizer", str(tmp_path)]
+    plugin = str(Path(__file__).parent / "verifiers_plugin")
+    engine = echoing(words)
+    options = {"command": program, "environment": {"PYTHONPATH": plugin}}
+    trajectory = await play(serve(engine, loop_options=options), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert trajectory.rewards == {"environment": 2.0}
+    assert [t.branch for t in trajectory.turns] == [0, 0]
+    assert_exact(trajectory, engine)
+    assert trajectory.turns[0].context_messages[-1].content.endswith("say hello" if not tokens else "<|assistant|>")
+
+
+async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path
+) -> None:
+    """The second call is never answered; while it waits the order is taken back."""
+    source = AGENT + (
+        "import os\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "chat([{'role': 'user', 'content': 'say'}])\n"
+        "chat([{'role': 'user', 'content': 'guess'}])\n"
+    )
+    engine, asked = StubEngine(), anyio.Event()
+
+    def script(ids: Any, sampling: Any) -> list[int]:
+        engine.latency_seconds = 1000.0
+        return [10, words.eos_token_id]
+
+    engine._script = script
+    services = serve(engine, loop_options=command(tmp_path, source))
+    rollout = Rollout(long_order, services)
+    generate = engine.generate
+
+    async def watched(*args: Any, **options: Any) -> Any:
+        if engine.latency_seconds:
+            asked.set()
+        return await generate(*args, **options)
+
+    engine.generate = watched  # type: ignore[method-assign]
+    async with anyio.create_task_group() as group:
+        group.start_soon(services.pool.watch)
+        group.start_soon(services.serve)
+        with anyio.fail_after(SECONDS):
+            async with anyio.create_task_group() as playing:
+                playing.start_soon(rollout.play)
+                await asked.wait()
+                playing.cancel_scope.cancel()
+        group.cancel_scope.cancel()
+    await services.close()
+    trajectory = rollout.aborted("taken back")
+    assert trajectory.status is TrajectoryStatus.ABORTED and len(trajectory.turns) == 1
+    assert engine.in_flight == 0 and ended(int((tmp_path / "pid").read_text()))
+
+
+async def test_time_that_ended_while_a_call_waited_for_an_engine_is_the_engines_failure(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    """A reward of 0 would say that the policy failed."""
+    engine = echoing(words)
+
+    async def run(task: Any, client: Caller) -> None:
+        await client.chat([user("say")])
+        engine.alive = False
+        await client.post("/chat/completions", {"messages": [user("say")]})
+
+    trajectory = await play(serve(engine, run, max_seconds=4.0, wait_seconds_max=100.0), long_order)
+    assert trajectory.failure is not None and trajectory.failure.boundary == "engine", trajectory.status
+    assert trajectory.rewards == {}
+
+
+async def test_one_call_of_several_beyond_the_limit_truncates(serve: Serve, long_order: Order, words: Any) -> None:
+    engine = echoing(words)
+    engine.latency_seconds = 0.2
+
+    async def run(task: Any, client: Caller) -> float:
+        statuses: list[int] = []
+
+        async def one() -> None:
+            statuses.append((await client.post("/chat/completions", {"messages": [user("say")]}))[0])
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(one)
+        assert sorted(statuses) == [200, 200, 400]
+        return 1.0
+
+    trajectory = await play(serve(engine, run, max_turns=2), long_order)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 1.0}
+
+
+async def test_a_greedy_order_is_played_greedily_whatever_the_program_asks(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    async def run(task: Any, client: Caller) -> float:
+        status, _, headers = await client.post("/chat/completions", {"messages": [user("say")], "temperature": 1.0})
+        assert status == 200 and headers["X-Afterplay-Ignored"] == "temperature"
+        return 1.0
+
+    services = serve(echoing(words), run, loop_options={"sampling_parameters": "refuse"})
+    trajectory = await play(services, dataclasses.replace(long_order, greedy=True))
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert [t.temperature for t in trajectory.turns] == [0.0]
+
+
+async def test_a_body_that_never_comes_does_not_hold_the_door(
+    serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "TRANSFER_SECONDS_MAX", 0.2)
+
+    async def run(task: Any, client: Caller) -> float:
+        await client.chat([user("say")])
+        address, _, path = client.base_url.removeprefix("http://").partition("/")
+        host, _, port = address.partition(":")
+        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(head.encode())
+            assert (await stream.receive()).startswith(b"HTTP/1.1 408")
+        return 1.0
+
+    trajectory = await play(serve(echoing(words), run), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure

@@ -1,0 +1,270 @@
+"""Calls of a session become turns in branches, token for token what the engine saw."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.door.recording import Pending, Recording
+from actors.door.refusals import Refusal
+from actors.door.requests import Rules, read_chat, read_generate
+from actors.engine.base import Generation, Sampling
+from actors.rendering import Renderer
+from actors.tools.parsing import FORMATS
+from pipeline.schema import FinishReason, Task, Trajectory, TrajectoryStatus, VersionSpan
+
+RUN = Sampling(max_tokens=8, temperature=1.0)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def request(messages: list[dict[str, Any]], **more: Any) -> Any:
+    return read_chat(orjson.dumps({"messages": messages, **more}), RUN, Rules())
+
+
+def generation(ids: list[int], reason: FinishReason = FinishReason.STOP) -> Generation:
+    n = len(ids)
+    return Generation(np.asarray(ids, np.int32), np.full(n, -0.5, np.float32), (VersionSpan(0, n, 0),), reason)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+class Talk:
+    """A recording and what an engine would have seen."""
+
+    def __init__(self, tokenizer: Any, append: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.recording = Recording(Renderer(tokenizer), FORMATS["hermes"].parse, append=append)
+        self.seen: list[tuple[int, tuple[int, ...], list[int]]] = []
+
+    def begin(self, messages: list[dict[str, Any]], **more: Any) -> Pending:
+        return self.recording.chat(request(messages, **more))
+
+    def end(self, pending: Pending, ids: list[int]) -> dict[str, Any]:
+        answer = self.recording.finish(pending, generation(ids), 1.0)
+        self.seen.append((pending.branch, pending.prompt_ids, ids))
+        return said(answer.content)
+
+    def call(self, messages: list[dict[str, Any]], ids: list[int] | None = None) -> dict[str, Any]:
+        return self.end(self.begin(messages), ids or [10, 11, self.tokenizer.eos_token_id])
+
+    def trajectory(self) -> Trajectory:
+        task = Task("game/1", "game", 1)
+        return Trajectory("o", "g", task, self.recording.turns(), TrajectoryStatus.COMPLETE)
+
+    def check(self) -> None:
+        """Each branch is what the engine saw last in it and sampled then, and nothing is trained twice."""
+        branches = list(self.trajectory().branches())
+        last: dict[int, list[int]] = {}
+        for branch, prompt, ids in self.seen:
+            last[branch] = [*prompt, *ids]
+        assert [b.token_ids.tolist() for b in branches] == [last[k] for k in sorted(last)]
+        assert sum(int(b.loss_mask.sum()) for b in branches) == sum(len(ids) for _, _, ids in self.seen)
+
+
+def test_a_conversation_that_goes_on_is_one_branch(words: Any) -> None:
+    talk = Talk(words)
+    history = [user("say hello")]
+    for _ in range(3):
+        history += [talk.call(history), user("try again")]
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 0, 0]
+    text = words.apply_chat_template(history[:-1], tokenize=False)
+    assert words(text, add_special_tokens=False).input_ids == talk.trajectory().flatten().token_ids.tolist()
+
+
+def test_sampled_tokens_are_never_tokenised_again(smollm2: Any) -> None:
+    """ "hello" out of letters, as a policy may sample it: no tokenizer would cut the text so."""
+    letters = [smollm2(c, add_special_tokens=False).input_ids[0] for c in "hello"]
+    assert letters != smollm2("hello", add_special_tokens=False).input_ids
+    talk = Talk(smollm2)
+    first = talk.call([user("Say hello.")], [*letters, smollm2.eos_token_id])
+    assert first["content"] == "hello"
+    talk.call([user("Say hello."), first, user("Again.")], [*letters, smollm2.eos_token_id])
+    talk.check()
+    (branch,) = talk.trajectory().branches()
+    assert branch.token_ids[branch.loss_mask].tolist() == [*letters, smollm2.eos_token_id] * 2
+
+
+@pytest.mark.parametrize("echo", [{"refusal": None, "annotations": []}, {"tool_calls": None}, {"audio": None}])
+def test_what_clients_add_to_a_reply_does_not_fork(words: Any, echo: dict[str, Any]) -> None:
+    talk = Talk(words)
+    first = talk.call([user("say hello")])
+    parts = [{"type": "text", "text": first["content"]}]
+    talk.call([user("say hello"), {**first, **echo, "content": parts}, user("again")])
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+
+
+def test_a_rewritten_history_forks_and_both_branches_stay(words: Any) -> None:
+    talk = Talk(words)
+    first = talk.call([user("say hello")])
+    talk.call([user("say hello"), first, user("again")])
+    talk.call([user("say hello"), said("hello"), user("again")])
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 0, 1]
+
+
+def test_calls_at_once_from_one_place_become_branches_in_order_of_arrival(words: Any) -> None:
+    talk = Talk(words)
+    first = talk.call([user("say hello")])
+    history = [user("say hello"), first, user("again")]
+    pending = [talk.begin(history) for _ in range(3)]
+    replies = [talk.end(p, [12 + i, words.eos_token_id]) for i, p in reversed(list(enumerate(pending)))][::-1]
+    talk.call([*history, replies[2], user("try")])
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 0, 1, 2, 2]
+
+
+def test_a_call_that_failed_leaves_no_trace(words: Any) -> None:
+    talk = Talk(words)
+    talk.recording.fail(talk.begin([user("guess")]))
+    first = talk.call([user("say hello")])
+    talk.recording.fail(talk.begin([user("say hello"), first, user("again")]))
+    talk.call([user("say hello"), first, user("again")])
+    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+    assert len(list(talk.trajectory().branches())) == 1
+
+
+def test_token_calls_go_on_from_chat_calls_and_from_each_other(words: Any) -> None:
+    talk = Talk(words)
+    talk.call([user("say hello")])
+    ids = (*talk.seen[-1][1], *talk.seen[-1][2], 4, 7)
+    pending = talk.recording.tokens(ids)
+    assert pending.added_ids == (4, 7)
+    talk.end(pending, [9])
+    other = talk.recording.tokens((5, 6))
+    talk.end(other, [9])
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 0, 1]
+
+
+def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
+    talk = Talk(smollm2)
+    a = 10**30
+    text = f'I add. <tool_call>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</tool_call>'
+    ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
+    pending = talk.begin([user("1 + 1?")], tools=[TOOL])
+    answer = talk.recording.finish(pending, generation(ids), 1.0)
+    talk.seen.append((pending.branch, pending.prompt_ids, ids))
+    (turn,) = talk.recording.turns()
+    assert answer.finish_reason == "tool_calls" and turn.completion_message.content == text
+    (call,) = answer.tool_calls
+    assert call["function"] == {"name": "add", "arguments": {"a": a}}
+    echo = {
+        "role": "assistant",
+        "content": answer.content,
+        "tool_calls": [{**call, "function": {"name": "add", "arguments": f'{{ "a": {a} }}'}}],
+    }
+    told = {"role": "tool", "tool_call_id": call["id"], "content": "2<|im_end|>"}
+    pending = talk.begin([user("1 + 1?"), echo, told], tools=[TOOL])
+    talk.end(pending, [smollm2.eos_token_id])
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+    added = smollm2.decode(pending.added_ids)
+    assert added.count("<|im_end|>") == 1 and "2" in added
+
+
+def test_a_reply_without_a_readable_call_is_text(smollm2: Any) -> None:
+    talk = Talk(smollm2)
+    text = "<tool_call>\n{broken\n</tool_call>"
+    ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
+    answer = talk.recording.finish(talk.begin([user("x")], tools=[TOOL]), generation(ids), 1.0)
+    assert answer.content == text and not answer.tool_calls and answer.finish_reason == "stop"
+    assert talk.recording.turns()[0].signals["unreadable_calls"] == 1.0
+
+
+def test_a_stop_text_cuts_what_is_returned_and_nothing_that_was_sampled(smollm2: Any) -> None:
+    talk = Talk(smollm2)
+    ids = smollm2("one two STOP", add_special_tokens=False).input_ids
+    pending = talk.begin([user("count")], stop="STOP")
+    answer = talk.recording.finish(pending, generation(ids), 1.0, ("STOP",))
+    talk.seen.append((pending.branch, pending.prompt_ids, ids))
+    assert answer.content == "one two " and talk.recording.turns()[0].completion.token_ids.tolist() == ids
+    talk.call([user("count"), said("one two "), user("go on")], [smollm2.eos_token_id])
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), append=st.booleans())
+def test_any_order_of_calls_gives_branches_that_are_what_the_engine_saw(words: Any, seed: int, append: bool) -> None:
+    rng = random.Random(seed)
+    talk = Talk(words, append)
+    histories: list[list[dict[str, Any]]] = [[user("say hello")]]
+    open_calls: list[tuple[Pending, list[dict[str, Any]]]] = []
+    for _ in range(rng.randrange(1, 25)):
+        action = rng.random()
+        if action < 0.45 or not open_calls:
+            history = [dict(m) for m in rng.choice(histories)]
+            if action < 0.1:
+                rng.choice(history)["content"] = rng.choice(["guess", "higher", "lower"])
+            open_calls.append((talk.begin(history), history))
+        elif action < 0.6:
+            talk.recording.fail(open_calls.pop(rng.randrange(len(open_calls)))[0])
+        else:
+            pending, history = open_calls.pop(rng.randrange(len(open_calls)))
+            ids = [rng.randrange(6, 38) for _ in range(rng.randrange(1, 4))]
+            reply = talk.end(pending, [*ids, words.eos_token_id] if rng.random() < 0.7 else ids)
+            histories.append([*history, reply, user(rng.choice(["try", "again", "?"]))])
+    if talk.seen:
+        talk.check()
+        numbers = [t.branch for t in talk.recording.turns()]
+        assert sorted(set(numbers)) == list(range(len(set(numbers)))) and numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         "messages[0].tool_calls"),
+        ({"messages": [user("x")], "n": 0}, "n"),
+        ({"messages": [user("x")], "max_tokens": "many"}, "max_tokens"),
+        ({"messages": [user("x")], "stop": [1]}, "stop"),
+        ({"messages": [user("x")], "tools": [{"type": "custom"}]}, "tools"),
+        ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [user("x")], "logit_bias": {"3": 1}}, "logit_bias"),
+        ({"messages": [user("x")], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [user("x" * 1_000_001)]}, "messages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        read_chat(orjson.dumps(body), RUN, Rules())
+    assert caught.value.status == 400 and caught.value.param == param
+    assert caught.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"3"])
+def test_what_is_no_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(Refusal):
+        read_chat(data, RUN, Rules())
+    with pytest.raises(Refusal):
+        read_generate(data, RUN, Rules())
+
+
+def test_sampling_that_is_not_the_runs_is_ignored_by_name_or_refused() -> None:
+    body = {"messages": [user("x")], "temperature": 0.0, "seed": 1, "top_p": 1.0, "presence_penalty": 0}
+    assert read_chat(orjson.dumps(body), RUN, Rules()).ignored == ("temperature", "seed")
+    with pytest.raises(Refusal, match="temperature"):
+        read_chat(orjson.dumps(body), RUN, Rules(sampling="refuse"))
+    more = {"messages": [user("x")], "reasoning_effort": "low", "a\r\nb": 1, "user": "me", "verbosity": None}
+    assert read_chat(orjson.dumps(more), RUN, Rules()).ignored == ("reasoning_effort",)
+    same = {"messages": [user("x")], "temperature": 1, "top_p": 1}
+    assert read_chat(orjson.dumps(same), RUN, Rules("refuse", "refuse")).ignored == ()

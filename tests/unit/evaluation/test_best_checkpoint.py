@@ -1,0 +1,118 @@
+"""``checkpoints/best`` survives pruning, is replaced whole, and is never made of other weights than those evaluated."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+from prometheus_client import CollectorRegistry
+
+from learner.best import BestKeeper, is_evaluated, keep_best
+from learner.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, is_complete
+from learner.saving import CheckpointWriter
+from pipeline.config.evaluation import EvaluationConfig
+from pipeline.metrics.learner import LearnerMetrics
+
+
+def write(root: Path, updates: int, version: int | None = None) -> Path:
+    folder = checkpoint_path(root, updates)
+    (folder / "model").mkdir(parents=True)
+    version = updates if version is None else version
+    (folder / "model" / "weights").write_text(f"{updates} {version}")
+    files = {"model/weights": (folder / "model" / "weights").stat().st_size}
+    state = CheckpointState(updates, version, {})
+    (folder / "state.json").write_bytes(
+        orjson.dumps({**state.as_json(), "files": files}, option=orjson.OPT_NON_STR_KEYS)
+    )
+    return folder
+
+
+def best_of(updates: int, value: float = 0.5, version: int | None = None) -> dict[str, Any]:
+    version = updates if version is None else version
+    return {"evaluation": updates, "updates": updates, "policy_version": version, "metric": "score", "value": value}
+
+
+def test_it_survives_the_checkpoint_that_it_was_made_of(tmp_path: Path) -> None:
+    source = write(tmp_path, 10)
+    assert keep_best(tmp_path, best_of(10)) == tmp_path / "best-u000010"
+    shutil.rmtree(source)
+    assert is_complete(tmp_path / "best")
+    assert (tmp_path / "best" / "model" / "weights").read_text() == "10 10"
+    assert orjson.loads((tmp_path / "best" / "evaluation.json").read_bytes())["value"] == 0.5
+    assert find_checkpoints(tmp_path) == [], "nothing resumes from it by accident"
+    assert keep_best(tmp_path, best_of(10)) is not None, "asked again it stays"
+
+
+def test_a_better_one_takes_its_place(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    write(tmp_path, 20)
+    keep_best(tmp_path, best_of(10))
+    keep_best(tmp_path, best_of(20, 0.9))
+    assert (tmp_path / "best" / "model" / "weights").read_text() == "20 20"
+    assert not (tmp_path / "best-u000010").exists()
+
+
+def test_other_weights_under_the_same_number_are_not_taken(tmp_path: Path) -> None:
+    write(tmp_path, 10, version=14)
+    assert keep_best(tmp_path, best_of(10, version=10)) is None
+    assert not (tmp_path / "best").exists()
+    assert keep_best(tmp_path, best_of(10, version=14)) is not None
+    assert keep_best(tmp_path, best_of(30)) is None
+
+
+class Session:
+    def __init__(self) -> None:
+        self.evaluation: dict[str, Any] = {}
+        self.news = anyio.Event()
+
+    async def changed(self) -> None:
+        await self.news.wait()
+
+
+def keeper_of(root: Path, keep: str | None = "score") -> tuple[BestKeeper, CheckpointWriter, LearnerMetrics]:
+    async def durable(updates: int) -> None: ...
+
+    metrics = LearnerMetrics(CollectorRegistry(), environments=("a",))
+    writer = CheckpointWriter(root, root, 1, durable, metrics)
+    return BestKeeper(EvaluationConfig(every=5, keep_best=keep), root, Session(), writer, metrics), writer, metrics
+
+
+async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -> None:
+    keeper, writer, metrics = keeper_of(tmp_path)
+    await keeper.apply({"evaluating": 10, "last": None, "best": None})
+    assert writer.spare == {10}
+    told = {"evaluating": None, "last": {"environments": {"a": 0.25}}, "best": best_of(10)}
+    await keeper.apply(told)
+    assert writer.spare == {10} and not (tmp_path / "best").exists(), "its checkpoint is still to be written"
+    write(tmp_path, 10)
+    await keeper.apply(told)
+    assert is_complete(tmp_path / "best")
+    assert metrics.evaluation_score.labels(env="a")._value.get() == 0.25
+    await keeper.apply({**told, "evaluating": 15})
+    assert writer.spare == {15}
+
+
+async def test_a_checkpoint_that_is_gone_leaves_the_best_as_it_was(tmp_path: Path) -> None:
+    keeper, _, _ = keeper_of(tmp_path)
+    write(tmp_path, 10)
+    await keeper.apply({"best": best_of(10)})
+    write(tmp_path, 25)
+    await keeper.apply({"best": best_of(20, 0.9)})
+    assert (tmp_path / "best" / "model" / "weights").read_text() == "10 10"
+
+
+async def test_without_keep_best_only_the_score_is_told(tmp_path: Path) -> None:
+    keeper, writer, _ = keeper_of(tmp_path, None)
+    write(tmp_path, 10)
+    await keeper.apply({"evaluating": 10, "best": best_of(10)})
+    assert writer.spare == frozenset() and not (tmp_path / "best").exists()
+
+
+def test_the_last_weights_are_evaluated_when_nothing_plays_any_more() -> None:
+    assert not is_evaluated({}, 6)
+    assert not is_evaluated({"begun": 6, "evaluating": 6}, 6)
+    assert not is_evaluated({"begun": 4, "evaluating": None}, 6)
+    assert is_evaluated({"begun": 6, "evaluating": None}, 6)

@@ -1,0 +1,121 @@
+"""``afterplay eval`` without its processes: which weights, which run file, what is printed, which exit code."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from rich.console import Console
+
+from pipeline.config import RunConfig
+from pipeline.config.load import dump, loads
+from pipeline.errors import ConfigurationError
+from pipeline.role import ExitCode
+from pipeline.rundir import RunDirectory
+from pipeline.supervisor.evaluate import Asked, Weights, evaluate_checkpoint, find_weights, show_result, small_run
+from pipeline.supervisor.progress import describe_evaluation
+from pipeline.supervisor.specs import specs_of
+
+
+def checkpoint(run: RunDirectory, updates: int) -> Path:
+    folder = run.checkpoints / f"u{updates:06d}"
+    (folder / "model").mkdir(parents=True)
+    (folder / "state.json").write_bytes(orjson.dumps({"updates": updates, "policy_version": updates + 1}))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+def test_the_weights_that_are_asked_for(run: RunDirectory) -> None:
+    assert find_weights(run, None) == Weights("initial", None)
+    with pytest.raises(ConfigurationError, match="none yet"):
+        find_weights(run, "latest")
+    with pytest.raises(ConfigurationError, match="keep_best"):
+        find_weights(run, "best")
+    ten, twenty = checkpoint(run, 10), checkpoint(run, 20)
+    assert find_weights(run, None).updates == 20 and find_weights(run, "latest").model == twenty / "model"
+    for name in ("10", "u000010", "000010"):
+        assert find_weights(run, name) == Weights("u000010", ten / "model", 10, 11)
+    (run.checkpoints / "best").symlink_to(ten.name)
+    assert find_weights(run, "best").updates == 10
+    assert find_weights(run, "initial").model is None
+    for name in ("30", "newest", ""):
+        with pytest.raises(ConfigurationError, match=r"best, latest, initial or one of .*10, 20"):
+            find_weights(run, name)
+
+
+def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDirectory) -> None:
+    config = RunConfig.model_validate(
+        {
+            "run": {"directory": run.path.parent, "name": "run", "total_steps": 50},
+            "environments": {"arithmetic": {"held_out": {"test": 9}}},
+            "groups": {"groups_per_step": 4},
+            "replay": {"shards": 2, "store": "/elsewhere.sqlite", "address": "tcp://127.0.0.1:5555"},
+            "metrics": {"port": 9000},
+            "evaluation": {"every": 5, "split": "test", "keep_best": "score", "strict": True},
+        }
+    )
+    folder = RunDirectory(run.evaluations / "u000020-1")
+    weights = Weights("u000020", run.checkpoints / "u000020" / "model", 20, 22)
+    made = small_run(config, weights, Asked(tasks=7, samples=8), folder)
+    assert made.run.path == folder.path and made.run.total_steps == 21
+    section = made.evaluation
+    assert (section.only, section.tasks, section.samples, section.greedy, section.split) == (True, 7, 8, False, "test")
+    assert section.pass_at == (1, 8) and section.keep_best is None and not section.strict
+    assert section.is_due(20, 21)
+    assert made.replay.shards == 1 and made.replay.store is None and made.replay.address.endswith(":0")
+    assert made.metrics.port == 0 and made.engine.port == 0
+    assert made.model.source == str(weights.model)
+    assert loads(dump(made), "config.yaml", (), {}) == made, "it goes through its file"
+    names = [spec.name for spec in specs_of(made, folder, center="evaluator")]
+    assert "evaluator" in names and "learner" not in names
+
+
+def test_options_that_do_not_fit_are_refused_and_leave_no_folder(run: RunDirectory) -> None:
+    run.config_file.write_text(dump(RunConfig()))
+    with pytest.raises(ConfigurationError, match="from 1 to samples"):
+        evaluate_checkpoint(run.path, Asked(samples=2, pass_at=(4,)))
+    assert list(run.evaluations.iterdir()) == []
+    with pytest.raises(ConfigurationError, match=r"no config\.yaml"):
+        evaluate_checkpoint(run.checkpoints, Asked())
+
+
+def result(score: float | None = 0.5, status: str = "complete", **more: Any) -> dict[str, Any]:
+    told = {"tasks": 4, "score": score, "se": None if score is None else 0.1, "pass_at": {"1": score, "4": None},
+            "truncated": 1, "failed": 2, "missing": 3}  # fmt: skip
+    return {
+        "updates": 20, "split": "eval", "greedy": False, "samples": 4, "temperature": 0.7, "status": status,
+        "score": score, "se": told["se"], "pass_at": told["pass_at"], "environments": {"a": told}, "versions": [20, 22],
+        **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        (result(), ExitCode.FINISHED),
+        (result(status="timed_out"), ExitCode.FAILED),
+        (result(score=None), ExitCode.FAILED),
+    ],
+)
+def test_the_table_and_the_exit_code(told: dict[str, Any], code: ExitCode, run: RunDirectory) -> None:
+    written = io.StringIO()
+    assert show_result(told, "u000020", run, Console(file=written, width=140)) is code
+    text = written.getvalue()
+    assert "u000020: 20 updates, split eval, 4 rollouts a task at temperature 0.7" in text
+    assert ("0.500 ± 0.100" in text) is (told["score"] is not None)
+    assert "pass@4" in text and "missing" in text
+
+
+def test_a_result_in_one_line_for_the_progress() -> None:
+    assert describe_evaluation(result()) == (
+        "evaluation after step 20  score 0.500 ± 0.100  pass@1 0.500  missing 3  versions 20 to 22"
+    )
+    assert "timed_out" in describe_evaluation(result(score=None, status="timed_out"))
+    assert describe_evaluation({}) == "evaluation after step None  None"

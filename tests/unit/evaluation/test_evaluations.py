@@ -1,0 +1,324 @@
+"""Evaluations at the core: the share of places, restarts in the middle, what training sees of it (nothing)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.codec import decode_order, encode_trajectory
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.replay.core import StageCore
+from pipeline.replay.evaluation.log import write_results
+from pipeline.replay.journal import Evaluated, Send
+from pipeline.replay.records import GroupState
+from pipeline.replay.sharding import Shard
+from pipeline.replay.simulation import rollout
+from pipeline.replay.store import ReplayStore
+from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
+from pipeline.scorer.verdict import combine
+from pipeline.transport.base import Kind, Message
+
+SPLITS = {"a": {"train": [[0, 10, 1]], "eval": [[10, 14, 1]]}}
+
+
+class Stage:
+    """A core over a store; messages and results are kept. :meth:`restart` goes on from the store."""
+
+    def __init__(self, path: Any, slots: int = 8, splits: Any = SPLITS, **evaluation: Any) -> None:
+        self.path, self.slots, self.splits = path, slots, splits
+        self.sections: dict[str, Any] = {
+            "run": {"total_steps": 4},
+            "environments": {"a": {"max_seconds": 10}},
+            "groups": {"n_rollout": 2, "groups_per_step": 4},
+            "evaluation": {"every": 2, "tasks": 4, "slots": 0.25, "attempts_max": 2, **evaluation},
+        }
+        self.sent: list[Send] = []
+        self.results: list[dict[str, Any]] = []
+        self.store: Any = None
+        self.now = 0.0
+        self.restart()
+
+    def restart(self, **sections: Any) -> None:
+        if self.store is not None:
+            self.store.close()
+        self.sections |= sections
+        self.store = ReplayStore(self.path)
+        self.core = StageCore(
+            RunConfig.model_validate(self.sections), self.store.load(),
+            score_now=lambda t: combine(t.rewards, {"environment": 1.0}),
+        )  # fmt: skip
+        self.round()
+        header = {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": self.slots, "splits": self.splits}
+        self.core.peer_up("actor-0", {**header, "holding": [o.order_id for o in self.leased()]})
+        self.round()
+
+    def version(self, version: int, updates: int) -> None:
+        learner = {"session": "s", "updates": updates, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
+        self.core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
+        self.core.message("learner", Message(Kind.VERSION, {"policy_version": version, "updates": updates}))
+        self.round()
+
+    def round(self) -> None:
+        self.core.set_time(self.now, self.now)
+        self.core.plan()
+        changes, effects = self.core.collect()
+        self.store.commit(changes)
+        self.sent += [e for e in effects if isinstance(e, Send)]
+        self.results += [e.result for e in effects if isinstance(e, Evaluated)]
+
+    def leased(self) -> list[Order]:
+        now = {k.text for g in self.core.records.values() for k, o in g.orders.items() if o.state == "leased"}
+        orders = [decode_order(s.header) for s in self.sent if s.kind is Kind.ORDER]
+        return [o for o in orders if o.order_id in now]
+
+    def evaluating(self) -> list[Order]:
+        return [o for o in self.leased() if o.evaluation]
+
+    def answer(self, order: Order, version: int = 0, **more: Any) -> None:
+        frames = encode_trajectory(rollout(order, version, **more))
+        self.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        self.round()
+
+    def answer_all(self, version: int = 0, **more: Any) -> None:
+        while orders := self.evaluating():
+            self.answer(orders[0], version, **more)
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path / "r.sqlite")
+
+
+def test_it_holds_its_share_of_the_places_and_training_has_the_rest(stage: Stage) -> None:
+    stage.version(0, 0)
+    assert len(stage.evaluating()) == 2 and len(stage.leased()) == 8
+    assert all(order.greedy and order.task.seed >= 10 for order in stage.evaluating())
+    training = [order for order in stage.leased() if not order.evaluation]
+    assert all(order.task.seed < 10 and not order.greedy for order in training)
+
+
+def test_a_result_names_the_weights_and_the_versions_that_sampled_it(stage: Stage) -> None:
+    stage.version(0, 0)
+    first, second = stage.evaluating()
+    stage.answer(first, 0, reward=1.0)
+    stage.answer(second, 1, reward=0.0, status=TrajectoryStatus.TRUNCATED)
+    stage.answer_all(2, reward=1.0)
+    (result,) = stage.results
+    assert (result["updates"], result["policy_version"], result["versions"]) == (0, 0, [0, 2])
+    assert result["status"] == "complete" and result["score"] == 0.75
+    told = result["environments"]["a"]
+    assert (told["tasks"], told["rollouts"], told["truncated"], told["missing"]) == (4, 4, 1, 0)
+    counters = stage.core.journal.counters
+    assert counters["trajectories.evaluated"] == 4 and counters["trajectories.held"] == 0
+    assert not any(g.evaluation for g in stage.core.records.values())
+    last = [s.header for s in stage.sent if s.kind is Kind.EVALUATION][-1]
+    assert last["evaluating"] is None and last["best"]["value"] == 0.75
+
+
+def test_a_rollout_that_keeps_failing_is_missing(stage: Stage) -> None:
+    stage.version(0, 0)
+    task = stage.evaluating()[0].task.task_id
+    while orders := [o for o in stage.evaluating() if o.task.task_id == task]:
+        stage.answer(orders[0], status=TrajectoryStatus.ERROR)
+    stage.answer_all(reward=1.0)
+    told = stage.results[0]["environments"]["a"]
+    assert (told["score"], told["failed"], told["missing"], told["scored_tasks"]) == (1.0, 2, 1, 3)
+    assert not stage.core.groups.brake.holds(0.0), "training is not slowed down by it"
+
+
+def test_a_restart_in_the_middle_orders_nothing_twice(stage: Stage) -> None:
+    stage.version(0, 0)
+    before = [o.order_id for o in stage.evaluating()]
+    stage.answer(stage.evaluating()[0], reward=1.0)
+    stage.restart()
+    assert set(before[1:]) <= {o.order_id for o in stage.evaluating()}
+    stage.restart()
+    stage.answer_all(reward=0.0)
+    assert stage.results[0]["score"] == 0.25
+    assert stage.core.journal.counters["evaluations.tasks_planned"] == 4
+    stage.restart()
+    assert len(stage.results) == 1 and stage.core.evaluations.active is None
+    stage.version(1, 0)
+    assert not stage.evaluating(), "the same weights are not evaluated again"
+
+
+def test_other_tasks_than_before_end_what_was_played(stage: Stage) -> None:
+    stage.version(0, 0)
+    stage.restart(evaluation={**stage.sections["evaluation"], "tasks": 2})
+    assert stage.results[0]["status"] == "abandoned" and not stage.evaluating()
+    assert stage.core.evaluations.best is None
+
+
+def test_over_its_time_it_ends_with_what_it_has(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", seconds_max=5.0)
+    stage.version(0, 0)
+    stage.answer(stage.evaluating()[0], reward=1.0)
+    assert stage.core.next_deadline() == 5.0
+    stage.now = 6.0
+    stage.round()
+    (result,) = stage.results
+    told = result["environments"]["a"]
+    assert (result["status"], told["tasks"], told["rollouts"], told["missing"]) == ("timed_out", 4, 1, 3)
+    assert not stage.evaluating() and any(s.kind is Kind.CANCEL for s in stage.sent)
+    assert stage.core.evaluations.best is None
+
+
+def test_what_was_missed_while_one_played_falls_out_and_is_counted(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage.sections["run"] = {"total_steps": 100}
+    stage.restart()
+    stage.version(0, 0)
+    for updates in (1, 2, 3, 4, 5):
+        stage.version(updates, updates)
+    stage.answer_all(5, reward=0.0)
+    assert stage.core.evaluations.active is None
+    stage.version(6, 6)
+    stage.answer_all(6, reward=1.0)
+    assert [(r["updates"], r["skipped"]) for r in stage.results] == [(0, 0), (6, 2)]
+    assert stage.core.evaluations.best["updates"] == 6
+
+
+def test_strict_holds_the_update_back_until_the_weights_are_evaluated(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=40, strict=True)
+    stage.version(0, 0)
+    assert len(stage.evaluating()) == 4, "it may have every place"
+    for order in [o for o in stage.leased() if not o.evaluation]:
+        stage.answer(order, reward=float(order.slot))
+    assert not [s for s in stage.sent if s.kind is Kind.PLAN]
+    stage.answer_all(reward=1.0)
+    assert {s.header["update"] for s in stage.sent if s.kind is Kind.PLAN} <= {0, 1}
+    assert [s for s in stage.sent if s.kind is Kind.PLAN]
+
+
+def test_only_evaluating_orders_nothing_else(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", only=True)
+    stage.version(0, 0)
+    assert len(stage.evaluating()) == len(stage.leased()) == 4
+    stage.answer_all(reward=1.0)
+    assert stage.results[0]["reason"] == "command"
+
+
+def test_samples_and_temperature_are_told_with_the_order(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=40, greedy=False, samples=4, temperature=0.5, pass_at=(1, 4))
+    stage.version(0, 0)
+    while orders := stage.evaluating():
+        assert not orders[0].greedy and orders[0].temperature == 0.5
+        stage.answer(orders[0], reward=float(orders[0].slot == 0))
+    told = stage.results[0]["environments"]["a"]
+    assert told["pass_at"] == {"1": 0.25, "4": 1.0} and told["rollouts"] == 16
+
+
+def test_a_missing_split_ends_the_stage_with_the_remedy(tmp_path: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"evaluation.split is exam.*a has train, eval"):
+        Stage(tmp_path / "r.sqlite", split="exam")
+
+
+def test_an_actor_with_other_splits_is_refused(stage: Stage) -> None:
+    header = {"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 1, "holding": [], "splits": {}}
+    stage.core.peer_up("actor-1", header)
+    stage.round()
+    assert [s.peer for s in stage.sent if s.kind is Kind.REFUSED] == ["actor-1"]
+
+
+def test_a_learner_that_goes_back_ends_the_evaluation_of_weights_that_are_gone(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage.sections["run"] = {"total_steps": 100}
+    stage.restart()
+    stage.version(0, 0)
+    stage.answer_all(reward=0.0)
+    stage.version(2, 2)
+    assert stage.evaluating()
+    stage.core.learner.session = "another"
+    stage.core._s.batches.consumed = 2
+    stage.version(3, 1)
+    assert stage.results[-1]["status"] == "abandoned" and not stage.evaluating()
+    stage.version(4, 2)
+    assert stage.evaluating() and stage.core.evaluations.active["updates"] == 2
+    assert all(g.state is not GroupState.EVALUATED for g in stage.core.records.values())
+
+
+def test_a_learner_that_goes_back_takes_the_best_that_was_never_durable_with_it(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage.sections["run"] = {"total_steps": 100}
+    stage.restart()
+    for updates, reward in ((0, 0.25), (2, 0.5), (4, 0.0), (6, 0.75)):
+        stage.version(updates, updates)
+        stage.answer_all(updates, reward=reward)
+    assert stage.core.evaluations.best["updates"] == 6
+    stage.restart()
+    stage.core._s.batches.consumed = 6
+    stage.core.learner.session = "another"
+    stage.version(7, 4)
+    assert stage.core.evaluations.best["updates"] == 2 and not stage.evaluating()
+    stage.version(9, 6)
+    stage.answer_all(9, reward=0.6)
+    assert (stage.core.evaluations.best["updates"], stage.core.evaluations.best["policy_version"]) == (6, 9)
+
+
+def test_scores_of_other_tasks_are_not_compared(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage.sections["run"] = {"total_steps": 100}
+    stage.restart()
+    stage.version(0, 0)
+    stage.answer_all(reward=0.75)
+    stage.restart(evaluation={**stage.sections["evaluation"], "tasks": 2})
+    assert stage.core.evaluations.best["updates"] == 0
+    stage.version(2, 2)
+    stage.answer_all(2, reward=0.5)
+    assert (stage.core.evaluations.best["updates"], stage.core.evaluations.best["value"]) == (2, 0.5)
+
+
+def test_only_the_first_of_several_stages_evaluates(tmp_path: Any) -> None:
+    config = RunConfig.model_validate(
+        {
+            "environments": {"a": {"held_out": {"eval": 4}}}, "replay": {"shards": 2},
+            "groups": {"n_rollout": 2, "groups_per_step": 2}, "evaluation": {"every": 1},
+        }
+    )  # fmt: skip
+    for index in (0, 1):
+        core = StageCore(config, shard=Shard(index, 2))
+        header = {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 8, "holding": []}
+        core.peer_up("actor-0", header)
+        learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
+        core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
+        core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+        core.plan()
+        _, effects = core.collect()
+        orders = [decode_order(e.header) for e in effects if isinstance(e, Send) and e.kind is Kind.ORDER]
+        told = [e for e in effects if isinstance(e, Send) and e.kind is Kind.EVALUATION]
+        assert (any(o.evaluation for o in orders), bool(told)) == (index == 0, index == 0)
+
+
+def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_given_up(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400, greedy=False, samples=3)
+    stage.sections["scorer"] = {"functions": [{"path": "tests.nowhere:group", "per": "group"}]}
+    stage.restart()
+    stage.core.arrivals._score_now = None
+    stage.version(0, 0)
+    task = stage.evaluating()[0].task.task_id
+    first, second, third = (o for o in stage.evaluating() if o.task.task_id == task)
+    stage.answer(first, reward=1.0)
+    stage.answer(second, status=TrajectoryStatus.ERROR)
+    same = (second.task.task_id, second.slot)
+    again = next(o for o in stage.evaluating() if (o.task.task_id, o.slot) == same)
+    stage.answer(again, status=TrajectoryStatus.ERROR)
+    (group,) = [g for g in stage.core.records.values() if g.evaluation and g.task.task_id == task]
+    assert group.state is GroupState.EVALUATED and "needs all" in group.reason
+    cancelled = [i for s in stage.sent if s.kind is Kind.CANCEL for i in s.header["order_ids"]]
+    assert cancelled == [third.order_id], "its actor has the place back"
+    assert stage.core.journal.counters["trajectories.dropped.cancelled"] == 1
+
+
+def test_the_curves_hold_the_evaluations(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib", reason="install matplotlib to draw curves")
+    from pipeline.plots import draw
+
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "reward_mean": 0.6}\n')
+    assert draw(metrics, tmp_path / "without.png") is None
+    lines = [{"evaluation": i, "updates": i, "score": s, "se": 0.1} for i, s in enumerate((0.2, 0.9, None))]
+    write_results(tmp_path / "evaluations.jsonl", lines)
+    assert draw(metrics, tmp_path / "with.png") is None
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
