@@ -14,7 +14,7 @@ from tests.unit.learner.test_learner_role import Engine, World, config_of, servi
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 STOP_SECONDS_MAX, LOSS_SECONDS_MAX = 30, 60
-"""Several times what they take: other processes may hold the cores. A rank that hangs would take the 120 s of its group."""
+"""Several times what they take: others may hold the cores. A rank that hangs would take the 120 s of its group."""
 
 
 @pytest.fixture
