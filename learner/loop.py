@@ -221,15 +221,15 @@ class LearnerLoop:
         updates = self._trainer.updates
         waiting = self._writer.writing
         self._ctx.report("saving", "" if waiting is None else f"the checkpoint of step {waiting}", step=updates)
-        await self._writer.idle()
-        standing = self._session.standing
-        state = CheckpointState(
-            updates,
-            self.version,
-            {u: list(ids) for u, ids in standing.unacknowledged.items()},
-            trained=dict(standing.trained),
-        )
-        await self._writer.submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
+        async with self._writer.place(updates) as submit:
+            standing = self._session.standing
+            state = CheckpointState(
+                updates,
+                self.version,
+                {u: list(ids) for u, ids in standing.unacknowledged.items()},
+                trained=dict(standing.trained),
+            )
+            submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
 
     def _keeps_best(self, updates: int) -> bool:

@@ -1,15 +1,16 @@
 """Checkpoints written beside training.
 
 *consumes* images of the trainer, one at a time; *produces* durable checkpoints, and tells the replay stage of each
-only then; *waits for* an image; *unblocked by* ``submit``. At most one write is under way and none is queued: who
-submits before the last one is durable waits.
+only then; *waits for* an image; *unblocked by* who has a ``place``. At most one write is under way and none is queued:
+who asks for a place before the last one is durable waits.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -71,19 +72,31 @@ class CheckpointWriter:
             self._metrics.checkpoint_timestamp_seconds.set(time.time())
             log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
             await self._durable(image.updates)
-            self.writing = None
-            self._idle.set()
+            self._become_idle()
 
-    async def submit(self, image: CheckpointImage) -> None:
-        """Hand over what is to be written; returns at once, unless a write is under way: then when that is durable.
+    @asynccontextmanager
+    async def place(self, updates: int) -> AsyncIterator[Callable[[CheckpointImage], None]]:
+        """For the checkpoint of so many updates, once no write is under way: inside, the image is taken and given to
+        what this yields. Who waits for :meth:`idle` waits for that too: other ranks have begun to write by then.
         ``run`` must be running."""
         await self.idle()
         self._idle = anyio.Event()
-        self.writing = image.updates
+        self.writing = updates
+        try:
+            yield self._submit
+        finally:
+            if self._image is None:
+                self._become_idle()
+
+    def _submit(self, image: CheckpointImage) -> None:
         self._image = image
         self._wake.set()
 
+    def _become_idle(self) -> None:
+        self.writing = None
+        self._idle.set()
+
     async def idle(self) -> None:
-        """Wait until everything submitted is durable and told. Unbounded: the caller sets the bound."""
+        """Wait until everything begun is durable and told. Unbounded: the caller sets the bound."""
         while not self._idle.is_set():
             await self._idle.wait()

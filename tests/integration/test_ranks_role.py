@@ -12,8 +12,9 @@ from learner.metrics_log import MetricsLog
 from learner.ranks.children import Children
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-LOSS_SECONDS_MAX = 25
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+STOP_SECONDS_MAX, LOSS_SECONDS_MAX = 30, 60
+"""Several times what they take: others may hold the cores. A rank that hangs would take the 120 s of its group."""
 
 
 @pytest.fixture
@@ -41,11 +42,11 @@ def world(tmp_path, monkeypatch, children):
     async def make(**sections):
         engine = Engine()
         async with serving(engine) as url:
-            learner = {"ranks": 2, "ranks_timeout_seconds": 60}
+            learner = {"ranks": 2, "ranks_timeout_seconds": 120}
             w = World(config_of(tmp_path, url, learner=learner, **sections), engine)
             write = MetricsLog.write
             monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
-            with anyio.fail_after(200):
+            with anyio.fail_after(450):
                 async with anyio.create_task_group() as tasks:
                     await w.run(tasks)
                     yield w
@@ -77,7 +78,7 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
             await w.until_step(2)
-            tasks.cancel_scope.deadline = anyio.current_time() + 10
+            tasks.cancel_scope.deadline = anyio.current_time() + STOP_SECONDS_MAX
             ctx.stopping.set()
         assert not tasks.cancel_scope.cancel_called
         assert children[0].returncode == 0

@@ -26,6 +26,11 @@ def image_of(trainer):
     return take_image(trainer, CheckpointState(trainer.updates, trainer.updates, {}))
 
 
+async def submit(writer, trainer):
+    async with writer.place(trainer.updates) as take:
+        take(image_of(trainer))
+
+
 @pytest.fixture
 def trainer():
     return Trainer(tiny_policy(), run_config())
@@ -40,7 +45,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written(trainer, train, in
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
-            await writer.submit(image_of(trainer))
+            await submit(writer, trainer)
             await disk.begun()
             train(trainer, 2)
             assert told == []
@@ -62,13 +67,13 @@ async def test_at_most_one_write_is_under_way(trainer, train, initial, tmp_path,
     second = anyio.Event()
 
     async def submit_again():
-        await writer.submit(image_of(trainer))
+        await submit(writer, trainer)
         second.set()
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
-            await writer.submit(image_of(trainer))
+            await submit(writer, trainer)
             await disk.begun()
             train(trainer, 1)
             tasks.start_soon(submit_again)
@@ -94,11 +99,11 @@ async def test_a_write_that_fails_is_never_told_and_leaves_the_one_before(
     with anyio.fail_after(30), pytest.raises(BaseExceptionGroup) as raised:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
-            await writer.submit(image_of(trainer))
+            await submit(writer, trainer)
             await writer.idle()
             train(trainer, 1)
             disk.fault = fault
-            await writer.submit(image_of(trainer))
+            await submit(writer, trainer)
             await writer.idle()
     assert raised.group_contains(type(fault))
     assert told == [(0, [0])]
@@ -111,7 +116,7 @@ async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_pat
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
-            await writer.submit(image_of(trainer))
+            await submit(writer, trainer)
             await disk.begun()
             with anyio.move_on_after(0.05) as bound:
                 await writer.idle()
@@ -147,3 +152,44 @@ def test_torn_weights_give_no_image(trainer):
     trainer.torn = True
     with pytest.raises(TrainingError, match="whole updates"):
         image_of(trainer)
+
+
+async def test_who_waits_for_the_writer_waits_for_an_image_that_is_being_taken(trainer, train, initial, tmp_path):
+    """With several ranks the others write already: a stop in between would leave them in their collective."""
+    told, root = [], tmp_path / "c"
+    writer = writer_of(root, initial, told)
+    train(trainer, 1)
+    asked, seen = anyio.Event(), []
+
+    async def stop():
+        asked.set()
+        await writer.idle()
+        seen.append(list(told))
+        tasks.cancel_scope.cancel()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            async with writer.place(1) as take:
+                tasks.start_soon(stop)
+                await asked.wait()
+                take(image_of(trainer))
+            await anyio.sleep_forever()
+    assert seen == [[(1, [1])]]
+
+
+async def test_a_place_without_an_image_is_given_back(trainer, train, initial, tmp_path):
+    told, root = [], tmp_path / "c"
+    writer = writer_of(root, initial, told)
+    train(trainer, 1)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            with pytest.raises(TrainingError):
+                async with writer.place(1):
+                    raise TrainingError("no image")
+            assert writer.writing is None
+            await submit(writer, trainer)
+            await writer.idle()
+            tasks.cancel_scope.cancel()
+    assert told == [(1, [1])]
