@@ -55,7 +55,7 @@ def test_files_that_are_named_exist(page: str) -> None:
 def test_keys_of_the_run_file_that_are_named_exist(page: str) -> None:
     sections = "|".join(RunConfig.model_fields)
     named = set(re.findall(rf"[`= ]((?:{sections})(?:\.[a-z_0-9]+)+)[`=: ,]", text(ROOT / page))) - COUNTERS
-    files = {key for key in named if re.search(r"\.(jsonl|sqlite|yaml|py)$", key)}
+    files = {key for key in named if re.search(r"\.(jsonl?|sqlite|yaml|py)$", key)}
     code = {key for key in named if (ROOT / "/".join(key.split(".")[:2])).with_suffix(".py").exists()}
     keys = named - files - code
     assert [key for key in sorted(keys) if not has(RunConfig, key.split("."))] == []
