@@ -155,13 +155,15 @@ async def test_calls_become_turns_and_the_returned_reward_is_the_score(
             history += [answer["choices"][0]["message"], user("try again")]
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] == 3 and answer["object"] == "chat.completion"
+        short = await client.chat([user("guess")], max_tokens=1)
+        assert short["usage"]["completion_tokens"] == 1 and short["choices"][0]["finish_reason"] == "length"
         return {"reward": 0.75, "signals": {"solved": 1}}
 
     trajectory = await play(serve(engine, run), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.75}
-    assert trajectory.reward is None and trajectory.turn_rewards == (0.0, 0.0, 0.75)
+    assert trajectory.reward is None and trajectory.turn_rewards == (0.0, 0.0, 0.0, 0.75)
     assert trajectory.turns[-1].signals["solved"] == 1.0
-    assert [t.branch for t in trajectory.turns] == [0, 0, 0]
+    assert [t.branch for t in trajectory.turns] == [0, 0, 0, 1]
     assert_exact(trajectory, engine)
     assert {session for session, _ in engine.requests} == {long_order.order_id}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -114,6 +115,28 @@ def test_a_rewritten_history_forks_and_both_branches_stay(words: Any) -> None:
     talk.call([user("say hello"), said("hello"), user("again")])
     talk.check()
     assert [t.branch for t in talk.recording.turns()] == [0, 0, 1]
+
+
+def test_other_tools_are_another_prompt_and_fork(words: Any) -> None:
+    talk = Talk(words)
+    first = talk.call([user("say hello")])
+    pending = talk.begin([user("say hello"), first, user("again")], tools=[TOOL])
+    talk.end(pending, [words.eos_token_id])
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 1]
+
+
+def test_a_template_that_changes_what_was_said_forks_every_turn(words: Any) -> None:
+    tokenizer = copy.deepcopy(words)
+    tokenizer.chat_template = words.chat_template.replace(
+        "{{ message['content'] }}", "{{ 'hello' if message['role'] == 'assistant' else message['content'] }}"
+    )
+    talk = Talk(tokenizer)
+    history = [user("say hello")]
+    for _ in range(3):
+        history += [talk.call(history), user("try again")]
+    talk.check()
+    assert [t.branch for t in talk.recording.turns()] == [0, 1, 2]
 
 
 def test_calls_at_once_from_one_place_become_branches_in_order_of_arrival(words: Any) -> None:
