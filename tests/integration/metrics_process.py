@@ -37,7 +37,8 @@ def stir(metrics: Any) -> None:
 
 
 def children(metric: Any) -> list[Any]:
-    return list(getattr(metric, "_metrics", {}).values()) or [metric]
+    """Of one with labels, those that its class makes at the start: some have none before something happens."""
+    return list(metric._metrics.values()) if getattr(metric, "_labelnames", ()) else [metric]
 
 
 class Actor:
