@@ -143,7 +143,7 @@ async def main(options: argparse.Namespace) -> None:
     print(" ".join(f"{head:>11}" for head in heads))
     for concurrency in options.episodes:
         latency = max(options.latency, concurrency / options.rate) if options.rate else options.latency
-        episodes = max(2 * concurrency, options.turns // TURNS_PER_EPISODE)
+        episodes = options.each * concurrency
         shared = services(renderer, options.loop, latency, options.tokens)
         cpu, rate, median, high, worst, kib = await measure(shared, concurrency, episodes, latency)
         numbers = (f"{concurrency}", f"{latency:.2f}", f"{cpu:.3f}", f"{rate:.0f}", f"{median:.2f}")
@@ -157,6 +157,6 @@ if __name__ == "__main__":
     parser.add_argument("--episodes", type=int, nargs="+", default=CONCURRENCY)
     parser.add_argument("--latency", type=float, default=2.0, help="seconds that the stub engine takes")
     parser.add_argument("--rate", type=float, default=400.0, help="turns/s asked at most; 0: no limit")
-    parser.add_argument("--turns", type=int, default=2400)
+    parser.add_argument("--each", type=int, default=3, help="episodes that each place plays, one after another")
     parser.add_argument("--tokens", type=int, default=4)
     anyio.run(main, parser.parse_args(), backend_options={"use_uvloop": True})
