@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
+from actors.environments.stories import story
 from actors.tools.calculator import Calculator
 from pipeline.schema import Message, Task
 
@@ -32,6 +33,10 @@ class BigSums(Environment):
     """Solved sums that stand before the question, with their calls: a small model copies the form from them and would
     seldom find it by itself."""
 
+    stories: bool = False
+    """Whether the sum is told as a little story ("Ada has 4821 coins and gives 907 away. How many coins are left?"), so
+    that the operation has to be understood too."""
+
     loop = "tool_agent"
 
     @model_validator(mode="after")
@@ -45,26 +50,39 @@ class BigSums(Environment):
 
     def start(self, task: Task) -> BigSumsEpisode:
         draw = random.Random(task.seed)
-        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
-        a, b = draw.randint(low, high), draw.randint(low, high)
-        return BigSumsEpisode(self, a, draw.choice(self.operations), b)
+        return BigSumsEpisode(self, _drawn(self, draw, None))
 
 
 def _value(a: int, operation: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[operation]
 
 
-def _solved(options: BigSums, index: int) -> tuple[Message, ...]:
-    """Question, call, the calculator's answer, answer. The same in every episode."""
-    draw = random.Random(f"big_sums/{index}")
+class _Sum(NamedTuple):
+    question: str
+    expression: str
+    answer: int
+
+
+def _drawn(options: BigSums, draw: random.Random, operation: str | None) -> _Sum:
+    """A sum of the operation, or of one drawn."""
     low, high = 10 ** (options.digits - 1), 10**options.digits - 1
     a, b = draw.randint(low, high), draw.randint(low, high)
+    operation = operation or draw.choice(options.operations)
+    if options.stories and operation == "-":
+        a, b = max(a, b), min(a, b)
+    expression = f"{a} {operation} {b}"
+    question = story(draw, a, operation, b) if options.stories else f"What is {expression}?"
+    return _Sum(question, expression, _value(a, operation, b))
+
+
+def _solved(options: BigSums, index: int) -> tuple[Message, ...]:
+    """Question, call, the calculator's answer, answer. The same in every episode."""
     operation = options.operations[index % len(options.operations)]
-    question, answer = f"{a} {operation} {b}", str(_value(a, operation, b))
-    number = f"{index:09d}"
-    function = {"name": "calculator", "arguments": {"expression": question}}
+    shown = _drawn(options, random.Random(f"big_sums/{index}"), operation)
+    answer, number = str(shown.answer), f"{index:09d}"
+    function = {"name": "calculator", "arguments": {"expression": shown.expression}}
     return (
-        Message("user", f"What is {question}?"),
+        Message("user", shown.question),
         Message("assistant", "", {"tool_calls": [{"id": number, "type": "function", "function": function}]}),
         Message("tool", answer, {"name": "calculator", "tool_call_id": number}),
         Message("assistant", answer),
@@ -72,11 +90,11 @@ def _solved(options: BigSums, index: int) -> tuple[Message, ...]:
 
 
 class BigSumsEpisode(Episode):
-    def __init__(self, options: BigSums, a: int, operation: str, b: int) -> None:
+    def __init__(self, options: BigSums, asked: _Sum) -> None:
         shown = [message for i in range(options.examples) for message in _solved(options, i)]
-        self.messages = (*shown, Message("user", f"What is {a} {operation} {b}?"))
+        self.messages = (*shown, Message("user", asked.question))
         self._options = options
-        self._answer = _value(a, operation, b)
+        self._answer = asked.answer
         self.hint = f"The answer is {self._answer}."
 
     def step(self, reply: Reply) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def test_the_calculators_answer_is_the_right_one(seed: int, text: str) -> None:
     assert done.reward == 0.2 and done.signals == {"called": 1.0, "right": 0.0}
     _, done = step(seed, "9" * 5000 + "-")
     assert done.reward == 0.0
+
+
+@given(seed=st.integers(0, 2**62), operation=st.sampled_from("+-*"))
+def test_a_story_has_the_numbers_of_its_sum_and_an_answer_that_is_not_negative(seed: int, operation: str) -> None:
+    episode = BigSums(stories=True, operations=(operation,), examples=0, digits=4).start(Task("t", "sums", seed))  # type: ignore[arg-type]
+    (question,) = episode.messages
+    a, b = sorted((int(n) for n in re.findall(r"\d+", question.content)), reverse=True)
+    value = {"+": a + b, "-": a - b, "*": a * b}[operation]
+    done = episode.step(Reply(str(value)))
+    assert isinstance(done, Step) and done.reward == 1.0 and value >= 0
+    assert question.content.endswith("?") and "{" not in question.content
 
 
 @pytest.mark.parametrize("told", [True, False])
