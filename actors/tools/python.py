@@ -2,14 +2,15 @@
 
 The interpreter is Rust, has no access to files, network or processes, and runs in worker processes of its own with
 limits on time, memory, recursion and sleep; a worker that crashes or hangs is replaced. Variables last for an episode:
-they travel as bytes between calls, so an episode holds no worker. Where bubblewrap is installed the workers also run
-without network and with a read-only view of the file system.
+they travel as bytes between calls, so an episode holds no worker. Where bubblewrap is installed and the machine lets it
+make namespaces, the workers also run without network and with a read-only view of the file system.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import logging
 import shlex
 import shutil
 import tempfile
@@ -26,7 +27,9 @@ from actors.tools.base import Tool, ToolError, ToolResult
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
+logger = logging.getLogger(__name__)
 ANSWER_CHARACTERS_MAX = 100_000
+PROBE_SECONDS_MAX = 20.0
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -46,7 +49,8 @@ class Python(Tool):
     state_bytes_max: int = Field(default=1_000_000, ge=1)
     """Variables that take more are forgotten, and the policy is told."""
     bubblewrap: Literal["auto", "always", "never"] = "auto"
-    """Whether workers run under ``bwrap``: a second wall around the sandbox."""
+    """Whether workers run under ``bwrap``: a second wall around the sandbox. auto: where it works (many containers
+    forbid it; a warning says so). always: where it does not work is an error."""
 
     name = "python"
     description = (
@@ -125,17 +129,24 @@ class Python(Tool):
                     min_processes=0,
                     max_processes=self.processes,
                     request_timeout=self.seconds_max + 5.0,
-                    binary_path=self._binary(),
+                    binary_path=await self._binary(),
                 )
                 self._pool = await pool.__aenter__()
         return self._pool
 
-    def _binary(self) -> str | None:
+    async def _binary(self) -> str | None:
         """A script that starts the worker under bubblewrap, or None for the worker itself."""
         bwrap = shutil.which("bwrap") if self.bubblewrap != "never" else None
         if bwrap is None:
             if self.bubblewrap == "always":
                 raise ConfigurationError("the tool python: bubblewrap is always, but there is no bwrap on the PATH")
+            return None
+        refusal = await refused(bwrap)
+        if refusal is not None:
+            told = f"the tool python: {bwrap} does not work on this machine: {refusal}"
+            if self.bubblewrap == "always":
+                raise ConfigurationError(f"{told}. Allow user namespaces here, or set bubblewrap to auto or never")
+            logger.warning("%s. Workers run without it, in pydantic-monty's sandbox alone", told)
             return None
         find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
         self._wrapper = tempfile.TemporaryDirectory(prefix="afterplay-python-")
@@ -145,13 +156,25 @@ class Python(Tool):
         return str(script)
 
 
-def walls(bwrap: str, worker: str) -> list[str]:
+async def refused(bwrap: str) -> str | None:
+    """Why nothing can be started in namespaces of its own here (containers often forbid it); None where it can."""
+    try:
+        with anyio.fail_after(PROBE_SECONDS_MAX):
+            done = await anyio.run_process(walls(bwrap, "/bin/sh", "-c", ":"), check=False)
+    except (OSError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    if done.returncode == 0:
+        return None
+    return done.stderr.decode(errors="replace").strip()[-500:] or f"exit code {done.returncode}"
+
+
+def walls(bwrap: str, worker: str, *arguments: str) -> list[str]:
     """``worker`` in namespaces of its own: nothing writable, no network, ends with its parent."""
     return [
         *(bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
         *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
         *("--ro-bind", worker, worker),  # also where it is installed below /tmp
-        *("--", worker),
+        *("--", worker, *arguments),
     ]
 
 
