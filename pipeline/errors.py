@@ -28,6 +28,7 @@ Each message says what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,8 +129,9 @@ class ForcedExit(AfterplayError):
 def boundary(name: str) -> Iterator[None]:
     """Classify whatever user code raises inside as a :class:`PlugInError` that names ``name``.
 
-    Our own errors pass unchanged; so does everything that is not an ``Exception`` (cancellation,
-    ``KeyboardInterrupt``).
+    Our own errors pass unchanged; so do ``KeyboardInterrupt`` and the cancellation of the task. ``SystemExit``, and a
+    ``CancelledError`` though nobody cancelled the task, are failures like any other: a plug-in ends neither the process
+    nor somebody else's task.
 
     >>> with boundary("environment step"):
     ...     1 / 0
@@ -142,8 +144,25 @@ def boundary(name: str) -> Iterator[None]:
         raise
     except TimeoutError as error:
         raise PlugInTimeout(name, "TimeoutError", _words(error) or "took too long", traceback.format_exc()) from error
+    except SystemExit as error:
+        message = f"it called sys.exit({error.code!r})"
+        raise PlugInError(name, "SystemExit", message, traceback.format_exc()) from error
+    except asyncio.CancelledError as error:
+        if being_cancelled():
+            raise
+        message = "it raised CancelledError, and nobody had cancelled it"
+        raise PlugInError(name, "CancelledError", message, traceback.format_exc()) from error
     except Exception as error:
         raise PlugInError(name, type(error).__name__, _words(error), traceback.format_exc()) from error
+
+
+def being_cancelled() -> bool:
+    """Whether a ``CancelledError`` that was caught is the current task's own cancellation. Without a task it may be."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return True
+    return task is None or task.cancelling() > 0
 
 
 def _words(error: Exception) -> str:

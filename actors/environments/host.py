@@ -12,8 +12,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -146,7 +145,7 @@ class EnvironmentHost:
     ) -> Any:
         seconds_max = self.config.step_seconds_max if seconds_max is None else seconds_max
         is_async = inspect.iscoroutinefunction(function)
-        with boundary(where), _no_exit():
+        with boundary(where):
             if not (self._blocking or is_async):
                 result = self._timed(where, function, *args)
                 if not inspect.isawaitable(result):
@@ -206,15 +205,6 @@ class EnvironmentHost:
         shown = repr(came)
         shown = shown if len(shown) <= 200 else shown[:200] + "…"
         return PlugInError(where, "WrongValue", f"environment {self.section}: expected {expected}, got {shown}")
-
-
-@contextmanager
-def _no_exit() -> Iterator[None]:
-    """A plug-in may end its episode, not the actor."""
-    try:
-        yield
-    except SystemExit as error:
-        raise RuntimeError(f"the environment called sys.exit({error.code!r})") from error
 
 
 async def _identity(awaitable: Any) -> Any:

@@ -5,11 +5,13 @@ A call ends in a number or in a :class:`ScoreFailure` for each trajectory; it ne
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -18,7 +20,7 @@ import anyio.to_thread
 
 from pipeline.codec import decode_trajectory, encode_trajectory
 from pipeline.config.rewards import ScoreFunction
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, being_cancelled
 from pipeline.schema import Trajectory
 from pipeline.scorer.graders import BUILT_IN
 from pipeline.scorer.resolve import UserFunction, resolve
@@ -29,6 +31,9 @@ log = logging.getLogger("afterplay.scorer")
 
 ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""
+
+DETAILS_CHARACTERS_MAX = 8_000
+"""Of a traceback, kept with its trajectory and logged."""
 
 Outcome = float | ScoreFailure
 
@@ -87,8 +92,12 @@ class Call:
             self._abandon()
         except anyio.BrokenWorkerProcess:
             failure = ScoreFailure(self.name, "crashed", "its worker process died")
-        except Exception:
-            failure = ScoreFailure(self.name, "raised", traceback.format_exc())
+        except anyio.get_cancelled_exc_class():
+            if being_cancelled():
+                raise
+            failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
+        except (Exception, SystemExit):
+            failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
         return self._told(failure, which)
 
     async def _in_time(self, what: Trajectory | list[Trajectory]) -> object:
@@ -103,6 +112,7 @@ class Call:
             ]
             outcome, value = await self._workers.run(call_in_worker, self._path, every, many, self._options)
             return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
+        what = [_copy(t) for t in what] if isinstance(what, list) else _copy(what)
         if self._async:
             return await self._function(what, **self._options)
         return await anyio.to_thread.run_sync(
@@ -123,7 +133,10 @@ class Call:
             return ScoreFailure(self.name, "missing", "it returned None")
         if not isinstance(value, Real):
             return self._wrong("a number or None", value)
-        number = float(value)
+        try:
+            number = float(value)
+        except Exception:
+            return self._wrong("a number or None", value)
         return number if math.isfinite(number) else ScoreFailure(self.name, "nonfinite", f"it returned {number}")
 
     def _wrong(self, expected: str, came: object) -> ScoreFailure:
@@ -152,8 +165,23 @@ def call_in_worker(
         if many and not isinstance(value, str) and hasattr(value, "__iter__"):
             return "value", [_plain(v) for v in value]
         return "value", _plain(value)
-    except Exception:
-        return "raised", traceback.format_exc()
+    except (Exception, SystemExit):
+        return "raised", _bounded(traceback.format_exc())
+
+
+def _copy(trajectory: Trajectory) -> Trajectory:
+    """What a function may change without changing what is stored: arrays of tokens cannot be written anyway."""
+    task = trajectory.task
+    if task.payload:
+        task = replace(task, payload=copy.deepcopy(dict(task.payload)))
+    turns = tuple(replace(turn, signals=dict(turn.signals)) for turn in trajectory.turns)
+    return replace(trajectory, task=task, turns=turns, rewards=dict(trajectory.rewards))
+
+
+def _bounded(text: str) -> str:
+    """Its beginning and its end, where it is longer."""
+    half = DETAILS_CHARACTERS_MAX // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def _plain(value: object) -> object:

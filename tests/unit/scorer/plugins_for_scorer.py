@@ -1,5 +1,6 @@
 import asyncio
 import os
+import sys
 import time
 
 
@@ -39,6 +40,45 @@ def nothing(trajectory):
 def spins(trajectory):
     while True:
         pass
+
+
+async def raises_cancelled(trajectory):
+    raise asyncio.CancelledError
+
+
+async def leaves(trajectory):
+    sys.exit(3)
+
+
+def leaves_in_a_thread(trajectory):
+    sys.exit(3)
+
+
+def unprintable(trajectory):
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    raise Unprintable
+
+
+def shouts(trajectory):
+    raise ValueError("boom" * 1_000_000)
+
+
+def odd(trajectory):
+    class Odd(float):
+        def __float__(self):
+            raise RuntimeError("no number")
+
+    return Odd(1)
+
+
+def meddles(trajectory):
+    trajectory.rewards["environment"] = 99.0
+    trajectory.task.payload["rows"].clear()
+    trajectory.turns[0].signals["found"] = 1.0
+    return 1.0
 
 
 def dies(trajectory):

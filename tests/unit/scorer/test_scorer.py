@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,31 @@ async def test_a_score_that_fails_is_none_and_counted(name: str, reason: str, wo
     assert [(n, r) for n, _, r in seen] == [(name, reason)]
     if reason == "raised":
         assert "KeyError" in verdict.failures[0].details and PLUGINS.name in verdict.failures[0].details
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "worker"),
+    [
+        ("raises_cancelled", "raised", False), ("leaves", "raised", False), ("leaves_in_a_thread", "raised", False),
+        ("leaves_in_a_thread", "raised", True), ("unprintable", "raised", False), ("shouts", "raised", False),
+        ("shouts", "raised", True), ("odd", "type", False),
+    ],
+)  # fmt: skip
+async def test_no_function_ends_the_stage_or_another_trajectory(name: str, reason: str, worker: bool) -> None:
+    """Neither by leaving nor by cancelling; what is kept of its words is bounded."""
+    stage = scorer({"path": name, "worker": worker}, {"path": "length"})
+    verdict = await stage.score(trajectory())
+    assert verdict.reward is None and verdict.rewards["length"] == 2.0
+    assert [(f.name, f.reason) for f in verdict.failures] == [(name, reason)]
+    assert 0 < len(verdict.failures[0].details) < 10_000
+
+
+async def test_a_function_cannot_change_what_is_stored() -> None:
+    given = trajectory()
+    given = replace(given, task=replace(given.task, payload={"rows": [1, 2]}))
+    verdict = await scorer({"path": "meddles"}).score(given)
+    assert verdict.reward == 2.0 and given.rewards == {"environment": 1.0}
+    assert given.task.payload == {"rows": [1, 2]} and "found" not in given.turns[0].signals
 
 
 async def test_async_functions_run_together_within_the_limit() -> None:
