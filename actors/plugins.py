@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from pipeline.errors import ConfigurationError
 
@@ -89,12 +90,9 @@ def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str) -
     try:
         return cls(**options)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-        )
-        raise ConfigurationError(f"{where}.options: {faults}") from error
-    except ConfigurationError:
-        raise
+        raise ConfigurationError(f"{where}.options: {'; '.join(map(_fault, error.errors()))}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
     except Exception as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ConfigurationError(f"{where}: {label}({shown}) raised {type(error).__name__}: {error}") from error
@@ -112,3 +110,10 @@ def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], where: str
         raise ConfigurationError(
             f"{where}.options: unknown {', '.join(unknown)}; {label} takes {', '.join(parameters) or 'none'}"
         )
+
+
+def _fault(error: ErrorDetails) -> str:
+    """One fault of the options. What a class's own check says stands for itself."""
+    if not error["loc"] and error["type"] in ("value_error", "assertion_error"):
+        return str(error["msg"]).partition(", ")[2]
+    return f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']} (got {error['input']!r})"

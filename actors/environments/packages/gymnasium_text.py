@@ -23,10 +23,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from actors.environments.base import Environment, Episode, Reply, Step
-from actors.environments.discovery import attribute
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
 from actors.environments.packages.held_out import held_out
+from actors.environments.packages.timing import takes_long
+from actors.plugins import attribute
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
 
@@ -43,7 +44,8 @@ class Gymnasium(Environment):
     """Import path of ``describe(observation, env) -> str`` (``module:function`` or ``path/file.py:function``; ``env``
     is the unwrapped environment). None: the observation as Python prints it."""
     actions: tuple[str, ...] = ()
-    """Words of the actions 0, 1, ... of a discrete action space. The last of them in a reply is the action."""
+    """Words of the actions of a discrete action space, from its first (mostly 0) on. The last of them in a reply is the
+    action."""
     parse: str | None = None
     """Import path of ``parse(reply, env) -> action`` for any other action space; None from it: not understood."""
     instructions: str = ""
@@ -55,23 +57,33 @@ class Gymnasium(Environment):
     counts."""
 
     def __post_init__(self) -> None:
-        self._make: Callable[..., Any] = package("gymnasium").make
+        gymnasium = package("gymnasium")
+        self._make: Callable[..., Any] = gymnasium.make
         self._describe = _function(self.describe, "describe") if self.describe else lambda seen, _: str(seen)
         self._parse = _function(self.parse, "parse") if self.parse else None
         try:
             env = self._make(self.id, disable_env_checker=True, **self.options)
         except Exception as error:
             raise ValueError(f"gymnasium.make({self.id!r}) raised {type(error).__name__}: {error}") from error
-        count = getattr(env.action_space, "n", None)
+        space = env.action_space
         env.close()
-        if self._parse is None and (count is None or int(count) != len(self.actions)):
+        discrete = isinstance(space, gymnasium.spaces.Discrete)
+        words = {word.lower() for word in self.actions}
+        if self._parse is None and not (discrete and len(self.actions) == len(words) == int(space.n)):
             raise ValueError(
-                f"expected a word for each action of {env.action_space}, or a parse function; "
+                f"expected a word of its own for each action of {space}, or a parse function; "
                 f"got actions={self.actions}"
             )
+        self._first = int(space.start) if discrete else 0
+        self.blocking = takes_long(lambda: self.start(Task("gymnasium/1", "gymnasium", 1)).close())
 
     def start(self, task: Task) -> GymnasiumEpisode:
-        return GymnasiumEpisode(self, self._make(self.id, disable_env_checker=True, **self.options), task.seed % 2**31)
+        env = self._make(self.id, disable_env_checker=True, **self.options)
+        try:
+            return GymnasiumEpisode(self, env, task.seed % 2**31)
+        except BaseException:
+            env.close()
+            raise
 
 
 class GymnasiumEpisode(Episode):
@@ -103,7 +115,7 @@ class GymnasiumEpisode(Episode):
             return self._options._parse(str(reply), self._env.unwrapped)
         places = {action: _last(action, reply) for action in self._options.actions}
         word = max(places, key=lambda action: places[action])
-        return self._options.actions.index(word) if places[word] >= 0 else None
+        return self._options._first + self._options.actions.index(word) if places[word] >= 0 else None
 
     def close(self) -> None:
         self._env.close()

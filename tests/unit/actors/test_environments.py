@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors import plugins
 from actors.environments import Environment, Episode, Reply, discovery
 from actors.environments.arithmetic import Arithmetic
 from actors.environments.number_guess import NumberGuess
@@ -142,7 +143,7 @@ def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pyt
     path = "actors.environments.arithmetic:Arithmetic"
     assert isinstance(build(path), Arithmetic)
     points = [EntryPoint("sums", path, discovery.GROUP), EntryPoint("broken", "no_such_module:X", discovery.GROUP)]
-    monkeypatch.setattr(discovery, "entry_points", lambda group: points)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points)
     assert isinstance(build("sums"), Arithmetic)
     with pytest.raises(ConfigurationError, match="no_such_module"):
         build("broken")
