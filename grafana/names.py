@@ -21,19 +21,20 @@ ENGINE = VLLM_ONLY | {
 }
 """What either engine exports."""
 
+TOOLS_ONLY = frozenset({"afterplay_actor_tool_duration_seconds_bucket", "afterplay_actor_tool_duration_seconds_sum"})
+"""What an actor exports only once a tool was called."""
+
 RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
 """What Prometheus and its client library make."""
 
 NOT_SHOWN = {
-    "afterplay_actor_door_calls_total": "empty in a run without agent programs: to be drawn by hand, by outcome",
-    "afterplay_actor_tool_calls_total": "empty in a run without tools: to be drawn by hand, by tool and outcome",
-    "afterplay_actor_tool_duration_seconds": "empty in a run without tools, as well",
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
     "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
     "afterplay_run_info": "identifies a run: to be joined in ad-hoc queries",
     "afterplay_actor_weight_update_duration_seconds": "always empty: the learner updates the engines, see publication",
     "afterplay_actor_weight_update_bytes_total": "always 0, for the same reason",
     "afterplay_actor_weight_update_failures_total": "always 0, for the same reason",
+    "afterplay_learner_evaluation_score": "what the learner was told of the replay stage's score, which is shown",
     "afterplay_replay_score_retries_total": "to look at when a judge or reward model is slow; what fails in spite of "
     "retries is in the panel of score failures",
     "afterplay_replay_score_value": "one part of a reward: to be drawn by hand for the parts that a run has",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grafana.dashboard_lint import metric_names, queries, substitute, variable_queries
-from grafana.names import TRANSFER_ONLY, VLLM_ONLY
+from grafana.names import TOOLS_ONLY, TRANSFER_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 
 FOLDER = Path(__file__).parent / "dashboards"
@@ -111,8 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--engine", choices=sorted(MAY_LACK), default="vllm", help="decides which metrics must be there"
     )
+    parser.add_argument("--tools", action="store_true", help="the run calls tools: their metrics must be there")
     options = parser.parse_args(arguments)
-    exempt = MAY_LACK[options.engine] | set(options.without_data)
+    exempt = MAY_LACK[options.engine] | set(options.without_data) | (frozenset() if options.tools else TOOLS_ONLY)
     if options.url:
         return _report(options, Api(options.url), exempt)
     with PrometheusProcess(options.target) as prometheus:

@@ -119,7 +119,7 @@ class ProgramLoop(AgentLoop):
             token,
             self.body_bytes_max,
             f"{where}.options",
-            lambda outcome: calls.labels(env=section, outcome=outcome).inc(),
+            lambda route, outcome: calls.labels(env=section, route=route, outcome=outcome).inc(),
         )
 
     def begin(self, game: Game) -> DrivenEpisode:

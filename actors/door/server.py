@@ -40,9 +40,16 @@ class Door:
     """One server. Who connects before it serves waits. Raises :class:`ConfigurationError` when the address is taken."""
 
     def __init__(
-        self, host: str, port: int, token: str | None, body_bytes_max: int, where: str, count: Callable[[str], None]
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        body_bytes_max: int,
+        where: str,
+        count: Callable[[str, str], None],
     ) -> None:
-        """``where``: the key of the run file, for messages. ``count`` is called with the outcome of each call."""
+        """``where``: the key of the run file, for messages. ``count`` is called with the route and the
+        outcome of each call, as :attr:`ActorMetrics.door_calls_total` names them."""
         self._count = count
         self._token = token
         self._body_bytes_max = body_bytes_max
@@ -105,16 +112,16 @@ class Door:
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[_errors_as_json], client_max_size=self._body_bytes_max)
         for prefix in ("", "/sessions/{session}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._counted(self._chat))
-            app.router.add_post(f"{prefix}/inference/v1/generate", self._counted(self._generate))
-            app.router.add_get(f"{prefix}/v1/models", self._models)
-        app.router.add_post("/sessions", self._lease)
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._counted("chat", self._chat))
+            app.router.add_post(f"{prefix}/inference/v1/generate", self._counted("generate", self._generate))
+            app.router.add_get(f"{prefix}/v1/models", self._counted("models", self._models))
+        app.router.add_post("/sessions", self._counted("lease", self._lease))
         app.router.add_get("/sessions/{session}", self._show)
-        app.router.add_post("/sessions/{session}/finish", self._finish)
+        app.router.add_post("/sessions/{session}/finish", self._counted("finish", self._finish))
         app.router.add_get("/health", self._health)
         return app
 
-    def _counted(self, handler: Handler) -> Handler:
+    def _counted(self, route: str, handler: Handler) -> Handler:
         async def counted(request: web.Request) -> web.StreamResponse:
             outcome = "hung_up"
             try:
@@ -128,7 +135,7 @@ class Door:
                 outcome = "refused"
                 raise
             finally:
-                self._count(outcome)
+                self._count(route, outcome)
 
         return counted
 

@@ -9,6 +9,7 @@ from grafana import thresholds as limits
 from grafana.boards import stats
 from grafana.boards.flow import ACTORS_BLOCKED
 from grafana.boards.process import processes
+from grafana.boards.programs import DOOR, TOOLS
 from grafana.promql import metric, rate
 from grafana.queries import by_label, p50_p95
 from grafana.specs import BoardSpec, PanelSpec, Query, RowSpec, alert_stat
@@ -191,4 +192,8 @@ ROUTING = RowSpec(
     ),
 )
 
-ACTORS = BoardSpec("Afterplay / Actors", "afterplay-actors", (GLANCE, EPISODES, SENDING, ROUTING, processes("actor")))
+ACTORS = BoardSpec(
+    "Afterplay / Actors",
+    "afterplay-actors",
+    (GLANCE, EPISODES, SENDING, ROUTING, processes("actor"), TOOLS, DOOR),
+)

@@ -134,14 +134,23 @@ EVALUATION = RowSpec(
         PanelSpec(
             "Score on held-out tasks",
             "none",
-            (Query(f"max by (env) ({metric('learner_evaluation_score', ENV)})", "{{env}}"),),
-            "rises with the reward, a little below it; 0 until the first evaluation, and without evaluation.every.",
+            (
+                Query(f"max by (env, split) ({metric('replay_evaluation_score', ENV)})", "{{split}}, {{env}}"),
+                Query(f"max by (env) ({metric('learner_reward_mean', ENV)})", "trained, {{env}}"),
+            ),
+            "rises with the trained reward, a little below it (above it where it is greedy); 0 until the first "
+            "evaluation, and without evaluation.every.",
             "a score that falls while the reward rises is overfitting: evaluation.keep_best has kept the best weights.",
         ),
         PanelSpec(
             "pass@k on held-out tasks",
             "percentunit",
-            (Query(f"max by (env, k) ({metric('replay_evaluation_pass_ratio', ENV)})", "{{env}}, k = {{k}}"),),
+            (
+                Query(
+                    f"max by (env, split, k) ({metric('replay_evaluation_pass_ratio', ENV)})",
+                    "{{split}}, {{env}}, k = {{k}}",
+                ),
+            ),
             "rises; pass@1 comes closer to pass@k as the policy grows sure.",
             "pass@k that falls while pass@1 rises is lost variety: see entropy, or raise the temperature of training.",
         ),
@@ -164,6 +173,7 @@ EVALUATION = RowSpec(
             (
                 Query(f"sum by (outcome) ({metric('replay_evaluations_total')})", "{{outcome}}"),
                 Query(f"max({metric('replay_evaluation_updates')})", "updates in the weights evaluated last"),
+                Query(f"max({metric('replay_evaluation_policy_version')})", "their policy version"),
             ),
             "complete ones are counted up, the updates rise in steps of evaluation.every.",
             "many skipped: evaluations take longer than their period: fewer tasks, a longer period, or more "

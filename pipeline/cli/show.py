@@ -48,6 +48,13 @@ def show(
     step: Annotated[
         str | None, typer.Option(metavar="N|A-B", help="Trained in this step, or from A to B (A- and -B too).")
     ] = None,
+    evaluation: Annotated[
+        str | None,
+        typer.Option(metavar="N|A-B", help="Played to evaluate the weights of N updates, or of A to B (0-: all)."),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Tasks of this split: train, or a held-out one such as eval.")
+    ] = None,
     reward_min: Annotated[float | None, typer.Option(help="Reward of at least this.")] = None,
     reward_max: Annotated[float | None, typer.Option(help="Reward of at most this.")] = None,
     task: Annotated[
@@ -56,7 +63,9 @@ def show(
     environment: Annotated[str | None, typer.Option(help="Name of the environment in the run file.")] = None,
     status: Annotated[
         str | None,
-        typer.Option(help="complete, truncated, error, aborted; or trained, held, dropped, baseline, imported."),
+        typer.Option(
+            help="complete, truncated, error, aborted; or trained, held, dropped, baseline, evaluated, imported."
+        ),
     ] = None,
     failure: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Failed, with TEXT in the failure or traceback; '' for any.")
@@ -89,12 +98,13 @@ def show(
 
     Only reads, and works while the run goes on, after it, and after it was killed. Facts are kept of every trajectory;
     tokens of those that the replay stage still holds, of some of every update (traces.trained), which are the ones with
-    ratio, entropy and advantage, and of failed ones (traces.failed).
+    ratio, entropy and advantage, of failed ones (traces.failed) and of some of every evaluation (traces.evaluated).
 
       afterplay show runs/tiny
       afterplay show runs/tiny g000012.3.0 --colour ratio
       afterplay show runs/tiny --step 10-20 --reward-max 0 --sort tokens
       afterplay show runs/tiny --failure timeout --print
+      afterplay show runs/tiny --evaluation 20 --reward-max 0 --print
       afterplay show runs/tiny --html rollouts.html --limit 500
       afterplay show runs/tiny --json --limit 100000 | jq -r '[.step, .reward] | @tsv'
     """
@@ -117,6 +127,8 @@ def show(
         kept=reader.traced if only_kept and trajectory is None else None,
         trajectory_id=trajectory,
         step=span("--step", step),
+        evaluation=span("--evaluation", evaluation),
+        split=split,
         version=span("--version", version),
         reward_min=reward_min,
         reward_max=reward_max,

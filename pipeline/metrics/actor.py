@@ -17,6 +17,7 @@ MOVES = ("died", "lagging", "evicted")
 ENGINE_ERRORS = ("unavailable", "refused", "protocol")
 LESSON_SEARCHES = ("found", "none", "timeout", "error", "no_room")
 GUIDED = ("yes", "no")
+DOOR_ROUTES = ("chat", "generate", "models", "lease", "finish")
 DOOR_OUTCOMES = ("ok", "limit", "refused", "too_many", "engine", "hung_up")
 TOOL_OUTCOMES = (
     "ok",
@@ -78,9 +79,10 @@ class ActorMetrics:
         self.door_calls_total = counter(
             r,
             _P + "door_calls_total",
-            "Calls of agent programs; outcome = ok, limit (of the episode), refused (the call is wrong), too_many, "
-            "engine (it did not answer) or hung_up (the program did not wait for the answer).",
-            {"env": tuple(environments), "outcome": DOOR_OUTCOMES},
+            "Calls of agent programs; route = chat, generate, models, lease (a program asks for a task) or finish; "
+            "outcome = ok, limit (of the episode), refused (the call is wrong), too_many, engine (it did not answer) "
+            "or hung_up (the program did not wait for the answer).",
+            {"env": tuple(environments), "route": DOOR_ROUTES, "outcome": DOOR_OUTCOMES},
         )
         self.leaked_tasks_total = counter(
             r, _P + "leaked_tasks_total", "asyncio tasks that an episode's steps left running; they are cancelled.", env
@@ -178,7 +180,7 @@ class ActorMetrics:
             _P + "tool_calls_total",
             "Tool calls; outcome = ok, refused (the tool said no), unreadable, unknown, bad_arguments, too_many, "
             "timeout, raised, wrong_value or release_failed.",
-            {"tool": (), "outcome": TOOL_OUTCOMES},
+            {"tool": ("unknown",), "outcome": TOOL_OUTCOMES},
         )
         self.tool_duration_seconds = histogram(
             r, _P + "tool_duration_seconds", "Time of one tool call.", LAT, {"tool": ()}

@@ -52,6 +52,7 @@ class ReplayMetrics:
         order_outcomes: Sequence[str] = ORDER_OUTCOMES,
         score_functions: Sequence[str] = ("environment",),
         pass_at: Sequence[int] = (1,),
+        split: str = "eval",
     ) -> None:
         self._build_contents(registry, environments)
         self._build_sampling(registry)
@@ -61,7 +62,7 @@ class ReplayMetrics:
         self._build_curriculum(registry)
         self._build_mixing(registry)
         self._build_audit(registry)
-        self._build_evaluation(registry, environments, pass_at)
+        self._build_evaluation(registry, environments, pass_at, split)
         self._build_lessons(registry)
 
     def _build_contents(self, r: CollectorRegistry, environments: Sequence[str]) -> None:
@@ -231,8 +232,16 @@ class ReplayMetrics:
             r, _P + "audit_age_versions", "Versions since its oldest token was sampled" + note, LAG, population
         )
 
-    def _build_evaluation(self, r: CollectorRegistry, environments: Sequence[str], pass_at: Sequence[int]) -> None:
-        env = {"env": tuple(environments)}
+    def _build_evaluation(
+        self, r: CollectorRegistry, environments: Sequence[str], pass_at: Sequence[int], split: str
+    ) -> None:
+        env = {"env": tuple(environments), "split": (split,)}
+        self.evaluation_score = gauge(
+            r,
+            _P + "evaluation_score",
+            "Mean reward of the last evaluation: of tasks, each the mean of its rollouts.",
+            env,
+        )
         self.evaluation_pass_ratio = gauge(
             r,
             _P + "evaluation_pass_ratio",
@@ -247,6 +256,9 @@ class ReplayMetrics:
         )
         self.evaluation_updates = gauge(
             r, _P + "evaluation_updates", "Updates in the weights that were evaluated last."
+        )
+        self.evaluation_policy_version = gauge(
+            r, _P + "evaluation_policy_version", "Policy version of the weights that were evaluated last."
         )
         self.evaluations_total = counter(
             r,

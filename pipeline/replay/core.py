@@ -7,7 +7,6 @@ keeps this order: apply events, :meth:`StageCore.plan`, :meth:`StageCore.collect
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +18,14 @@ from pipeline.replay.equal import EqualRewards
 from pipeline.replay.evaluation.evaluations import Evaluations
 from pipeline.replay.experience.facade import Experience
 from pipeline.replay.groups import Groups
-from pipeline.replay.journal import Changes, Effect, Journal, Score, Send
+from pipeline.replay.journal import Changes, Effect, Journal, Send
 from pipeline.replay.leases import Leases
+from pipeline.replay.ordering import Ordering
 from pipeline.replay.payloads import PayloadHolds
-from pipeline.replay.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
+from pipeline.replay.records import CancelReason, GroupRecord, TrajectoryRecord
 from pipeline.replay.replays import Replays
 from pipeline.replay.report import UpdateReport
+from pipeline.replay.restarting import reconcile, restore_batches
 from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.replay.snapshot import Snapshot
 from pipeline.replay.state import StageState, log
@@ -89,13 +90,20 @@ class StageCore:
         self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)
         self.replays = Replays(self._s, self.experience, self.sampler)
         self.evaluations = Evaluations(self._s, meta, held_out or {})
-        self.groups = Groups(self._s, self.replays, EqualRewards(self._s, meta.get("refilled")), self.evaluations)
+        self.groups = Groups(
+            self._s, self.replays, EqualRewards(self._s, meta.get("refilled")), self.evaluations.playing
+        )
         self.leases = Leases(self._s, self.groups)
         self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
         self.learner = Dispatch(self._s, self.groups, self.replays, meta)
         self.learner.holds_back = self.evaluations.holds_back
+        self._ordering = Ordering(self._s, self.leases, self.groups, self.replays, self.evaluations)
         self._splits: dict[str, dict[str, Seeds]] | None = None
-        self._restore(meta, lost=snapshot.lost)
+        restore_batches(self._s)
+        self.groups.restore()
+        self.leases.restore()
+        self.leases.ended(self.evaluations.restore(lost=snapshot.lost))
+        reconcile(self._s, meta, self.groups, self.learner, self._cancel, lost=snapshot.lost)
 
     @property
     def config(self) -> RunConfig:
@@ -203,7 +211,7 @@ class StageCore:
         else:
             for group in self.learner.dispatch():
                 self._cancel(group, CancelReason.LATE)
-        self._order()
+        self._ordering.order()
         if s.stopped:
             stopped, s.stopped = s.stopped, []
             self.leases.ended(stopped, cancel="the evaluation ended")
@@ -220,50 +228,6 @@ class StageCore:
         """Rows to write in one transaction, and what to send after it."""
         self.replays.record()
         return self.journal.collect()
-
-    def _restore(self, meta: Mapping[str, Any], *, lost: bool) -> None:
-        s = self._s
-        for group in list(s.groups.values()):
-            if group.state is GroupState.PLACED:
-                assert group.update is not None
-                s.batches.restore_placed(group.number, group.update)
-            elif group.open:
-                s.batches.restore(group.number, group.admitted_update, ready=group.state is GroupState.READY)
-        self.groups.restore()
-        self.leases.restore()
-        self.leases.ended(self.evaluations.restore(lost=lost))
-        if meta.get("shard") != s.shard.record():
-            s.journal.meta("shard", s.shard.record())
-        shape = {"n_rollout": s.config.groups.n_rollout, "groups_per_step": s.config.groups.groups_per_step}
-        if meta.get("shape") not in (None, shape):
-            self._reconfigure(meta["shape"]["groups_per_step"] != shape["groups_per_step"])
-        if meta.get("shape") != shape:
-            s.journal.meta("shape", shape)
-        for group in [g for g in s.groups.values() if g.open]:
-            without = s.config.advantage.orders_greedy and group.greedy is None
-            if lost:
-                self._cancel(group, CancelReason.LOST)
-            elif group.task.environment not in s.config.environments:
-                self._cancel(group, CancelReason.RECONFIGURED)
-            elif without and group.state is GroupState.PLAYING:
-                group.greedy = Slot()
-                self.groups.want(group, group.greedy_index)
-            elif without:
-                self._cancel(group, CancelReason.RECONFIGURED)
-        for group in s.groups.values():
-            for slot in group.places:
-                if slot.trajectory is not None and slot.trajectory.reward is None:
-                    s.journal.effect(Score(slot.trajectory, members=self.groups.unscored(slot.trajectory)))
-
-    def _reconfigure(self, all_groups: bool) -> None:
-        """The run file changed what a batch is: groups of the old kind cannot be trained any more."""
-        s = self._s
-        for group in list(s.groups.values()):
-            if all_groups or group.n_rollout != s.config.groups.n_rollout:
-                if group.open:
-                    self._cancel(group, CancelReason.RECONFIGURED)
-                elif group.consumed:
-                    self.learner.forget(group)
 
     def _actor_up(self, peer: str, hello: Mapping[str, Any]) -> None:
         slots, holding = int(hello["slots"]), [str(i) for i in hello["holding"]]
@@ -314,43 +278,6 @@ class StageCore:
     def _cancel(self, group: GroupRecord, reason: CancelReason) -> None:
         self.leases.ended(self.groups.cancel(group, reason), cancel=f"its group was cancelled: {reason.value}")
         self.learner.cancelled(group)
-
-    def _order(self) -> None:
-        """Give free actors what is to be played: pending slots first, then new groups as far as admission allows."""
-        s = self._s
-        if s.policy_version < 0:
-            return
-        free = [(-actor.free, actor.name) for actor in self.leases.actors.values() if actor.free > 0]
-        heapq.heapify(free)
-        self._order_evaluation(free)
-        if self.finished or s.config.evaluation.only:
-            return
-        while free:
-            pending = self.groups.take_pending()
-            if pending is None:
-                if s.batches.capacity() < 1 or self.groups.brake.holds(s.now):
-                    break
-                self.groups.plan(self.replays.next())
-                continue
-            self._give(free, *pending)
-
-    def _order_evaluation(self, free: list[tuple[int, str]]) -> None:
-        """Rollouts of held-out tasks come first, in their share of the places."""
-        evaluations = self.evaluations
-        if evaluations.active is None:
-            return
-        places = sum(actor.slots for actor in self.leases.actors.values() if actor.down_since is None)
-        room = evaluations.may_hold(places) - evaluations.in_flight
-        while free and room > 0 and (wanted := evaluations.take()) is not None:
-            self._give(free, *wanted, version=evaluations.policy_version())
-            room -= 1
-
-    def _give(self, free: list[tuple[int, str]], group: GroupRecord, index: int, version: int | None = None) -> None:
-        """An order for the actor with the most free places."""
-        name = free[0][1]
-        actor = self.leases.actors[name]
-        self.leases.issue(group, index, actor, version)
-        heapq.heapreplace(free, (-actor.free, name)) if actor.free else heapq.heappop(free)
 
 
 def _limits(config: RunConfig) -> Limits:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pipeline.replay.brake import Brake
 from pipeline.replay.equal import EqualRewards, Fate
-from pipeline.replay.evaluation.evaluations import Evaluations
+from pipeline.replay.evaluation.playing import Playing
 from pipeline.replay.experience.records import Planned
 from pipeline.replay.journal import Finished, GivenUp
 from pipeline.replay.records import (
@@ -34,9 +34,9 @@ from pipeline.transport.base import Frames
 class Groups:
     """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
 
-    def __init__(self, state: StageState, replays: Replays, equal: EqualRewards, evaluations: Evaluations) -> None:
+    def __init__(self, state: StageState, replays: Replays, equal: EqualRewards, evaluating: Playing) -> None:
         self._s = state
-        self._evaluations = evaluations
+        self._evaluating = evaluating
         self._replays = replays
         self._equal = equal
         self._pending: list[tuple[int, int, int]] = []
@@ -102,6 +102,8 @@ class Groups:
         s.journal.count("trajectories.held")
         s.payloads.arrived(record.seq, facts.n_bytes)
         s.journal.group(group)
+        if group.evaluation:
+            self._evaluating.answered(group, record, frames)
         return record
 
     def failed(self, order: OrderRecord, drop: Drop, facts: Facts | None, reason: str) -> None:
@@ -143,7 +145,7 @@ class Groups:
             self._again(order)
             return
         if group.evaluation:
-            self._evaluations.scored(group, record)
+            self._evaluating.scored(group, record)
             return
         if group.is_greedy(record.key):
             self._keep_as_baseline(record)
@@ -160,7 +162,7 @@ class Groups:
         return sum(
             slot.trajectory is None or slot.trajectory.reward is None
             for slot in group.slots
-            if not (group.evaluation and slot.trajectory is None and self._evaluations.given_up(slot))
+            if not (group.evaluation and slot.trajectory is None and self._evaluating.given_up(slot))
         )
 
     def _settle(self, group: GroupRecord) -> None:
@@ -212,7 +214,7 @@ class Groups:
     def _again(self, order: OrderRecord) -> None:
         group = self._s.groups[order.key.group]
         if group.evaluation:
-            self._evaluations.again(order)
+            self._evaluating.again(order)
         if group.state is not GroupState.PLAYING:
             return
         failures = group.place(order.key.slot).failures

@@ -51,12 +51,13 @@ class Finished:
 
 @dataclass(slots=True)
 class Unfit:
-    """A rollout that cannot be trained; its payload is not stored."""
+    """A rollout that is not trained and is kept for people to look at: it failed, or was played for an evaluation."""
 
     trajectory_id: str
     frames: Frames
     received_at: float
     """Unix seconds."""
+    evaluated: bool = False
 
 
 @dataclass(slots=True)

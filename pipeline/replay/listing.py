@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import orjson
 
+from pipeline.config.tasks import TRAIN
 from pipeline.replay.reading import reading
 from pipeline.transport.base import Frames
 
@@ -40,6 +41,8 @@ WITH replayed AS (
         t.n_tokens, t.n_sampled, t.version_min, t.version_max, t.duration_seconds, t.actor, t.received_at, t.failure,
         t.entropy, t.age_insert, t.n_bytes, coalesce(g.task, k.task) AS task,
         CASE WHEN t.state = 'trained' THEN g.update_number + 1 END AS step,
+        CASE WHEN t.state = 'evaluated' OR g.state IN ('evaluating', 'evaluated')
+            THEN g.update_number END AS evaluation,
         coalesce(x.n_replays, 0) AS n_replays, x.steps
     FROM trajectories t LEFT JOIN groups g ON g.number = t.group_number LEFT JOIN pool p ON p.seq = t.seq
     LEFT JOIN tasks k ON k.task_id = p.task_id LEFT JOIN replayed x ON x.seq = t.seq
@@ -66,6 +69,10 @@ class Filters:
     trajectory_id: str | None = None
     step: Span | None = None
     """Trained in such an update, fresh or replayed. The first step is 1."""
+    evaluation: Span | None = None
+    """Played to evaluate weights with so many updates."""
+    split: str | None = None
+    """Of the task: ``train``, or one that is held out."""
     version: Span | None = None
     """A token was sampled by such a policy version."""
     reward_min: float | None = None
@@ -75,7 +82,7 @@ class Filters:
     environment: str | None = None
     status: str | None = None
     """How the episode ended (``complete``, ``truncated``, ``error``, ``aborted``), or what became of it here
-    (``trained``, ``held``, ``dropped``, ``baseline``, ``imported``)."""
+    (``trained``, ``held``, ``dropped``, ``baseline``, ``evaluated``, ``imported``)."""
     failure: str | None = None
     """A part of the failure (boundary, kind, message, traceback) or of why it was dropped, in any case of letters;
     empty: any failure."""
@@ -117,6 +124,8 @@ class Listed:
     environment: str
     step: int | None
     """Of the update that trained it fresh; the first is 1."""
+    evaluation: int | None = None
+    """Updates in the weights that it was played to evaluate; None: it was played for training."""
     replays: tuple[int, ...] = ()
     """Steps that trained it again."""
     rank: Any = field(default=None, compare=False)
@@ -179,6 +188,13 @@ def _conditions(f: Filters) -> tuple[str, list[Any]]:
             "r.group_number WHERE r.chosen = 1 AND g.state = 'trained' AND g.update_number + 1 BETWEEN ? AND ?))",
             low, high, low, high,
         )  # fmt: skip
+    if f.evaluation is not None:
+        add("evaluation BETWEEN ? AND ?", *_bounds(f.evaluation))
+    if f.split == TRAIN:
+        add("evaluation IS NULL")
+    elif f.split is not None:
+        # as pipeline.tasks names what is held out: environment/split/number
+        add(f"instr({_TASK.format('task_id')}, {_TASK.format('environment')} || '/' || ? || '/') = 1", f.split)
     if f.version is not None:
         low, high = _bounds(f.version)
         add("version_max >= ? AND version_min BETWEEN 0 AND ?", low, high)
@@ -216,11 +232,11 @@ def _bounds(span: Span) -> tuple[int, int]:
 
 def _listed(stage: int, row: sqlite3.Row | tuple[Any, ...]) -> Listed:
     (seq, name, group, state, reason, status, reward, rewards, n_turns, n_tokens, n_sampled, low, high, seconds, actor,
-     received_at, failure, entropy, age, n_bytes, task, step, _, steps, rank) = row  # fmt: skip
+     received_at, failure, entropy, age, n_bytes, task, step, evaluation, _, steps, rank) = row  # fmt: skip
     about = orjson.loads(task) if task else {}
     return Listed(
         stage, seq, name, group, state, reason, status, reward, orjson.loads(rewards), n_turns, n_tokens, n_sampled,
         low, high, seconds, actor, received_at, orjson.loads(failure) if failure else None, entropy, age, n_bytes,
-        str(about.get("task_id", "")), str(about.get("environment", "")), step,
+        str(about.get("task_id", "")), str(about.get("environment", "")), step, evaluation,
         tuple(sorted(int(s) for s in steps.split(","))) if steps else (), rank,
     )  # fmt: skip

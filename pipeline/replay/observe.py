@@ -140,15 +140,18 @@ class Observer:
             self._difficulty(core)
 
     def _evaluated(self, result: Mapping[str, Any]) -> None:
-        m = self._m
+        m, split = self._m, result["split"]
         m.evaluation_updates.set(result["updates"])
+        m.evaluation_policy_version.set(result["policy_version"])
         for env, told in result["environments"].items():
+            if told["score"] is not None:
+                m.evaluation_score.labels(env=env, split=split).set(told["score"])
             for k, value in told["pass_at"].items():
                 if value is not None:
-                    m.evaluation_pass_ratio.labels(env=env, k=k).set(value)
+                    m.evaluation_pass_ratio.labels(env=env, split=split, k=k).set(value)
             counts = {"scored": told["rollouts"], **{name: told[name] for name in ("truncated", "failed", "missing")}}
             for outcome, n in counts.items():
-                m.evaluation_rollouts.labels(env=env, outcome=outcome).set(n)
+                m.evaluation_rollouts.labels(env=env, split=split, outcome=outcome).set(n)
 
     def _pool_gauges(self, core: StageCore) -> None:
         m, experience, replay = self._m, core.experience, core.config.replay

@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
+from pipeline.blocked import interrupting_blocks
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
 from pipeline.lessons.open import open_lessons
@@ -54,6 +55,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         environments=tuple(config.environments),
         score_functions=config.scorer.names,
         pass_at=config.evaluation.pass_at,
+        split=config.evaluation.split,
     )
     scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
     sources = await _open_sources(ctx, metrics)
@@ -80,8 +82,10 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             # a kill may have come between the transaction and the line
             write_results(ctx.directory.evaluations_file, [core.evaluations.last])
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
-        with unfit_traces(config.traces, ctx.directory.traces, shard.index) as failed:
-            await _serve(ctx, hub, store, core, scorer, metrics, failed)
+        evaluates = core.evaluations.on
+        traces = unfit_traces(config.traces, ctx.directory.traces, shard.index, evaluates=evaluates)
+        with traces as unfit, interrupting_blocks():
+            await _serve(ctx, hub, store, core, scorer, metrics, unfit)
     finally:
         # with replay.memory_only this writes the last copy
         with anyio.CancelScope(shield=True):
@@ -120,7 +124,7 @@ async def _serve(
     core: StageCore,
     scorer: Scorer,
     metrics: ReplayMetrics,
-    failed: UnfitTraces,
+    unfit: UnfitTraces,
 ) -> None:
     config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
@@ -140,7 +144,7 @@ async def _serve(
         lessons = await open_lessons(config, ctx.directory, store, cache, outgoing.post, metrics)
         if lessons is not None:
             rounds.on_finished = lessons.finished
-        rounds.on_unfit = failed.keep
+        rounds.on_unfit = unfit.keep
         rounds.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:

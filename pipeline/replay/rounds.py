@@ -69,8 +69,8 @@ class Rounds:
         self.on_commit: Callable[[float], None] = lambda seconds: None
         self.on_finished: Callable[[Finished], None] = lambda group: None
         """Called with each group that became complete, once that is durable."""
-        self.on_unfit: Callable[[list[Unfit]], None] = lambda failed: None
-        """Called with the failed rollouts of a round, in a worker thread."""
+        self.on_unfit: Callable[[list[Unfit]], None] = lambda rollouts: None
+        """Called with the failed and evaluated rollouts of a round that people may look at, in a worker thread."""
         self.on_evaluated: Callable[[list[dict[str, Any]]], None] = lambda results: None
         """Called with the evaluations that ended, in a worker thread."""
 
@@ -151,8 +151,8 @@ class Rounds:
                         self.on_finished(effect)
                     elif isinstance(effect, Send):
                         self._outgoing.post(effect)
-                if failed := [effect for effect in effects if isinstance(effect, Unfit)]:
-                    await anyio.to_thread.run_sync(self.on_unfit, failed)
+                if unfit := [effect for effect in effects if isinstance(effect, Unfit)]:
+                    await anyio.to_thread.run_sync(self.on_unfit, unfit)
 
     def _report(self) -> None:
         core, batches = self._core, self._core.batches

@@ -1,4 +1,5 @@
-"""Failed rollouts, kept for ``afterplay show``: the store keeps their facts only (``traces.failed``)."""
+"""Rollouts that are not trained, kept for ``afterplay show``: the store keeps their facts only (``traces.failed`` and
+``traces.evaluated``)."""
 
 from __future__ import annotations
 
@@ -12,42 +13,55 @@ from pipeline.replay.journal import Unfit
 from pipeline.traces import TraceWriter
 
 log = logging.getLogger(__name__)
-NAME = "failed"
+FAILED, EVALUATED = "failed", "evaluated"
 
 
 class UnfitTraces:
-    """Writes the traces of one stage; does nothing without a writer. A disk that refuses ends it, with a warning."""
+    """Writes the traces of one stage, of each kind that has a writer. A disk that refuses ends it, with a warning."""
 
-    def __init__(self, writer: TraceWriter | None = None) -> None:
-        self._writer = writer
+    def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
+        self._writers = {FAILED: failed, EVALUATED: evaluated}
 
-    def keep(self, failed: Sequence[Unfit]) -> None:
+    def keep(self, rollouts: Sequence[Unfit]) -> None:
         """Blocks for the disk's page cache. Called by one thread at a time."""
-        if self._writer is None:
-            return
-        try:
-            for one in failed:
-                self._writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
-        except OSError as error:
-            log.warning("traces of failed rollouts are kept no longer: %s", error)
-            self.close()
+        for one in rollouts:
+            kind = EVALUATED if one.evaluated else FAILED
+            writer = self._writers[kind]
+            if writer is None:
+                continue
+            try:
+                writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
+            except OSError as error:
+                log.warning("traces of %s rollouts are kept no longer: %s", kind, error)
+                self._close(kind)
 
     def close(self) -> None:
         """Harmless when done already."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        for kind in self._writers:
+            self._close(kind)
+
+    def _close(self, kind: str) -> None:
+        writer, self._writers[kind] = self._writers[kind], None
+        if writer is not None:
+            writer.close()
 
 
 @contextmanager
-def unfit_traces(config: TracesConfig, directory: Path, stage: int) -> Iterator[UnfitTraces]:
-    """Of stage number ``stage``."""
-    traces = UnfitTraces()
-    if config.failed:
+def unfit_traces(
+    config: TracesConfig, directory: Path, stage: int, *, evaluates: bool = False
+) -> Iterator[UnfitTraces]:
+    """Of stage number ``stage``, which ``evaluates`` or not."""
+
+    def writer(kind: str, on: bool) -> TraceWriter | None:
+        if not on:
+            return None
         try:
-            traces = UnfitTraces(TraceWriter(directory, NAME if not stage else f"{NAME}-{stage}", config.bytes_max))
+            return TraceWriter(directory, f"{kind}-{stage}" if stage else kind, config.bytes_max)
         except OSError as error:
-            log.warning("traces of failed rollouts are not kept: %s", error)
+            log.warning("traces of %s rollouts are not kept: %s", kind, error)
+            return None
+
+    traces = UnfitTraces(writer(FAILED, config.failed), writer(EVALUATED, evaluates and config.evaluated > 0))
     try:
         yield traces
     finally:

@@ -23,6 +23,10 @@ FREED = (
     "trajectories of each update that traces.trained keeps"
 )
 NOT_STORED = "its tokens are not kept: a failed rollout is kept only where traces.failed is on"
+NOT_EVALUATED = (
+    "its tokens are not kept: an evaluated rollout is freed at once, and it is not among those of each evaluation that "
+    "traces.evaluated keeps"
+)
 TRACE_GONE = "its tokens were kept, but made room for newer ones (traces.bytes_max)"
 
 
@@ -89,7 +93,7 @@ class RunReader:
         return frozenset(self._traces)
 
     def has_trace(self, listed: Listed) -> bool:
-        """Whether what the learner saw of it, or a failed rollout, is kept."""
+        """Whether what the learner saw of it, or a failed or evaluated rollout, is kept."""
         return listed.trajectory_id in self._traces
 
     def find(self, rows: Sequence[Listed], step: Span | None = None) -> Iterator[Found]:
@@ -108,7 +112,7 @@ class RunReader:
             if entries:
                 return self._from_trace(row, _chosen(entries, step))
             if stored is None:
-                return Found(row, None, NOT_STORED if row.status in ("error", "aborted") else FREED)
+                return Found(row, None, _why_not(row))
             return Found(row, Transcript(self._scored(row, decode_trajectory(stored, self._limits))))
         except (StoreError, WireError, SchemaError) as error:
             return Found(row, None, f"its tokens cannot be read: {error}")
@@ -147,6 +151,12 @@ class RunReader:
         if gone:
             self.notes.append(f"stages without a store are left out: {', '.join(gone)}")
         return present
+
+
+def _why_not(row: Listed) -> str:
+    if row.status in ("error", "aborted"):
+        return NOT_STORED
+    return FREED if row.evaluation is None else NOT_EVALUATED
 
 
 def _chosen(entries: Sequence[TraceEntry], step: Span | None) -> TraceEntry:

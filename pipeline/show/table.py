@@ -72,6 +72,8 @@ def _became(row: Listed) -> Text:
     text = Text(row.status, _STATUS.get(row.status, ""))
     if row.state != "trained":
         text.append(f" {row.state}", "dim")
+        if row.evaluation is not None:
+            text.append(f" at {row.evaluation} updates", "dim")
     if row.failure:
         text.append(safe(f" {row.failure['boundary']}: {row.failure['kind']}: {row.failure['message'][:80]}"), "red")
     elif row.reason:

@@ -56,7 +56,7 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("task", f"{found['task_id']}   environment {found['environment']}"),
         ("reward", reward),
         ("became", " ".join(x for x in (found["status"], found["state"], found["reason"]) if x)),
-        ("steps", _joined_steps(found["step"], found["replays"])),
+        ("steps", _joined_steps(found["step"], found["replays"], found["evaluation"])),
         ("tokens", f"{found['n_sampled']} sampled of {found['n_tokens']}, in {found['n_turns']} turns"),
         ("versions", "none" if versions is None else f"{versions[0]} to {versions[1]}"),
         ("actor", str(found["actor"])),
@@ -158,7 +158,9 @@ def _background(rgb: tuple[int, int, int], share: float) -> Style:
     return Style(color="black" if share < 0.6 else "white", bgcolor=f"rgb({red},{green},{blue})")
 
 
-def _joined_steps(step: int | None, replays: Sequence[int]) -> str:
+def _joined_steps(step: int | None, replays: Sequence[int], evaluation: int | None) -> str:
+    if evaluation is not None:
+        return f"none: it was played to evaluate the weights of {evaluation} updates"
     fresh = "not trained fresh" if step is None else f"trained in step {step}"
     return fresh + (f", replayed in {', '.join(map(str, replays))}" if replays else "")
 

@@ -34,6 +34,7 @@ def listed_json(row: Listed) -> Json:
         "task_id": row.task_id,
         "environment": row.environment,
         "step": row.step,
+        "evaluation": row.evaluation,
         "replays": list(row.replays),
         "status": row.status,
         "state": row.state,

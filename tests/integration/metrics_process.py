@@ -44,6 +44,8 @@ def children(metric: Any) -> list[Any]:
 class Actor:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.m = ActorMetrics(registry, [ENV])
+        self.m.tool_calls_total.labels(tool="calculator", outcome="ok")
+        self.m.tool_duration_seconds.labels(tool="calculator")
 
     def move(self, i: int) -> None:
         stir(self.m)

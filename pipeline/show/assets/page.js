@@ -15,7 +15,7 @@
     seconds: ["seconds", (r) => r.seconds], version: ["version", (r) => r.versions?.[1]], entropy: ["entropy", (r) => r.entropy],
   };
   const NUMBERS = {
-    reward: (r) => [r.reward], step: (r) => [r.step, ...r.replays], turns: (r) => [r.n_turns], tokens: (r) => [r.n_sampled],
+    reward: (r) => [r.reward], step: (r) => [r.step, ...r.replays], evaluation: (r) => [r.evaluation], turns: (r) => [r.n_turns], tokens: (r) => [r.n_sampled],
     seconds: (r) => [r.seconds], age: (r) => [r.age], entropy: (r) => [r.entropy], version: (r) => r.versions ?? [],
   };
   const WORDS = {

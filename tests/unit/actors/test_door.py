@@ -340,7 +340,8 @@ async def test_a_dead_engine_is_told_to_the_program_and_is_the_failure(
     services = serve(engine, run, retries=0)
     trajectory = await play(services, long_order)
     counted = services.metrics.door_calls_total
-    assert [counted.labels(env="game", outcome=o)._value.get() for o in ("ok", "engine", "limit")] == [1.0, 1.0, 0.0]
+    chat = [counted.labels(env="game", route="chat", outcome=o)._value.get() for o in ("ok", "engine", "limit")]
+    assert chat == [1.0, 1.0, 0.0]
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
     assert trajectory.failure.boundary == "engine" and trajectory.rewards == {}
 

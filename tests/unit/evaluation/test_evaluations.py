@@ -11,7 +11,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.core import StageCore
 from pipeline.replay.evaluation.log import write_results
-from pipeline.replay.journal import Evaluated, Send
+from pipeline.replay.journal import Evaluated, Send, Unfit
 from pipeline.replay.records import GroupState
 from pipeline.replay.sharding import Shard
 from pipeline.replay.simulation import rollout
@@ -36,6 +36,7 @@ class Stage:
         }
         self.sent: list[Send] = []
         self.results: list[dict[str, Any]] = []
+        self.shown: list[str] = []
         self.store: Any = None
         self.now = 0.0
         self.restart()
@@ -67,6 +68,7 @@ class Stage:
         self.store.commit(changes)
         self.sent += [e for e in effects if isinstance(e, Send)]
         self.results += [e.result for e in effects if isinstance(e, Evaluated)]
+        self.shown += [e.trajectory_id for e in effects if isinstance(e, Unfit) and e.evaluated]
 
     def leased(self) -> list[Order]:
         now = {k.text for g in self.core.records.values() for k, o in g.orders.items() if o.state == "leased"}
@@ -289,6 +291,60 @@ def test_only_the_first_of_several_stages_evaluates(tmp_path: Any) -> None:
         orders = [decode_order(e.header) for e in effects if isinstance(e, Send) and e.kind is Kind.ORDER]
         told = [e for e in effects if isinstance(e, Send) and e.kind is Kind.EVALUATION]
         assert (any(o.evaluation for o in orders), bool(told)) == (index == 0, index == 0)
+
+
+def test_with_two_stages_every_held_out_task_is_evaluated_once_and_the_other_stage_trains() -> None:
+    config = RunConfig.model_validate(
+        {
+            "environments": {"a": {"held_out": {"eval": 7}}, "b": {"held_out": {"eval": 3}}},
+            "replay": {"shards": 2}, "groups": {"n_rollout": 2, "groups_per_step": 4}, "run": {"total_steps": 1},
+            "evaluation": {"every": 1, "samples": 2, "greedy": False, "strict": True},
+        }
+    )  # fmt: skip
+    played: list[tuple[str, int]] = []
+    results: list[dict[str, Any]] = []
+    for index in (0, 1):
+        core = StageCore(config, shard=Shard(index, 2), score_now=lambda t: combine(t.rewards, {"environment": 1.0}))
+        core.peer_up("actor-0", {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 5, "holding": []})
+        learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
+        core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
+        core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+        waiting: list[Order] = []
+        trained = 0
+        for _ in range(60):
+            core.plan()
+            effects = core.collect()[1]
+            waiting += [decode_order(e.header) for e in effects if isinstance(e, Send) and e.kind is Kind.ORDER]
+            results += [e.result for e in effects if isinstance(e, Evaluated)]
+            if not waiting:
+                break
+            order = waiting.pop(0)
+            trained += not order.evaluation
+            if order.evaluation:
+                played.append((order.task.task_id, order.slot))
+            frames = encode_trajectory(rollout(order, 0, reward=float(order.slot)))
+            core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        assert trained > 0
+    tasks = [f"a/eval/{i}" for i in range(7)] + [f"b/eval/{i}" for i in range(3)]
+    assert sorted(played) == sorted((task, slot) for task in tasks for slot in (0, 1))
+    (result,) = results
+    assert result["status"] == "complete" and result["score"] == 0.5
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 3, 4, 6, 100])
+def test_so_many_rollouts_are_shown_of_the_same_tasks_each_time(tmp_path: Any, wanted: int) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=400, greedy=False, samples=2)
+    stage.restart(run={"total_steps": 100}, traces={"evaluated": wanted})
+    shown: list[set[tuple[str, int]]] = []
+    for updates in (0, 2):
+        stage.version(updates, updates)
+        orders = {o.order_id: (o.task.task_id, o.slot) for o in stage.evaluating()}
+        stage.shown = []
+        stage.answer_all(updates, reward=1.0)
+        shown.append({orders[name] for name in stage.shown})
+        assert len(stage.shown) == min(wanted, 8)
+    assert shown[0] == shown[1]
+    assert wanted > 4 or all(slot == 0 for _, slot in shown[0]), "other tasks come before a second rollout of one"
 
 
 def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_given_up(tmp_path: Any) -> None:

@@ -34,6 +34,8 @@ class Rollout:
     state: str = "trained"
     reason: str = ""
     step: int | None = 1
+    evaluation: int | None = None
+    """Updates in the weights that it was played to evaluate."""
     replays: Sequence[int] = ()
     stored: bool = True
     """Its payload is still in the store."""
@@ -137,7 +139,7 @@ def make_run(path: Path, rollouts: Sequence[Rollout], shards: int = 1, **section
         trajectory = trajectory_of(r)
         frames = encode_trajectory(trajectory)
         index = {"trajectory_id": r.name, "policy_version": 3, "replayed": False}
-        if r.traced and r.failure is None:
+        if r.traced and r.failure is None and r.evaluation is None:
             for step in [s for s in (r.step, *r.replays) if s is not None]:
                 trained.append({**index, "replayed": step != r.step}, frames, seen_of(trajectory), step - 1)
         elif r.traced:
@@ -159,6 +161,8 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
             task = orjson.dumps({"task_id": r.task, "environment": r.environment, "seed": 7, "payload": {}})
             state = "trained" if r.state == "trained" else "playing"
             update = None if r.step is None else r.step - 1
+            if r.evaluation is not None:
+                state, update = "evaluated", r.evaluation
             _insert(
                 run, "INSERT OR IGNORE INTO groups", r.group, task, 8, 8, 0, 0, 0, state, update, 0, "", 1e9, None, 0
             )

@@ -26,8 +26,8 @@ def test_the_stage_hands_over_what_failed_and_nothing_else():
     assert [decode_trajectory(frames).status for _, frames in handed] == ["error", "aborted"]
 
 
-def unfit(name="g000001.0.0"):
-    return Unfit(name, encode_trajectory(trajectory_of(Rollout())), 1e9)
+def unfit(name="g000001.0.0", evaluated=False):
+    return Unfit(name, encode_trajectory(trajectory_of(Rollout())), 1e9, evaluated)
 
 
 def test_stages_keep_their_failures_apart(tmp_path):
@@ -54,3 +54,17 @@ def test_a_disk_that_refuses_is_said_once_and_switched_off_writes_nothing(tmp_pa
     with unfit_traces(TracesConfig(failed=False), tmp_path / "off", 0) as off:
         off.keep([unfit()])
     assert not (tmp_path / "off").exists()
+
+
+def test_evaluated_rollouts_have_files_of_their_own_where_the_stage_evaluates(tmp_path):
+    rollouts = [unfit("g000001.0.0"), unfit("g000002.0.0", evaluated=True)]
+    for folder, evaluates, config in (("yes", True, TracesConfig(failed=False)), ("no", False, TracesConfig()),
+                                      ("none", True, TracesConfig(evaluated=0))):  # fmt: skip
+        with unfit_traces(config, tmp_path / folder, 0, evaluates=evaluates) as traces:
+            traces.keep(rollouts)
+
+    def kept(folder):
+        return [(e.path.name.split("-")[0], e.trajectory_id) for e in scan_traces(trace_files(tmp_path / folder))]
+
+    assert kept("yes") == [("evaluated", "g000002.0.0")]
+    assert kept("no") == kept("none") == [("failed", "g000001.0.0")]

@@ -14,7 +14,7 @@ from pipeline.replay import listing, store_file
 from pipeline.replay.listing import Filters, Span
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import Failure
-from pipeline.show.reading import FREED, NOT_STORED, TRACE_GONE, RunReader
+from pipeline.show.reading import FREED, NOT_EVALUATED, NOT_STORED, TRACE_GONE, RunReader
 from tests.unit.show.making import Rollout, make_run
 
 BROKEN = Failure("environment step", "TimeoutError", "no answer [in] 5 s", "Traceback: deep inside")
@@ -146,6 +146,25 @@ def test_of_several_traces_that_of_the_asked_step_is_taken_else_the_newest(reade
     taken = found(reader, Span(3, 5))["g000001.0.0"].transcript
     assert (taken.step, taken.replayed) == (4, True)
     assert found(reader, Span(2, 2))["g000001.0.0"].transcript.replayed is False
+
+
+def test_evaluated_rollouts_are_found_by_the_weights_and_the_split_and_are_no_training(tmp_path):
+    evaluated = [
+        Rollout(5 + i, 0, float(i), f"game/{split}/1", state="evaluated", step=None, evaluation=updates, stored=False,
+                traced=i == 0)
+        for i, (split, updates) in enumerate((("eval", 0), ("eval", 20), ("test", 20)))
+    ]  # fmt: skip
+    reader = RunReader(*open_run(make_run(tmp_path / "evaluated", (*ROLLOUTS, *evaluated), shards=2)))
+    first, second, third = (r.name for r in evaluated)
+    assert names(reader, evaluation=Span(0, None)) == [first, second, third]
+    assert names(reader, evaluation=Span(20, 20)) == [second, third]
+    assert names(reader, split="eval") == [first, second]
+    assert names(reader, split="train") == expected(lambda r: True)
+    assert names(reader, split="eva") == names(reader, step=Span(21, 21)) == []
+    found = {f.listed.trajectory_id: f for f in reader.find(reader.listing(Filters(split="eval")).rows)}
+    assert found[first].transcript.trajectory.turns[0].completion_message.content == "answer"
+    assert (found[second].transcript, found[second].missing) == (None, NOT_EVALUATED)
+    assert (found[first].listed.evaluation, found[second].listed.evaluation) == (0, 20)
 
 
 def test_replays_are_listed_with_the_steps_that_made_them(reader):
