@@ -38,7 +38,7 @@ async def playing(services: Services, answer: Any, **section: Any) -> AsyncItera
         actor = Actor(services, link, places=4, outbox_bytes_max=10**7, limits=Limits())
         group.start_soon(services.pool.watch)
         group.start_soon(actor.run)
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             while not actor.connected:
                 await anyio.lowlevel.checkpoint()
         yield stage, network

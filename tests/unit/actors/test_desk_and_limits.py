@@ -107,7 +107,7 @@ async def test_hung_call_keeps_its_place_so_that_threads_are_bounded() -> None:
         await calls.run(int, "3")
     assert second.cancelled_caught
     release.set()
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         assert await calls.run(int, "3") == 3
 
 

@@ -163,7 +163,7 @@ async def test_time_limit_drops_the_unjudged_turn(make_services: MakeServices, m
             return ChatEpisode.step(self, reply)
 
     chat = Slow()
-    services = make_services([StubEngine()], chat, max_seconds=0.2)
+    services = make_services([StubEngine()], chat, max_seconds=1.0)
     trajectory = await play(services, make_order())
     assert trajectory.status is TrajectoryStatus.TRUNCATED and len(trajectory.turns) == 1
     assert trajectory.rewards == {"environment": 0.5}

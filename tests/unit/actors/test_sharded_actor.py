@@ -81,7 +81,7 @@ async def test_gauges_are_sums_over_the_stages(make_services: MakeServices, make
     async with playing(services, places=4) as (actor, one, two):
         await one.order(make_order(1), make_order(2))
         await two.order(make_order(3))
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             while actor.playing < 3:
                 await anyio.lowlevel.checkpoint()
         assert services.metrics.inflight_episodes._value.get() == 3
@@ -92,7 +92,7 @@ async def test_gauges_are_sums_over_the_stages(make_services: MakeServices, make
 @pytest.mark.parametrize("places", [2, 7])
 async def test_waiting_names_the_stage_only_where_they_differ(make_services: MakeServices, places: int) -> None:
     async with playing(make_services([StubEngine()]), places=places) as (actor, _, _two):
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             while "replay stage" in actor.waiting_for():
                 await anyio.lowlevel.checkpoint()
         assert actor.waiting_for() == "orders"
