@@ -33,6 +33,7 @@ from pipeline.errors import AfterplayError, ConfigurationError, ForcedExit
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.process import ProcessMetrics
 from pipeline.metrics.server import MetricsServer
+from pipeline.prints import bounded_prints
 from pipeline.rundir import RunDirectory, write_json_atomically
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
             metrics_port(name, index, config.metrics.port, config.actor.replicas),
         ) as server,
         _process_file(directory, name, config.metrics.host, server.port),
+        bounded_prints(),
     ):
         log.info("started, /metrics on port %d", server.port)
         async with anyio.create_task_group() as background:

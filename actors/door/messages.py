@@ -147,3 +147,13 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         }
         tools.append({"type": "function", "function": told})
     return tuple(tools)
+
+
+def dropped_from(body: Mapping[str, Any]) -> list[str]:
+    """What stands in messages and tools that were read and changes nothing here."""
+    dropped = []
+    if any(message.get("name") for message in body["messages"] if message["role"] != "tool"):
+        dropped.append("messages.name")
+    if any((tool.get("function") or {}).get("strict") for tool in body.get("tools") or ()):
+        dropped.append("tools.strict")
+    return dropped

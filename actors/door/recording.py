@@ -72,6 +72,7 @@ class Pending:
     keys: tuple[Key, ...] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     conversation: Conversation | None = field(default=None, repr=False)
+    calls_max: int | None = None
 
 
 class Recording:
@@ -188,6 +189,7 @@ class Recording:
             request.keys,
             request.tools,
             replace(conversation, branch=0),
+            request.calls_max,
         )
 
     def _number(self) -> int:
@@ -245,7 +247,7 @@ class Recording:
     def _said(self, pending: Pending, text: str, reason: FinishReason) -> tuple[Said, int]:
         """The reply taken apart, and how many of its calls cannot be read."""
         ended = "length" if reason is FinishReason.LENGTH else "stop"
-        if not pending.tools:
+        if not pending.tools or pending.calls_max == 0:
             return Said(text, (), ended), 0
         parsed = self._parse(text, pending.tools)
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
@@ -258,7 +260,7 @@ class Recording:
                 "type": "function",
                 "function": {"name": call.name[:NAME_CHARACTERS_MAX], "arguments": dict(call.arguments)},
             }
-            for index, call in enumerate(calls)
+            for index, call in enumerate(calls[: pending.calls_max])
         )
         return Said(parsed.content, stated, "tool_calls"), unreadable
 

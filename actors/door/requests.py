@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from actors.door.messages import Key, read_messages, read_tools
+from actors.door.messages import Key, dropped_from, read_messages, read_tools
 from actors.door.refusals import Refusal, shown, wrong
 from actors.engine.base import Sampling
 from pipeline.schema import Message
@@ -30,11 +30,41 @@ _DRAW = (
     "frequency_penalty",
     "repetition_penalty",
 )
-_CHAT = frozenset(_DRAW) | {
-    *("messages", "tools", "tool_choice", "model", "n", "max_tokens", "max_completion_tokens", "stop", "stream"),
-    *("stream_options", "logprobs", "top_logprobs", "logit_bias", "response_format", "functions", "modalities"),
-    *("continue_final_message", "add_generation_prompt", "user", "metadata", "store", "safety_identifier"),
+_RELIED_ON: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "logit_bias": ("log-probabilities would not be the policy's", ({},)),
+    "response_format": ("replies cannot be forced into a form", ({"type": "text"},)),
+    "top_logprobs": ("only log-probabilities of sampled tokens are known", (0,)),
+    "functions": ("give tools instead", ([],)),
+    "modalities": ("the policy writes text", (["text"],)),
+    "continue_final_message": ("a reply cannot be begun for the policy", (False,)),
+    "add_generation_prompt": ("each call asks for a new reply", (True,)),
+    "prediction": ("there is no predicted output", ()),
+    "web_search_options": ("the policy has no search of its own", ()),
+    "chat_template": ("the run file says which template is used", ()),
+    "chat_template_kwargs": ("the template is rendered as in the rest of the run", ({},)),
+    "documents": ("put them into messages", ([],)),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        ("replies cannot be forced into a form", ()),
+    ),
+    "min_tokens": ("a reply ends where the policy ends it", (0,)),
+    "ignore_eos": ("a reply ends where the policy ends it", (False,)),
+    "stop_token_ids": ("give stop texts instead", ([],)),
+    "bad_words": ("log-probabilities would not be the policy's", ([],)),
+    "echo": ("the answer is the reply alone", (False,)),
+    "prompt_logprobs": ("only log-probabilities of sampled tokens are known", ()),
+    "best_of": ("ask for n replies", (1,)),
 }
+"""What a program may rely on in the answer, of OpenAI's form and of vLLM's additions: why it cannot be had, and the
+values that say what happens anyway."""
+_CHAT = (
+    frozenset(_DRAW)
+    | _RELIED_ON.keys()
+    | {
+        *("messages", "tools", "tool_choice", "model", "n", "max_tokens", "max_completion_tokens", "stop", "stream"),
+        *("stream_options", "logprobs", "parallel_tool_calls", "user", "metadata", "store", "safety_identifier"),
+    }
+)
 """What is understood, and what changes nothing."""
 _GENERATE = frozenset(_DRAW) | {
     *("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "detokenize", "skip_special_tokens"),
@@ -68,6 +98,9 @@ class ChatRequest:
     stream_usage: bool = False
     logprobs: bool = False
     ignored: tuple[str, ...] = ()
+    calls_max: int | None = None
+    """Tool calls that are returned: 0 with ``tool_choice: none`` (what the policy says is text), 1 with
+    ``parallel_tool_calls: false``. The prompt tells the tools in any case, and what was sampled is recorded whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +161,12 @@ class _Reader:
             raise wrong(name, f"a whole number in {low}..{high}", value)
         return value
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         value = self.body.get(name)
-        if value is None or isinstance(value, bool):
-            return bool(value)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
         raise wrong(name, "true or false", value)
 
 
@@ -140,23 +175,16 @@ def read_chat(data: bytes, sampling: Sampling, rules: Rules) -> ChatRequest:
     body = read_object(data)
     reader = _Reader(body, rules)
     _check_draw(reader, sampling)
-    reader.unsupported("logit_bias", "log-probabilities would not be the policy's", {})
-    reader.unsupported("response_format", "replies cannot be forced into a form", {"type": "text"})
-    reader.unsupported("top_logprobs", "only log-probabilities of sampled tokens are known", 0)
-    reader.unsupported("functions", "give tools instead", [])
-    reader.unsupported("modalities", "the policy writes text", ["text"])
-    reader.unsupported("continue_final_message", "a reply cannot be begun for the policy", False)
-    reader.unsupported("add_generation_prompt", "each call asks for a new reply", True)
+    for name, (why, same) in _RELIED_ON.items():
+        reader.unsupported(name, why, *same)
     tools = read_tools(body.get("tools"))
-    choice = body.get("tool_choice")
-    if choice == "none":
-        tools = ()
-    else:
+    if body.get("tool_choice") != "none":
         reader.unsupported("tool_choice", "the policy chooses itself", "auto")
     n = reader.whole("n", 1, CHOICES_MAX) or 1
     options = body.get("stream_options")
     reader.unknown(_CHAT)
     messages, keys = read_messages(body.get("messages"))
+    reader.ignored += dropped_from(body)
     tokens_max = reader.whole("max_completion_tokens", 1, 2**31)
     return ChatRequest(
         messages,
@@ -170,6 +198,7 @@ def read_chat(data: bytes, sampling: Sampling, rules: Rules) -> ChatRequest:
         isinstance(options, dict) and options.get("include_usage") is True,
         reader.flag("logprobs"),
         tuple(reader.ignored),
+        0 if body.get("tool_choice") == "none" else None if reader.flag("parallel_tool_calls", True) else 1,
     )
 
 

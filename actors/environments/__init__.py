@@ -2,5 +2,6 @@
 of it."""
 
 from actors.environments.base import Environment, Episode, Reply, Step, ToolUse
+from pipeline.owned import kept_running
 
-__all__ = ["Environment", "Episode", "Reply", "Step", "ToolUse"]
+__all__ = ["Environment", "Episode", "Reply", "Step", "ToolUse", "kept_running"]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 from actors.environments.base import Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
-from actors.loop.leaks import StartedTasks
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.owned import StartedTasks
 from pipeline.schema import Task
-
-logger = logging.getLogger(__name__)
 
 
 class HostedGame:
     """:class:`actors.loop.base.Game` over one section's host."""
 
-    def __init__(self, key: str, task: Task, host: EnvironmentHost, episode: Episode, metrics: ActorMetrics) -> None:
+    def __init__(
+        self,
+        key: str,
+        task: Task,
+        host: EnvironmentHost,
+        episode: Episode,
+        metrics: ActorMetrics,
+        started: StartedTasks,
+    ) -> None:
         self.key = key
         self.task = task
         self.episode = episode
         self._host = host
         self._metrics = metrics
-        self._started = StartedTasks()
+        self._started = started
 
     async def step(self, reply: Reply) -> Step:
         """Raises :class:`PlugInError`."""
@@ -35,11 +40,6 @@ class HostedGame:
         return step
 
     async def close(self) -> None:
-        """Close the episode, and end the tasks that its steps left running."""
-        await self._host.close(self.episode)
-        leaked = self._started.cancel()
-        if leaked:
-            self._metrics.leaked_tasks_total.labels(env=self._host.section).inc(leaked)
-            logger.warning(
-                "environment %s: an episode left %d tasks running; they were cancelled", self._host.section, leaked
-            )
+        """Close the environment's episode."""
+        with self._started.owning():
+            await self._host.close(self.episode)

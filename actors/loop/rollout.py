@@ -23,20 +23,21 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import anyio
 
-from actors.environments.base import Reply
+from actors.environments.base import Episode, Reply
 from actors.environments.host import EnvironmentHost
 from actors.lessons.guide import Guided
 from actors.lessons.recall import Search
 from actors.loop.base import AgentEpisode, Answer, Opening
-from actors.loop.checked import AGENT_LOOP, checked_answer, checked_history, checked_opening
+from actors.loop.checked import AGENT_LOOP, checked_answer, checked_history, checked_opening, wrong
 from actors.loop.dialogue import MultiTurn
 from actors.loop.driven import DrivenEpisode
+from actors.loop.failed import classified
 from actors.loop.game import HostedGame
 from actors.loop.generate import Completion, complete, greedily
 from actors.loop.hints import hinted
@@ -47,12 +48,11 @@ from actors.rendering.shadow import Shadow
 from pipeline.errors import (
     AfterplayError,
     ConfigurationError,
-    EngineError,
     EngineUnavailable,
     EpisodeLimit,
-    PlugInError,
     boundary,
 )
+from pipeline.owned import StartedTasks
 from pipeline.schema import (
     EngineRecord,
     Failure,
@@ -68,9 +68,6 @@ from pipeline.schema import (
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX = 6.0
-MESSAGE_MAX = 4_000
-DETAILS_MAX = 20_000
-"""Characters of what a plug-in raised, and of its traceback, that a trajectory keeps."""
 
 
 class Rollout:
@@ -91,6 +88,7 @@ class Rollout:
         self._generate_seconds = 0.0
         self._environment_seconds = 0.0
         self._asking_engine = False
+        self._started = StartedTasks()
 
     async def play(self) -> Trajectory:
         """The trajectory, whatever happens but cancellation."""
@@ -99,7 +97,7 @@ class Rollout:
         except Exception as error:
             if not isinstance(error, AfterplayError):
                 logger.exception("order %s failed in the agent loop", self.order.order_id)
-            return self._finished(TrajectoryStatus.ERROR, _classified(error))
+            return self._finished(TrajectoryStatus.ERROR, classified(error))
         finally:
             self._services.pool.finish(self.order.order_id)
 
@@ -123,18 +121,34 @@ class Rollout:
         return self._limited(Limit.SECONDS)
 
     async def _with_episode(self, host: EnvironmentHost) -> Trajectory:
-        started = time.perf_counter()
-        episode = await host.start(self.order.task)
-        self._environment_seconds += time.perf_counter() - started
+        try:
+            started = time.perf_counter()
+            with self._started.owning():
+                episode = await host.start(self.order.task)
+            self._environment_seconds += time.perf_counter() - started
+            return await self._with_agent(host, episode)
+        finally:
+            self._end_tasks(host.section)
+
+    def _end_tasks(self, section: str) -> None:
+        """What the plug-ins of this episode left running."""
+        leaked = self._started.cancel()
+        if leaked:
+            self._services.metrics.leaked_tasks_total.labels(env=section).inc(leaked)
+            logger.warning("environment %s: an episode left %d tasks running; they were cancelled", section, leaked)
+
+    async def _with_agent(self, host: EnvironmentHost, episode: Episode) -> Trajectory:
         loop = self._services.loops.get(host.section) or MultiTurn()
-        game = HostedGame(self.order.order_id, self.order.task, host, episode, self._services.metrics)
+        game = HostedGame(self.order.order_id, self.order.task, host, episode, self._services.metrics, self._started)
         agent: AgentEpisode | DrivenEpisode | None = None
         try:
-            with boundary(AGENT_LOOP):
+            with self._agent_loop():
                 agent = loop.begin(game)
             if isinstance(agent, DrivenEpisode):
                 return await self._driven(agent)
-            with boundary(AGENT_LOOP):
+            if not isinstance(agent, AgentEpisode):
+                raise wrong("begin() to return an AgentEpisode", agent)
+            with self._agent_loop():
                 opening = checked_opening(await agent.start())
             return await self._turn_by_turn(host, agent, opening)
         finally:
@@ -143,10 +157,16 @@ class Rollout:
             with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
                 await game.close()
 
+    @contextmanager
+    def _agent_loop(self) -> Iterator[None]:
+        """Around every call of the agent loop."""
+        with self._started.owning(), boundary(AGENT_LOOP):
+            yield
+
     async def _driven(self, agent: DrivenEpisode) -> Trajectory:
         """The episode asks for its completions itself, and says how it ended."""
         try:
-            with boundary(AGENT_LOOP):
+            with self._agent_loop():
                 outcome = await agent.drive(_Policy(self))
         finally:
             self._turns = list(agent.turns())
@@ -159,7 +179,8 @@ class Rollout:
         """A failure here is logged: the play is over, and its result stands."""
         with anyio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
             try:
-                await agent.close()
+                with self._agent_loop():
+                    await agent.close()
             except Exception:
                 logger.exception("order %s: the agent loop failed to close", self.order.order_id)
 
@@ -194,7 +215,7 @@ class Rollout:
 
     async def _answer(self, agent: AgentEpisode, reply: Reply) -> Answer:
         started = time.perf_counter()
-        with boundary(AGENT_LOOP):
+        with self._agent_loop():
             answer = checked_answer(await agent.answer(reply))
         self._environment_seconds += time.perf_counter() - started
         self._turns[-1] = replace(self._turns[-1], signals=answer.signals, reward=answer.reward)
@@ -219,14 +240,14 @@ class Rollout:
             return renderer.extend(before, ids, said, new, said=answer.said, append=append)
 
         def rewritten(before: Conversation) -> Conversation:
-            with boundary(AGENT_LOOP):
+            with self._agent_loop():
                 history = checked_history(agent.rewrite(extend(before).messages, n_tokens))
             return renderer.restart(before, history)
 
         advance = extend
         played = extend(conversation)
         n_tokens = len(played.prompt_ids)
-        with boundary(AGENT_LOOP):
+        with self._agent_loop():
             if checked_history(agent.rewrite(played.messages, n_tokens)) != played.messages:
                 advance = rewritten
         if advance is rewritten:
@@ -348,24 +369,3 @@ class _Policy:
 
     async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
         return await self._rollout._complete(prompt_ids, tokens_max, stop)
-
-
-def _classified(error: Exception) -> Failure:
-    """Which boundary an error belongs to."""
-    if isinstance(error, PlugInError):
-        return Failure(error.boundary, error.kind, _bounded(error.message, MESSAGE_MAX), _bounded(error.details))
-    kind, message = type(error).__name__, _bounded(str(error), MESSAGE_MAX)
-    if isinstance(error, EngineError):
-        return Failure("engine", kind, message)
-    if isinstance(error, ConfigurationError):
-        return Failure("actor", kind, message)
-    details = "" if isinstance(error, EpisodeLimit) else "".join(traceback.format_exception(error))
-    return Failure("agent loop", kind, message, _bounded(details))
-
-
-def _bounded(text: str, characters_max: int = DETAILS_MAX) -> str:
-    """Its beginning and its end, where it is longer."""
-    if len(text) <= characters_max:
-        return text
-    half = characters_max // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

@@ -17,14 +17,18 @@ from actors.lessons.guide import Guide
 from actors.lessons.recall import Search
 from actors.loop.base import AgentLoop
 from actors.loop.build import build_loops
-from actors.loop.leaks import watch_tasks
 from actors.rendering import Renderer
 from pipeline.config import RunConfig
+from pipeline.errors import PlugInError, boundary
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.owned import watch_tasks
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX = 5.0
+SERVE_AGAIN_SECONDS = 0.5
+SERVE_AGAIN_SECONDS_MAX = 30.0
+"""Before the ``serve`` of an agent loop that failed is begun again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,8 @@ class Services:
         """Runs beside the episodes for as long as the actor lives: what agent loops keep connected."""
         watch_tasks()
         async with anyio.create_task_group() as group:
-            for loop in self.loops.values():
-                group.start_soon(loop.serve)
+            for section, loop in self.loops.items():
+                group.start_soon(_keep_serving, section, loop)
 
     async def close(self) -> None:
         """Close the agent loops. What a loop raises is logged: the actor stops anyway."""
@@ -109,3 +113,17 @@ class Services:
                     await loop.close()
             except Exception:
                 logger.exception("environments.%s.loop failed to close", section)
+
+
+async def _keep_serving(section: str, loop: AgentLoop) -> None:
+    """Until it returns: what it raises is logged, and it is begun again after a while."""
+    wait = SERVE_AGAIN_SECONDS
+    while True:
+        started = anyio.current_time()
+        try:
+            with boundary("agent loop serve"):
+                return await loop.serve()
+        except PlugInError as error:
+            logger.error("environments.%s.loop: %s\n%s", section, error, error.details)
+        wait = SERVE_AGAIN_SECONDS if anyio.current_time() - started > SERVE_AGAIN_SECONDS_MAX else 2 * wait
+        await anyio.sleep(min(wait, SERVE_AGAIN_SECONDS_MAX))

@@ -21,6 +21,7 @@ import anyio.to_thread
 from pipeline.codec import decode_trajectory, encode_trajectory
 from pipeline.config.rewards import ScoreFunction
 from pipeline.errors import ConfigurationError, being_cancelled
+from pipeline.owned import StartedTasks, watch_tasks
 from pipeline.schema import Trajectory
 from pipeline.scorer.graders import BUILT_IN
 from pipeline.scorer.resolve import UserFunction, resolve
@@ -114,10 +115,21 @@ class Call:
             return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
         what = [_copy(t) for t in what] if isinstance(what, list) else _copy(what)
         if self._async:
-            return await self._function(what, **self._options)
+            return await self._awaited(what)
         return await anyio.to_thread.run_sync(
             lambda: self._function(what, **self._options), abandon_on_cancel=True, limiter=self._threads
         )
+
+    async def _awaited(self, what: Trajectory | list[Trajectory]) -> object:
+        """Tasks that it leaves running are cancelled."""
+        watch_tasks()
+        started = StartedTasks()
+        try:
+            with started.owning():
+                return await self._function(what, **self._options)
+        finally:
+            if leaked := started.cancel():
+                log.warning("score function %s left %d tasks running; they were cancelled", self.name, leaked)
 
     def _abandon(self) -> None:
         """A thread cannot be killed: give its place in the pool to another, up to a bound."""

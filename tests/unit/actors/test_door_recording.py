@@ -264,6 +264,10 @@ def test_any_order_of_calls_gives_branches_that_are_what_the_engine_saw(words: A
         ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [user("x")], "logit_bias": {"3": 1}}, "logit_bias"),
         ({"messages": [user("x")], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [user("x")], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"messages": [user("x")], "guided_json": {"type": "object"}}, "guided_json"),
+        ({"messages": [user("x")], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": [user("x")], "min_tokens": 5}, "min_tokens"),
         ({"messages": [user("x" * 1_000_001)]}, "messages"),
     ],
 )  # fmt: skip
@@ -291,3 +295,33 @@ def test_sampling_that_is_not_the_runs_is_ignored_by_name_or_refused() -> None:
     assert read_chat(orjson.dumps(more), RUN, Rules()).ignored == ("reasoning_effort",)
     same = {"messages": [user("x")], "temperature": 1, "top_p": 1}
     assert read_chat(orjson.dumps(same), RUN, Rules("refuse", "refuse")).ignored == ()
+
+
+def test_whatever_is_left_out_is_named() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+    body = {"messages": [user("x") | {"name": "Ann"}], "tools": [tool], "service_tier": "flex"}
+    assert read_chat(orjson.dumps(body), RUN, Rules()).ignored == ("service_tier", "messages.name", "tools.strict")
+    relied = {"messages": [user("x")], "response_format": {"type": "json_object"}, "min_tokens": 3}
+    assert read_chat(orjson.dumps(relied), RUN, Rules(unsupported="ignore")).ignored == (
+        "response_format",
+        "min_tokens",
+    )
+
+
+def test_fewer_calls_are_returned_where_the_program_asks_for_that_and_the_branch_goes_on(smollm2: Any) -> None:
+    """``parallel_tool_calls: false`` gives the first call, ``tool_choice: none`` text; both are recorded whole."""
+    talk = Talk(smollm2)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    twice = [*smollm2(f"{call}\n{call}").input_ids, smollm2.eos_token_id]
+    history: list[dict[str, Any]] = [user("2 + 3?")]
+    for asked, n_calls in (({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0), ({}, 2)):
+        pending = talk.begin(history, tools=tools, **asked)
+        answer = talk.recording.finish(pending, generation(twice), 1.0)
+        talk.seen.append((pending.branch, pending.prompt_ids, twice))
+        assert pending.branch == 0 and len(answer.tool_calls) == n_calls
+        assert (answer.content == f"{call}\n{call}") == (n_calls == 0)
+        echo = [c | {"function": {"name": "add", "arguments": "{}"}} for c in answer.tool_calls]
+        told = [{"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in echo] or [user("And?")]
+        history += [said(answer.content) | ({"tool_calls": echo} if echo else {}), *told]
+    talk.check()

@@ -13,8 +13,11 @@ import pytest
 
 from actors.environments import Environment, Episode, Reply, Step
 from actors.loop import Rollout, Services
-from actors.loop.leaks import watch_tasks
-from actors.tools import Tool, ToolResult
+from actors.loop.base import AgentEpisode, AgentLoop, Answer, Game, Opening
+from actors.tools import Tool, ToolResult, kept_running
+from pipeline.blocked import interrupting_blocks
+from pipeline.owned import watch_tasks
+from pipeline.prints import bounded_prints
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
 from tests.unit.actors.test_tool_agent import Notes, Office, call, counted, office, play  # noqa: F401 - a fixture
 
@@ -101,6 +104,59 @@ async def test_a_hostile_tool_is_told_counted_kept_and_does_not_stop_the_episode
     assert "boom" not in answer, "the policy is not told what is inside"
 
 
+class Trap(Tool):
+    """Blocks where it should wait, or leaves tasks running."""
+
+    name = "trap"
+    description = "x"
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {"how": {"type": "string"}}}
+    leaked: list[asyncio.Task[Any]]
+
+    async def create(self, episode_key: str, task: Task) -> None:
+        self.leaked = [asyncio.ensure_future(asyncio.sleep(3600))]
+        with kept_running():
+            self.kept = asyncio.ensure_future(asyncio.sleep(3600))
+
+    async def execute(self, episode_key: str, arguments: Mapping[str, Any]) -> ToolResult:
+        if arguments["how"] == "sleep":
+            time.sleep(60)
+        if arguments["how"] == "spin":
+            while True:
+                pass
+        self.leaked.append(asyncio.ensure_future(asyncio.sleep(3600)))
+        return ToolResult("done")
+
+
+@pytest.mark.parametrize("how", ["sleep", "spin"])
+async def test_a_tool_that_blocks_the_event_loop_is_interrupted_and_told_as_late(
+    office: MakeOffice,  # noqa: F811
+    make_order: MakeOrder,
+    how: str,
+) -> None:
+    services = office(Office(Trap()), call("trap", how=how), "done", loop_options={"tool_seconds_max": 20})
+    with interrupting_blocks(0.3):
+        trajectory = await play(services, make_order())
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert counted(services, "trap", "timeout") == 1
+    (failure,) = services.loops["game"].failures.newest  # type: ignore[attr-defined]
+    assert "held the event loop" in failure.details and "in execute" in failure.details
+
+
+async def test_tasks_that_a_tool_left_running_are_ended_but_not_those_that_are_kept(
+    office: MakeOffice,  # noqa: F811
+    make_order: MakeOrder,
+) -> None:
+    watch_tasks()
+    trap = Trap()
+    services = office(Office(trap), call("trap", how="leak"), "done")
+    assert (await play(services, make_order())).status is TrajectoryStatus.COMPLETE
+    with anyio.fail_after(60):
+        await asyncio.wait(trap.leaked)
+    assert [task.cancelled() for task in trap.leaked] == [True, True] and not trap.kept.done()
+    assert services.metrics.leaked_tasks_total.labels(env="game")._value.get() == 2
+    trap.kept.cancel()
+
+
 class Rude(Environment):
     """An environment whose episodes do ``how``."""
 
@@ -124,8 +180,14 @@ class RudeEpisode(Episode):
             raise ValueError("boom" * 1_000_000)
         if how == "unprintable":
             raise Unprintable
+        if how == "exit":
+            sys.exit(3)
+        if how == "cancelled":
+            raise asyncio.CancelledError
         if how == "hang":
             await anyio.sleep_forever()
+        if how == "block":
+            time.sleep(60)
         if how == "megabytes":
             return Step((Message("user", "x" * 5_000_000),))
         if how == "leak":
@@ -138,17 +200,118 @@ class RudeEpisode(Episode):
         return Step(reward=1.0, done=True)
 
 
-@pytest.mark.parametrize("how", ["raise", "unprintable", "hang", "megabytes", "wrong"])
+@pytest.mark.parametrize("how", ["raise", "unprintable", "exit", "cancelled", "hang", "block", "megabytes", "wrong"])
 async def test_a_hostile_environment_fails_its_own_episode_with_a_bounded_traceback(
     office: MakeOffice,  # noqa: F811
     make_order: MakeOrder,
     how: str,
 ) -> None:
-    services = office(Rude(how), "a", step_seconds_max=0.1, loop_name="multi_turn", loop={"options": {}})
-    trajectory = await play(services, make_order())
+    limit = 0.1 if how in ("hang", "block") else 60.0
+    services = office(Rude(how), "a", step_seconds_max=limit, loop_name="multi_turn", loop={"options": {}})
+    with interrupting_blocks(0.3):
+        trajectory = await play(services, make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.reward is None and trajectory.rewards == {}
     assert trajectory.failure is not None and trajectory.failure.boundary == "environment step"
+    assert "in step" in trajectory.failure.details or how not in ("raise", "exit", "cancelled", "block")
     assert len(trajectory.failure.message) < 5000 and len(trajectory.failure.details) < 25_000
+
+
+class RudeLoop(AgentLoop):
+    """A user's own loop that does ``how`` at ``where``."""
+
+    def __init__(self, how: str = "", where: str = "answer") -> None:
+        self.how, self.where = how, where
+        self.closed = 0
+
+    def begin(self, game: Game) -> Any:
+        return "an episode" if self.how == "no episode" else RudeAgent(game, self)
+
+
+class RudeAgent(AgentEpisode):
+    def __init__(self, game: Game, loop: RudeLoop) -> None:
+        super().__init__(game)
+        self.loop = loop
+
+    async def start(self) -> Opening:
+        await self.misbehave("start")
+        return await super().start()
+
+    async def answer(self, reply: Reply) -> Any:
+        return await self.misbehave("answer") or Answer.of(await self.game.step(reply))
+
+    async def close(self) -> None:
+        self.loop.closed += 1
+        raise SystemExit(4)
+
+    async def misbehave(self, where: str) -> Any:
+        how = self.loop.how
+        if where != self.loop.where:
+            return None
+        if how == "raise":
+            raise ValueError("boom" * 1_000_000)
+        if how == "unprintable":
+            raise Unprintable
+        if how == "exit":
+            sys.exit(3)
+        if how == "cancelled":
+            raise asyncio.CancelledError
+        if how == "block":
+            time.sleep(60)
+        if how == "hang":
+            await anyio.sleep_forever()
+        if how == "meddle":
+            self.game.task.payload["rows"].clear()  # type: ignore[attr-defined]
+        return {"wrong": 7, "nan": Answer(reward=float("nan"), done=True)}.get(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        *((how, "start") for how in ("raise", "exit", "cancelled", "block", "hang", "no episode")),
+        *((how, "answer") for how in ("raise", "unprintable", "exit", "cancelled", "block", "hang", "wrong", "nan")),
+    ],
+)
+async def test_a_hostile_loop_fails_its_own_episode_and_both_are_closed(
+    office: MakeOffice,  # noqa: F811
+    make_order: MakeOrder,
+    how: str,
+    where: str,
+) -> None:
+    loop = RudeLoop(how, where)
+    seconds = 1.0 if how == "hang" else 8.0
+    services = office(Rude(""), "a", loop_name="multi_turn", loop={"options": {}}, max_seconds=seconds)
+    services.loops["game"] = loop  # type: ignore[index]
+    with interrupting_blocks(0.3):
+        trajectory = await play(services, make_order())
+    assert trajectory.status is TrajectoryStatus.ERROR and trajectory.rewards == {} and trajectory.reward is None
+    assert trajectory.failure is not None and trajectory.failure.boundary == "agent loop", trajectory.failure
+    assert len(trajectory.failure.message) < 5000 and len(trajectory.failure.details) < 25_000
+    assert loop.closed == (how != "no episode")
+
+
+async def test_a_loop_whose_service_fails_is_served_again_and_the_actor_lives(
+    office: MakeOffice,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.loop.services.SERVE_AGAIN_SECONDS", 0.01)
+    again = anyio.Event()
+
+    class Failing(RudeLoop):
+        served = 0
+
+        async def serve(self) -> None:
+            self.served += 1
+            if self.served == 3:
+                again.set()
+            sys.exit(3)
+
+    services = office(Rude(""), "a", loop_name="multi_turn", loop={"options": {}})
+    services.loops["game"] = Failing()  # type: ignore[index]
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(services.serve)
+            await again.wait()
+            group.cancel_scope.cancel()
 
 
 async def test_tasks_that_an_episode_left_running_are_cancelled_and_counted(
@@ -160,7 +323,7 @@ async def test_tasks_that_an_episode_left_running_are_cancelled_and_counted(
     services = office(rude, "a", loop_name="multi_turn", loop={"options": {}})
     trajectory = await play(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         await asyncio.wait(rude.leaked)
     assert len(rude.leaked) == 3 and all(task.cancelled() for task in rude.leaked)
     assert services.metrics.leaked_tasks_total.labels(env="game")._value.get() == 3
@@ -202,3 +365,17 @@ async def test_one_hanging_and_one_failing_episode_do_not_hold_the_others_up(
                 episodes.start_soon(one, seed)
         group.cancel_scope.cancel()
     assert sorted(ended)[18] < ended[-1] and notes.events.count("create") == notes.events.count("release") == 20
+
+
+def test_what_plug_ins_print_is_bounded_and_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with bounded_prints(characters_max=1000):
+        print("x" * 900)
+        for _ in range(100):
+            print("y" * 1_000_000)
+            print("z" * 1_000_000, file=sys.stderr)
+        assert not sys.stdout.isatty()
+    shown, errors = capsys.readouterr()
+    assert shown.startswith("x" * 900) and len(shown) < 1200 and len(errors) < 1200
+    assert "characters of prints were left out" in shown and "left out" in errors
+    print("again")
+    assert capsys.readouterr().out == "again\n"

@@ -1,4 +1,4 @@
-"""asyncio tasks that an episode's code started and left behind: found by who started them, cancelled and counted.
+"""Whose code is running: what a plug-in's code started and left behind is cancelled, and what blocks is told apart.
 
 A context variable says whose code is running; it is inherited by whatever that code starts. The event loop's task
 factory (installed once, for a few hundred nanoseconds a task) notes new tasks with their owner."""
@@ -13,6 +13,22 @@ from contextvars import ContextVar
 from typing import Any
 
 _OWNER: ContextVar[StartedTasks | None] = ContextVar("afterplay_owner_of_tasks", default=None)
+
+
+@contextmanager
+def kept_running() -> Iterator[None]:
+    """What is started inside belongs to nobody and is not ended with an episode or a call: for a connection or a
+    browser that a plug-in opens once, when it is first needed."""
+    token = _OWNER.set(None)
+    try:
+        yield
+    finally:
+        _OWNER.reset(token)
+
+
+def plug_in_runs() -> bool:
+    """Whether the code of an environment, loop, tool or score function is running in this context."""
+    return _OWNER.get() is not None
 
 
 class StartedTasks:
@@ -39,7 +55,7 @@ class StartedTasks:
         """Cancel what is still running; how many that were."""
         running = [task for task in self._tasks or () if not task.done()]
         for task in running:
-            task.cancel("the episode that started this task has ended")
+            task.cancel("what started this task has ended")
         return len(running)
 
 
