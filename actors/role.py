@@ -18,6 +18,7 @@ from actors.lessons.reme import ReMe
 from actors.loop import Services
 from actors.rendering import Renderer, load_tokenizer
 from actors.sharded import ShardedActor
+from pipeline.blocked import interrupting_blocks
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.role import RoleContext
@@ -72,6 +73,7 @@ async def main(ctx: RoleContext) -> None:
                 limits=limits_of(config),
                 index=ctx.index,
             )
+            stack.enter_context(interrupting_blocks())
             async with anyio.create_task_group() as group:
                 group.start_soon(pool.watch)
                 group.start_soon(services.serve)
