@@ -55,7 +55,11 @@ class BabyAI(Environment):
     def start(self, task: Task) -> BabyAIEpisode:
         limit = {"max_steps": self.steps} if self.steps is not None else {}
         game = self._make(self.level, disable_env_checker=True, **limit)
-        return BabyAIEpisode(self, game, task.seed % 2**31)
+        try:
+            return BabyAIEpisode(self, game, task.seed % 2**31)
+        except BaseException:
+            game.close()
+            raise
 
     def expert(self, task: Task) -> list[str]:
         """Replies that solve ``task``, by the package's own planner. Empty where it gives up."""
@@ -94,19 +98,27 @@ class BabyAIEpisode(Episode):
     def step(self, reply: Reply) -> Step:
         action = action_of(reply)
         known = action is not None
-        # An unknown word costs a step like any other: `done` does nothing in BabyAI's levels.
-        observation, reward, terminated, truncated, _ = self._game.step(ACTIONS.index(action or "done"))
-        solved = bool(terminated and reward > 0)
+        observation, reward, terminated, truncated = self._act(action) if action else self._stand_still()
+        solved = terminated and reward > 0
         text = describe(observation["image"], self.game.carrying, self._options.compact)
         if not known and not self._options.compact:
             text = f"That is not an action. Reply with one of: {', '.join(ACTIONS)}.\n{text}"
-        done = bool(terminated or truncated)
+        done = terminated or truncated
         return Step(
             messages=() if done else (Message("user", text),),
-            reward=self._paid(float(reward)) if solved else 0.0 if known else self._options.unknown_pays,
+            reward=self._paid(reward) if solved else 0.0 if known else self._options.unknown_pays,
             done=done,
             signals={"unknown_action": float(not known), **({"solved": float(solved)} if done else {})},
         )
+
+    def _act(self, action: str) -> tuple[Any, float, bool, bool]:
+        observation, reward, terminated, truncated, _ = self._game.step(ACTIONS.index(action))
+        return observation, float(reward), bool(terminated), bool(truncated)
+
+    def _stand_still(self) -> tuple[Any, float, bool, bool]:
+        """A step passes and nothing happens. No action of the package does that in every level: ``done`` ends some."""
+        self.game.step_count += 1
+        return self.game.gen_obs(), 0.0, False, self.game.step_count >= self.game.max_steps
 
     def _paid(self, theirs: float) -> float:
         return theirs if self._options.quick_pays_more else 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,14 +19,36 @@ WAIT_SECONDS_MAX = 30.0
 """How long a start waits for a process of its own."""
 
 
+CALL_SECONDS_MAX = 60.0
+"""How long one call into a process may take while others wait for it."""
+
+
 @dataclass(eq=False, slots=True)
 class Process:
-    """One Java process. Hold ``lock`` for every call."""
+    """One Java process. Every call into it is made inside :meth:`call`."""
 
     main: Any
     """The package's environment that started it."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
     games: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _since: float = 0.0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call at a time. A process that hangs is ended, which also frees the thread that hangs with it. Raises
+        :class:`TimeoutError`."""
+        while not self._lock.acquire(timeout=CALL_SECONDS_MAX):
+            if time.monotonic() - self._since >= CALL_SECONDS_MAX:
+                self.main._gateway.java_process.kill()
+                raise TimeoutError(
+                    f"a Java process did not answer for {CALL_SECONDS_MAX:g} s and was ended; its games are lost, "
+                    "the next one gets a new process"
+                )
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class Pool:
@@ -57,8 +80,12 @@ class Pool:
                     self._processes.append(Process(self._environment(envStepLimit=10**9)))
             process = min(self._processes, key=lambda p: p.games)
             process.games += 1
-        with process.lock:
-            return process, _game_in(self._environment, process.main)
+        try:
+            with process.call():
+                return process, _game_in(self._environment, process.main)
+        except BaseException:
+            self.give_back(process)
+            raise
 
     def give_back(self, process: Process) -> None:
         """A game of it ended."""

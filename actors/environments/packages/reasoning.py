@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import random
 import re
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.global_random import numpys_kept, own_random
 from actors.environments.packages.held_out import held_out
 from actors.environments.packages.timing import takes_long
 from pipeline.errors import ConfigurationError
@@ -34,6 +36,8 @@ HARMLESS = frozenset({"bitwise_arithmetic", "basic_arithmetic", "number_sorting"
 """They evaluate what they generated themselves, or parse without evaluating."""
 SAYS_TRUE_OR_FALSE = frozenset({"game_of_life_halting"})
 """Their scorers take anything that is not ``True`` for ``False``."""
+GLOBAL_RANDOM = frozenset({"list_functions", "pool_matrix"})
+"""They draw their puzzles from the global random state, or seed NumPy's."""
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)(?![a-z])", re.IGNORECASE)
 _EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|parse_expr\(|sympify\(")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -73,7 +77,10 @@ class ReasoningGym(Environment):
 
     def _puzzle(self, seed: int) -> tuple[Any, dict[str, Any]]:
         dataset = self._create(self.dataset, seed=seed, size=1, **self.config)
-        return dataset, dataset[0]
+        if self.dataset not in GLOBAL_RANDOM:
+            return dataset, dataset[0]
+        with own_random(random.Random(seed)), numpys_kept():
+            return dataset, dataset[0]
 
 
 class Puzzle(Episode):

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from pydantic import Field
@@ -18,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.options import STRICT_OPTIONS
 from actors.environments.packages.catalogue import package
+from actors.environments.packages.global_random import own_random
 from actors.environments.packages.held_out import held_out
 from actors.environments.packages.timing import takes_long
 from pipeline.schema import Message, Task
@@ -35,7 +33,6 @@ word games) or a newer Python (LinesOfAction, Surround ...); building one says w
 
 INVALID_MOVE_PAYS = -1.0
 """TextArena's default."""
-_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -103,16 +100,3 @@ class TextArenaEpisode(Episode):
 def _number_in(text: object, otherwise: float) -> float:
     found = re.search(r"-?\d+(?:\.\d+)?(?:e-?\d+)?$", str(text))
     return float(found[0]) if found else otherwise
-
-
-@contextmanager
-def own_random(mine: random.Random) -> Iterator[None]:
-    """``random``'s global state is ``mine`` inside, and what it was before after that. One at a time in a process."""
-    with _ONE_AT_A_TIME:
-        before = random.getstate()
-        random.setstate(mine.getstate())
-        try:
-            yield
-        finally:
-            mine.setstate(random.getstate())
-            random.setstate(before)

@@ -64,7 +64,7 @@ class TextWorldExpress(Environment):
         seed, fold = fold_of(task.seed)
         process, game = self._pool.take()
         try:
-            with process.lock:
+            with process.call():
                 game.reset(seed=seed, gameFold=fold, gameName=self.game, gameParams=self.params, generateGoldPath=True)
                 return [str(action) for action in game.getGoldActionSequence()]
         finally:
@@ -80,7 +80,7 @@ class TextWorldEpisode(Episode):
         self._options, self._game, self._left = options, game, options.steps
         self._pool, self._process = pool, process
         seed, fold = fold_of(seed)
-        with process.lock:
+        with process.call():
             _, state = game.reset(seed=seed, gameFold=fold, gameName=options.game, gameParams=options.params)
         intro = f"{state['taskDescription']}\nEach turn, reply with one action and nothing else."
         self.messages = (Message("user", f"{intro}\n\n{self._text(state)}"),)
@@ -90,7 +90,7 @@ class TextWorldEpisode(Episode):
         lines = [line.strip() for line in reply.strip().splitlines() if line.strip()]
         said = lines[-1][:200].rstrip(".") if lines else "look around"
         self._left -= 1
-        with self._process.lock:
+        with self._process.call():
             _, _, _, state = self._game.step(self._actions.get(said.lower(), said))
         score = max(0.0, min(1.0, float(state["score"])))
         gained, self._score = score - self._score, score

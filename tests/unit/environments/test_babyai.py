@@ -45,6 +45,18 @@ def test_unknown_words_cost_a_step_and_are_told(kit):
     assert "Reply with one of" in step.messages[0].content
 
 
+def test_unknown_words_move_nothing_and_end_no_level(kit):
+    """Where ``done`` ends a level, and pays beside the goal, nonsense must do neither."""
+    there = kit.build("babyai", level="MiniGrid-GoToObject-6x6-N2-v0", compact=True)
+    for seed in range(20):
+        episode = there.start(kit.task(seed))
+        before = (episode.game.agent_pos, episode.game.agent_dir)
+        steps = [episode.step(Reply("hm")) for _ in range(4)]
+        assert [(s.done, s.reward) for s in steps] == [(False, 0.0)] * 4
+        assert (episode.game.agent_pos, episode.game.agent_dir) == before and episode.game.step_count == 4
+        assert episode.step(Reply("done")).done
+
+
 def test_unknown_words_can_cost(kit):
     total, _ = kit.play(kit.build("babyai", steps=4, unknown_pays=-0.25), 1, ["fly", "left", "hm", "right"])
     assert total == -0.5

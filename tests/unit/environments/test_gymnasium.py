@@ -1,5 +1,8 @@
 """Any Gymnasium environment plays with a describe function by import path."""
 
+import importlib
+import sys
+
 import pytest
 
 from actors.environments import Reply
@@ -25,11 +28,46 @@ def steer(reply, env):
 """
 WORDS = ["left", "down", "right", "up"]
 
+GAMES = """
+import time
+import gymnasium
+
+class Count(gymnasium.Env):
+    closed, seconds = [], 0.0
+
+    def __init__(self, space="discrete"):
+        spaces = {"discrete": gymnasium.spaces.Discrete(3, start=5), "bits": gymnasium.spaces.MultiBinary(3)}
+        self.action_space, self.observation_space = spaces[space], gymnasium.spaces.Discrete(9)
+
+    def reset(self, *, seed=None, options=None):
+        time.sleep(self.seconds)
+        return 0, {}
+
+    def step(self, action):
+        return action, 0.0, False, False, {}
+
+    def close(self):
+        self.closed.append(self)
+
+gymnasium.register("Count-v0", entry_point=Count)
+"""
+
 
 @pytest.fixture
 def helpers(tmp_path):
     (tmp_path / "helpers.py").write_text(HELPERS)
     return str(tmp_path / "helpers.py")
+
+
+@pytest.fixture
+def games(tmp_path, monkeypatch):
+    """A module that registers ``Count-v0``: actions 5 to 7, or three bits."""
+    gymnasium = pytest.importorskip("gymnasium", reason="pip install 'afterplay[gymnasium]'")
+    (tmp_path / "counting_games.py").write_text(GAMES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "counting_games", raising=False)
+    yield importlib.import_module("counting_games")
+    gymnasium.registry.pop("Count-v0", None)
 
 
 def lake(kit, helpers, **more):
@@ -69,11 +107,38 @@ def test_other_action_spaces_have_a_parse_function(kit, helpers):
     assert total < 0 and last.done
 
 
+def test_actions_that_begin_elsewhere_are_meant(kit, games):
+    episode = kit.build("gymnasium", id="counting_games:Count-v0", actions=["a", "b", "c"]).start(kit.task(1))
+    assert [episode.step(Reply(word)).messages[0].content for word in "abc"] == ["5", "6", "7"]
+
+
+def test_words_cannot_name_what_is_no_single_action(kit, games):
+    options = {"id": "counting_games:Count-v0", "options": {"space": "bits"}, "actions": ["a", "b", "c"]}
+    with pytest.raises(ConfigurationError, match="or a parse function"):
+        kit.build("gymnasium", **options)
+
+
+def test_an_environment_that_starts_slowly_runs_in_threads(kit, games, monkeypatch):
+    options = {"id": "counting_games:Count-v0", "actions": ["a", "b", "c"]}
+    monkeypatch.setattr(games.Count, "seconds", 0.02)
+    assert kit.build("gymnasium", **options).blocking
+
+
+def test_an_episode_that_cannot_start_leaves_nothing_open(kit, games, helpers, monkeypatch):
+    count = kit.build("gymnasium", id="counting_games:Count-v0", actions=["a", "b", "c"])
+    games.Count.closed.clear()
+    count._describe = lambda seen, env: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        count.start(kit.task(1))
+    assert len(games.Count.closed) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"id": "NoSuch-v0"}, "NoSuch"),
-        ({"actions": ["left"]}, "a word for each action"),
+        ({"actions": ["left"]}, "a word of its own for each action"),
+        ({"actions": ["left", "down", "right", "Left"]}, "a word of its own for each action"),
         ({"actions": WORDS, "describe": "no_such_module:x"}, "no_such_module"),
         ({"actions": WORDS, "describe": "math:pi"}, "to be a function"),
     ],

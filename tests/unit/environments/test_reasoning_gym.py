@@ -4,12 +4,20 @@ import ast
 import inspect
 import random
 import re
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
 from actors.environments import Reply
-from actors.environments.packages.reasoning import ARITHMETIC_ONLY, READ_AS_LITERAL, answer_of, is_arithmetic
+from actors.environments.packages.reasoning import (
+    ARITHMETIC_ONLY,
+    GLOBAL_RANDOM,
+    READ_AS_LITERAL,
+    answer_of,
+    is_arithmetic,
+)
 
 SLOW = {"knight_swap", "arc_agi", "rush_hour", "word_ladder", "codeio", "intermediate_integration", "quantum_lock"}
 NEEDS_CONFIG = {"composite"}
@@ -61,6 +69,30 @@ def test_every_scorer_that_evaluates_is_known(kit):
     }
     own_answer = {"number_sorting"}  # evaluates what it generated itself
     assert evaluating - READ_AS_LITERAL - ARITHMETIC_ONLY <= own_answer
+
+
+def test_puzzles_from_the_global_random_state_are_the_tasks_own(kit):
+    """Plays of one task are in several processes, whose random states differ."""
+    import numpy
+
+    for name in sorted(GLOBAL_RANDOM):
+        gym = kit.build("reasoning_gym", dataset=name)
+        random.seed(1)
+        numpy.random.seed(1)
+        before = random.getstate(), numpy.random.get_state()[1].tolist()
+        first = [gym.start(kit.task(seed)).messages for seed in range(40)]
+        assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before, name
+        random.seed(2)
+        assert [gym.start(kit.task(seed)).messages for seed in range(40)] == first, name
+
+
+def test_every_module_that_draws_globally_is_known(kit):
+    kit.build("reasoning_gym")
+    draws = re.compile(r"(?:np|numpy)\.random\.(?!default_rng|Generator)|(?<![\w.])random\.(?!Random)[a-z]+\(")
+    files = {n: getattr(m, "__file__", None) for n, m in sys.modules.items() if n.startswith("reasoning_gym.")}
+    assert {name for name, file in files.items() if file and draws.search(Path(file).read_text())} <= {
+        "reasoning_gym.induction.list_functions.generators", "reasoning_gym.algorithmic.pool_matrix"
+    }  # fmt: skip
 
 
 def test_partial_credit_is_an_option(kit):
