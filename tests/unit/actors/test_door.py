@@ -377,12 +377,21 @@ async def test_a_program_that_never_calls_is_a_failure(serve: Serve, long_order:
 async def test_a_client_that_hangs_up_leaves_no_turn_and_may_ask_again(
     serve: Serve, long_order: Order, words: Any
 ) -> None:
-    engine = echoing(words)
+    engine, asked = echoing(words), anyio.Event()
+    generate = engine.generate
+
+    async def watched(*args: Any, **options: Any) -> Any:
+        asked.set()
+        return await generate(*args, **options)
+
+    engine.generate = watched  # type: ignore[method-assign]
 
     async def run(task: Any, client: Caller) -> float:
         engine.latency_seconds = 1000.0
-        with anyio.move_on_after(0.5):
-            await client.chat([user("say")])
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(client.chat, [user("say")])
+            await asked.wait()
+            asking.cancel_scope.cancel()
         engine.latency_seconds = 0.0
         await client.chat([user("say")])
         return 1.0

@@ -13,6 +13,21 @@ async def slowly(trajectory):
     return 0.5
 
 
+twenty = asyncio.Barrier(20)
+running = 0
+
+
+async def in_twenties(trajectory):
+    """Ends when twenty calls run at once; how many did."""
+    global running
+    running += 1
+    try:
+        await twenty.wait()
+        return float(running)
+    finally:
+        running -= 1
+
+
 async def hangs(trajectory):
     await asyncio.Event().wait()
 
