@@ -240,8 +240,10 @@ def cpu_has(flags):
 
 
 def first_line(error):
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+    """What a failed step says for itself; pip's reason is in the last of its lines with ERROR."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("ERROR")]
+    return (reasons or lines or [type(error).__name__])[-1]
 
 
 def short(path):
