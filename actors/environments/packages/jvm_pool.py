@@ -39,6 +39,7 @@ class Process:
         :class:`TimeoutError`."""
         while not self._lock.acquire(timeout=CALL_SECONDS_MAX):
             if time.monotonic() - self._since >= CALL_SECONDS_MAX:
+                self.forget()
                 self.main._gateway.java_process.kill()
                 raise TimeoutError(
                     f"a Java process did not answer for {CALL_SECONDS_MAX:g} s and was ended; its games are lost, "
@@ -49,6 +50,10 @@ class Process:
             yield
         finally:
             self._lock.release()
+
+    def forget(self) -> None:
+        """Connect to it no more. py4j would still tell a dead process about every object that is collected."""
+        self.main._gateway._gateway_client.is_connected = False
 
 
 class Pool:
@@ -101,10 +106,10 @@ class Pool:
             self._processes.clear()
 
     def _bury(self) -> None:
-        """Forget processes that died. py4j would still tell each about every object that is collected, and log it."""
+        """Forget processes that died."""
         dead = [p for p in self._processes if p.main._gateway.java_process.poll() is not None]
         for process in dead:
-            process.main._gateway._gateway_client.is_connected = False
+            process.forget()
             with suppress(Exception):
                 _end(process.main)
         self._processes = [p for p in self._processes if p not in dead]
@@ -150,12 +155,12 @@ def _shared(base: type) -> type:
 
 
 def _end(main: Any) -> None:
-    """End a process, alive or not, and close its pipes."""
+    """End a process, alive or not, and close its pipes and the package's scratch file."""
     java = main._gateway.java_process
     try:
         main.close()
     finally:
-        for pipe in (java.stdin, java.stdout):
+        for pipe in (java.stdin, java.stdout, getattr(main, "_obj_tree_tempfile", None)):
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()

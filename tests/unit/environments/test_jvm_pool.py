@@ -1,0 +1,42 @@
+"""A Java process that hangs takes nobody with it: neither the threads that wait for it, nor the games after it."""
+
+import shutil
+import signal
+import threading
+
+import pytest
+
+from actors.environments import Reply
+
+
+def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
+    if shutil.which("java") is None:
+        pytest.skip("textworld_express: install java and put it on the PATH")
+    environment = kit.build("textworld_express", game="coin")
+    try:
+        episode = environment.start(kit.task(1))
+        java = environment._pool._processes[0].main._gateway.java_process
+        java.send_signal(signal.SIGSTOP)
+        failures = []
+
+        def step():
+            try:
+                episode.step(Reply("look around"))
+            except Exception as error:
+                failures.append(repr(error))
+
+        hanging = threading.Thread(target=step, daemon=True)
+        hanging.start()
+        while not episode._process._lock.locked():
+            hanging.join(0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr("actors.environments.packages.jvm_pool.CALL_SECONDS_MAX", 0.05)
+            with pytest.raises(TimeoutError, match="did not answer"):
+                environment.start(kit.task(2))
+        hanging.join(60)
+        assert failures and java.wait(10) is not None
+        episode.close()
+        environment.start(kit.task(2)).close()
+        assert [process.games for process in environment._pool._processes] == [0]
+    finally:
+        environment.close()
