@@ -4,6 +4,7 @@ Here ``jvms`` Java processes serve all episodes of an actor (:mod:`actors.enviro
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,6 +23,9 @@ Game = Literal["coin", "twc", "cookingworld", "mapreader", "arithmetic", "sortin
 ALONE = frozenset({"sorting"})
 """Its Java code keeps objects by seed: two plays of one seed in a process disturb each other (the tests show it for
 this game and for no other)."""
+COMPACT = frozenset({"coin"})
+"""Games that ``compact`` can tell."""
+_SHORT = {way: f"move {way}" for way in ("north", "south", "east", "west")} | {"take": "take coin"}
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -41,6 +45,11 @@ class TextWorldExpress(Environment):
     """Actions before the game ends unsolved."""
     show_actions: bool = True
     """Say which actions are possible, up to 30, with each observation."""
+    compact: bool = False
+    """Few words a message, one word an action (``north``, ``take``) and no instructions, for tiny models with a
+    tokenizer of words. ``coin`` without doors only."""
+    impossible_pays: float = Field(default=0.0, ge=-1, le=0)
+    """Reward of a reply that is no possible action. Below 0 it teaches them to a policy that knows nothing."""
     jvms: int = Field(default=1, ge=1, le=64)
     """Java processes. ``sorting`` needs one for each episode that is played at once, the other games share them."""
     heap_mib: int = Field(default=256, ge=64, le=65_536)
@@ -48,6 +57,8 @@ class TextWorldExpress(Environment):
     JAVA_TOOL_OPTIONS is set."""
 
     def __post_init__(self) -> None:
+        if self.compact and (self.game not in COMPACT or "includeDoors=0" not in self.params.replace(" ", "")):
+            raise ValueError(f"compact: tells coin with params: includeDoors=0, not {self.game} with {self.params!r}")
         library = package("textworld_express")
         self._pool = Pool(library.TextWorldExpressEnv, self.jvms, alone=self.game in ALONE, heap_mib=self.heap_mib)
 
@@ -83,12 +94,16 @@ class TextWorldEpisode(Episode):
         with process.call():
             _, state = game.reset(seed=seed, gameFold=fold, gameName=options.game, gameParams=options.params)
         intro = f"{state['taskDescription']}\nEach turn, reply with one action and nothing else."
-        self.messages = (Message("user", f"{intro}\n\n{self._text(state)}"),)
+        text = self._text(state)
+        self.messages = (Message("user", text if options.compact else f"{intro}\n\n{text}"),)
         self._score = float(state["score"])
 
     def step(self, reply: Reply) -> Step:
         lines = [line.strip() for line in reply.strip().splitlines() if line.strip()]
         said = lines[-1][:200].rstrip(".") if lines else "look around"
+        if self._options.compact:
+            said = _SHORT.get(said.lower(), said)
+        possible = bool(lines) and said.lower() in self._actions
         self._left -= 1
         with self._process.call():
             _, _, _, state = self._game.step(self._actions.get(said.lower(), said))
@@ -98,9 +113,9 @@ class TextWorldEpisode(Episode):
         done = solved or bool(state["taskfailure"]) or self._left <= 0
         return Step(
             messages=() if done else (Message("user", self._text(state)),),
-            reward=gained,
+            reward=gained if possible else gained + self._options.impossible_pays,
             done=done,
-            signals={"solved": float(solved)} if done else {},
+            signals={"impossible_action": float(not possible), **({"solved": float(solved)} if done else {})},
         )
 
     def close(self) -> None:
@@ -108,11 +123,24 @@ class TextWorldEpisode(Episode):
 
     def _text(self, state: dict[str, Any]) -> str:
         self._actions = {str(action).lower(): str(action) for action in state["validActions"]}
+        if self._options.compact:
+            return describe(str(state["look"]))
         if not self._options.show_actions:
             return str(state["observation"]).strip()
         actions = sorted(str(a) for a in state["validActions"])
         shown = ", ".join(actions[:30]) + (", ..." if len(actions) > 30 else "")
         return f"{str(state['observation']).strip()}\nPossible actions: {shown}"
+
+
+def describe(look: str) -> str:
+    """What ``look around`` says in ``coin``, in few words: ``kitchen . north pantry . west living room . coin``. What
+    else is in the room never matters in this game and is left out."""
+    room = re.search(r"You are in the ([\w ]+)\.", look)
+    exits = re.findall(r"To the (North|South|East|West) you see the ([\w ]+)\.", look)
+    if room is None:
+        raise ValueError(f"compact: expected 'You are in the ROOM.', got {look[:200]!r}")
+    coin = ["coin"] if re.search(r"\ba coin\b", look) else []
+    return " . ".join([room[1], *(f"{way.lower()} {where}" for way, where in exits), *coin])
 
 
 def fold_of(seed: int) -> tuple[int, str]:

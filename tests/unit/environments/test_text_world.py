@@ -2,11 +2,16 @@
 
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
+import yaml
 
 from actors.environments import Reply
-from actors.environments.packages.text_world import ALONE, Game, TextWorldExpress, fold_of
+from actors.environments.discovery import build
+from actors.environments.packages.text_world import ALONE, Game, TextWorldExpress, describe, fold_of
+from pipeline.config.play import EnvironmentConfig
+from pipeline.errors import ConfigurationError
 
 GAMES = Game.__args__
 
@@ -34,7 +39,7 @@ def test_gold_path_scores_one_in_each_split(kit, express, game):
         gold = environment.expert(kit.task(seed))
         total, last = kit.play(environment, seed, [f"I should do this:\n{action.upper()}." for action in gold])
         assert total == pytest.approx(1.0)
-        assert (last.done, last.signals) == (True, {"solved": 1.0})
+        assert (last.done, last.signals) == (True, {"impossible_action": 0.0, "solved": 1.0})
 
 
 @pytest.mark.parametrize("game", GAMES)
@@ -85,7 +90,55 @@ def test_a_game_that_cannot_share_waits_for_a_process(kit, express, monkeypatch)
 def test_steps_run_out_and_nonsense_is_answered(kit, express):
     environment = express(game="coin", steps=3)
     total, last = kit.play(environment, 1, ["", "fly to the moon", "x" * 100_000])
-    assert (total, last.done, last.signals) == (0.0, True, {"solved": 0.0})
+    assert (total, last.done, last.signals) == (0.0, True, {"impossible_action": 1.0, "solved": 0.0})
+
+
+RUN_FILE = Path(__file__).parents[3] / "configs" / "coin_tiny.yaml"
+OPEN = "numLocations=8,includeDoors=0,numDistractorItems=0"
+
+
+def test_compact_tells_the_room_its_exits_and_the_coin_and_nothing_more():
+    look = (
+        "You are in the laundry room. You also see a bench, that has nothing on it. There is also a coin. \n"
+        "To the North you see the kitchen. To the West you see the living room."
+    )
+    assert describe(look) == "laundry room . north kitchen . west living room . coin"
+    assert describe(look.replace("a coin", "a key")) == "laundry room . north kitchen . west living room"
+    with pytest.raises(ValueError, match="You are in the ROOM"):
+        describe("It is dark.")
+
+
+def test_compact_games_are_won_by_single_words_and_told_in_the_words_of_the_run_file(kit, express):
+    environment = express(game="coin", params=OPEN, compact=True, steps=200)
+    words = set(yaml.safe_load(RUN_FILE.read_text())["model"]["tiny"]["words"])
+    for seed in (*environment.splits["train"][::200], *environment.splits["dev"][::200]):
+        gold = [a.removeprefix("move ").removesuffix(" coin") for a in environment.expert(kit.task(seed))]
+        episode = environment.start(kit.task(seed))
+        told, total = [m.content for m in episode.messages], 0.0
+        for word in gold:
+            step = episode.step(Reply(word))
+            assert word == "look around" or (word in words and not step.signals["impossible_action"])
+            told, total = told + [m.content for m in step.messages], total + step.reward
+        episode.close()
+        assert total == 1.0
+        assert {word for text in told for word in text.split()} <= words
+
+
+def test_an_impossible_or_empty_action_costs_what_the_options_say_and_changes_nothing(kit, express):
+    environment = express(game="coin", params=OPEN, compact=True, steps=4, impossible_pays=-0.25)
+    episode = environment.start(kit.task(0))
+    told = episode.messages[0].content
+    assert told == "kitchen . south corridor . east living room . west pantry"
+    for reply, reward, signal in (("take", -0.25, 1.0), ("north", -0.25, 1.0), ("", -0.25, 1.0), ("South.", 0.0, 0.0)):
+        step = episode.step(Reply(reply))
+        assert (step.reward, step.signals["impossible_action"]) == (reward, signal)
+    episode.close()
+
+
+def test_compact_is_refused_for_what_it_cannot_tell():
+    for options in ({"game": "twc"}, {"game": "coin"}, {"game": "coin", "params": "includeDoors=1"}):
+        with pytest.raises(ConfigurationError, match=r"includeDoors=0"):
+            build("coin", EnvironmentConfig(name="textworld_express", options={"compact": True, **options}))
 
 
 def test_java_ends_with_the_environment(kit, express):
