@@ -68,10 +68,12 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     for split, seeds in details.splits.items():
         say(f"  {split}: {seeds}")
     say(typer.style(f"\nthe task with seed {seed} begins", bold=True))
-    for message in details.example:
-        _talk(message.role, message.content)
+    for role, text in details.example:
+        _talk(role, text)
     if details.trouble:
         say(typer.style(details.trouble, fg="red"))
+        if sets:
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -92,13 +94,20 @@ def play(
     expert: Annotated[
         bool, typer.Option("--expert", help="Watch the environment's own expert, where it has one.")
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="NAME is a section of this run file: its loop, its data."),
+    ] = None,
 ) -> None:
     """Play an episode: you type the replies (or pipe them in, one a line), or an engine or an expert does.
 
-    A line that ends with a backslash goes on in the next; the end of the input leaves the game.
+    A line that ends with a backslash goes on in the next; the end of the input leaves the game. Tools are called as
+    <tool_call>{"name": "...", "arguments": {...}}</tool_call>. With --config and tasks from data the seed is the place
+    of the task among those that are trained on.
 
       afterplay env play number_guess --seed 3
       printf '8\\n12\\n' | afterplay env play number_guess
+      afterplay env play questions --config configs/questions.yaml --seed 5
       afterplay env play babyai --expert
       afterplay env play arithmetic --engine http://127.0.0.1:8100 --model runs/quickstart/model
     """
@@ -115,6 +124,7 @@ def play(
         temperature=temperature,
         tokens_max=max_tokens,
         expert=expert,
+        run_file=config,
     )
 
 

@@ -12,26 +12,36 @@ import orjson
 
 from actors.environments.base import Reply
 from actors.environments.commands.describing import end
-from actors.environments.commands.playing import expert_replies
+from actors.environments.commands.playing import expert_of, expert_replies
 from actors.environments.host import EnvironmentHost
 from pipeline.config.play import EnvironmentConfig
+from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
 
 
 def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Iterable[int], path: Path) -> tuple[int, int]:
     """Write one line for each of ``seeds`` that the expert solves; ``section`` is the environment's name in the run
-    file. Returns how many were written and how many were given up. Raises :class:`ConfigurationError`."""
+    file. Returns how many were written and how many were given up. ``path`` is written whole or not at all.
+
+    Raises :class:`ConfigurationError` for options that do not fit, an environment without an expert, or a place that
+    cannot be written."""
     host = EnvironmentHost(section, EnvironmentConfig(name=name, options=options, step_seconds_max=600))
+    part = path.with_name(f"{path.name}.part")
     written = left_out = 0
     try:
-        with path.open("wb") as file:
+        expert_of(host.environment)
+        with part.open("wb") as file:
             for line in _lines(host, section, seeds):
                 if line is None:
                     left_out += 1
                 else:
                     file.write(orjson.dumps(line) + b"\n")
                     written += 1
+        part.replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"--out: {path} cannot be written: {error.strerror or error}") from error
     finally:
+        part.unlink(missing_ok=True)
         end(host)
     return written, left_out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -55,8 +56,8 @@ class Details:
     options: tuple[Option, ...]
     splits: Mapping[str, str]
     """Which seeds belong to each split, in words."""
-    example: tuple[Message, ...]
-    """The first messages of an example task."""
+    example: tuple[tuple[str, str], ...]
+    """Role and text of the first messages of an example task."""
     trouble: str | None
     """Why there is no example."""
 
@@ -85,14 +86,14 @@ def details(name: str, options: Mapping[str, Any], seed: int = 0) -> Details:
     What goes wrong in building or starting it is told in ``trouble``. Raises :class:`ConfigurationError` for a name
     that does not exist."""
     cls = find(name)
-    example: tuple[Message, ...] = ()
+    example: tuple[tuple[str, str], ...] = ()
     trouble: str | None = None
     splits: Mapping[str, Any] = getattr(cls, "splits", None) or {}
     try:
         host = EnvironmentHost(name, EnvironmentConfig(name=name, options=dict(options)))
         try:
             splits = getattr(host.environment, "splits", None) or splits
-            example = anyio.run(_first_messages, host, seed)
+            example = tuple((m.role, shown(m)) for m in anyio.run(_first_messages, host, seed))
         finally:
             end(host)
     except AfterplayError as error:
@@ -105,6 +106,13 @@ def details(name: str, options: Mapping[str, Any], seed: int = 0) -> Details:
         example=example,
         trouble=trouble,
     )
+
+
+def shown(message: Message) -> str:
+    """Its text, and its tool calls where it has some."""
+    calls = message.extra.get("tool_calls") or ()
+    stated = [json.dumps(call.get("function", call), ensure_ascii=False) for call in calls if isinstance(call, Mapping)]
+    return "\n".join([*([message.content] if message.content else []), *(f"calls {call}" for call in stated)])
 
 
 def end(host: EnvironmentHost) -> None:

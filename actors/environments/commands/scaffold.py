@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from actors.environments.commands.describing import entries
+from actors.environments.discovery import names
 from pipeline.errors import ConfigurationError
 
 _PYPROJECT = """[build-system]
@@ -160,11 +160,12 @@ reply; docstrings under options are shown by `afterplay env show`.
 
 def write(name: str, folder: Path) -> list[Path]:
     """Write the package into ``folder`` (made, or empty) and return its files. Raises :class:`ConfigurationError`."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name):
+    if len(name) > 40 or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ConfigurationError(
-            f"expected a name of small letters, digits and _ that begins with a letter, got {name!r}"
+            "expected a name of at most 40 small letters, digits and single _ between them that begins with a letter, "
+            f"got {name!r}"
         )
-    if name in {known.name for known in entries()}:
+    if name in names():
         raise ConfigurationError(f"an environment is called {name!r} already: afterplay env list shows them")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"{folder} is there already and not empty: give another --folder")

@@ -1,0 +1,159 @@
+"""``afterplay env play`` plays as an actor does: with the agent loop, its tools, and the data of a run file."""
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from actors.engine.base import Sampling
+from actors.environments.commands.demonstrating import demonstrate
+from actors.environments.commands.describing import shown
+from actors.environments.commands.players import Typed, sampling
+from actors.environments.commands.playing import episode, play
+from actors.environments.host import EnvironmentHost
+from actors.environments.number_guess import NumberGuess
+from actors.loop.build import build_loop
+from pipeline.config.play import EnvironmentConfig
+from pipeline.errors import ConfigurationError
+from pipeline.metrics import CollectorRegistry
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.schema import Message, Task
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def call(expression):
+    return "<tool_call>" + json.dumps({"name": "calculator", "arguments": {"expression": expression}}) + "</tool_call>"
+
+
+def typed(monkeypatch, *lines, name="big_sums", seed=0, **more):
+    """(score, what was said) of a play with these lines on standard input."""
+    said = []
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    score = play(name, more.pop("options", {}), seed, 100, lambda *line: said.append(line), **more)
+    return score, said
+
+
+def test_tools_are_told_and_can_be_called_by_hand(monkeypatch):
+    score, said = typed(monkeypatch, call("60494 + 65125"), "125619", options={"examples": 0})
+    assert next(text for who, text in said if who == "tools").startswith("calculator(expression: string)")
+    assert ("tool", "125619") in said and score == 1.0 and said[-1] == ("done", "score 1")
+
+
+def test_a_wrong_call_is_told_and_the_play_goes_on(monkeypatch):
+    score, said = typed(monkeypatch, call("60494 +"), "1", options={"examples": 0})
+    assert score == 0.0 and any(who == "tool" and "Error" in text for who, text in said)
+
+
+def test_calls_that_stand_in_the_prompt_are_shown():
+    calls = [{"id": "1", "type": "function", "function": {"name": "calculator", "arguments": {"expression": "1+1"}}}]
+    assert "calculator" in shown(Message("assistant", "", {"tool_calls": calls}))
+    assert shown(Message("user", "Hello")) == "Hello"
+
+
+class Characters(Typed):
+    """A renderer whose tokens are characters; ``told`` is what it was asked to render."""
+
+    def __init__(self):
+        self.told = []
+
+    def start(self, messages, tools=()):
+        self.told.append(([m.role for m in messages], [tool["function"]["name"] for tool in tools]))
+        return SimpleNamespace(prompt_ids=(1, 2))
+
+    def extend(self, before, ids, completed, new, *, said=None):
+        self.told.append(([m.content for m in new], said.extra["tool_calls"][0]["function"]["arguments"]))
+        return SimpleNamespace(prompt_ids=(*before.prompt_ids, *ids))
+
+    def completed(self, ids):
+        return SimpleNamespace(text=self.decode_ids(ids))
+
+
+class Engine:
+    def __init__(self, *replies):
+        self.replies, self.prompts = iter(replies), []
+
+    async def generate(self, prompt_ids, how):
+        self.prompts.append(prompt_ids)
+        return SimpleNamespace(token_ids=np.array([ord(c) for c in next(self.replies)]), finish_reason=None)
+
+
+async def test_an_engine_is_told_the_tools_and_its_calls_are_run():
+    renderer, engine, said = Characters(), Engine(call("60494 + 65125"), "125619"), []
+    host = EnvironmentHost("sums", EnvironmentConfig(name="big_sums", options={"examples": 0}))
+    loop = build_loop(host, renderer, ActorMetrics(CollectorRegistry()))
+    speak = sampling(engine, renderer, Sampling(400))
+    score = await episode(host, Task("sums/0", "sums", 0), 9, speak, lambda *line: said.append(line), loop)
+    assert score == 1.0 and ("tool", "125619") in said
+    assert renderer.told == [(["user"], ["calculator"]), (["125619"], {"expression": "60494 + 65125"})]
+    assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+
+
+def run_file(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"q": f"What is {i}?", "a": i}) + "\n" for i in range(20)))
+    tasks = {"kind": "jsonl", "path": str(data), "columns": {"prompt": "q", "answer": "a"}, "splits": {"train": 1.0}}
+    section = {"name": "question", "options": {"template": "{prompt} Be brief."}, "tasks_from": tasks, "max_turns": 1}
+    path = tmp_path / "run.yaml"
+    run = {"environments": {"asked": section}, "scorer": {"environment_weight": 0, "functions": [{"path": "number"}]}}
+    path.write_text(json.dumps(run))
+    return path
+
+
+def test_a_section_of_a_run_file_is_played_with_its_data(monkeypatch, tmp_path):
+    path = run_file(tmp_path)
+    for seed in (0, 7, 27):
+        score, said = typed(monkeypatch, "42", name="asked", seed=seed, run_file=path)
+        assert said[0] == ("user", f"What is {seed % 20}? Be brief.")
+        assert score == 0.0 and said[-1] == ("note", "the scorer adds number, which only a run computes")
+    with pytest.raises(ConfigurationError, match=r"environments of .* \(asked\), got 'other'"):
+        typed(monkeypatch, "42", name="other", run_file=path)
+
+
+def test_what_cannot_be_played_says_why(monkeypatch, tmp_path):
+    with pytest.raises(ConfigurationError, match="--engine needs --model"):
+        typed(monkeypatch, engine="http://127.0.0.1:9")
+    with pytest.raises(ConfigurationError, match="expected the folder of a model"):
+        typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path / "none")
+    with pytest.raises(ConfigurationError, match="one player"):
+        typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path, expert=True)
+
+
+def test_a_demonstration_that_fails_leaves_the_file_that_was_there(monkeypatch, tmp_path):
+    out = tmp_path / "mine.jsonl"
+    out.write_text("precious")
+    with pytest.raises(ConfigurationError, match="has no expert"):
+        demonstrate("number_guess", {}, "guess", range(3), out)
+    monkeypatch.setattr(NumberGuess, "expert", lambda self, task: ["1"], raising=False)
+    with pytest.raises(ConfigurationError, match=r"--out: .* cannot be written"):
+        demonstrate("number_guess", {}, "guess", range(3), tmp_path / "no" / "x.jsonl")
+    assert out.read_text() == "precious" and list(tmp_path.iterdir()) == [out]
+
+
+def test_ctrl_c_at_the_prompt_leaves_at_once():
+    keyboard, terminal = pty.openpty()
+    command = [sys.executable, "-m", "pipeline.cli", "env", "play", "number_guess"]
+    pipes = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    player = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        os.close(terminal)
+        assert player.stdout is not None
+        while b"Guess" not in player.stdout.readline():
+            pass
+        os.write(keyboard, b"8\n")
+        while b"step" not in player.stdout.readline():
+            pass
+        player.send_signal(signal.SIGINT)
+        _, error = player.communicate(timeout=60)
+        assert player.returncode not in (0, None) and b"Traceback" not in error and b"Fatal" not in error
+    finally:
+        player.kill()
+        os.close(keyboard)
