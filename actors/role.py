@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from actors.collecting import collecting_rarely
 from actors.engine.client import EngineClient
 from actors.engine.patience import Patience
 from actors.engine.pool import EnginePool
@@ -74,6 +75,7 @@ async def main(ctx: RoleContext) -> None:
                 index=ctx.index,
             )
             stack.enter_context(interrupting_blocks())
+            stack.enter_context(collecting_rarely())
             async with anyio.create_task_group() as group:
                 group.start_soon(pool.watch)
                 group.start_soon(services.serve)
