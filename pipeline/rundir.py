@@ -9,7 +9,7 @@
       checkpoints/       what the learner resumes from
       replay.sqlite      trajectories, groups, orders and their states (replay-1.sqlite … of more replay stages)
       lessons.sqlite     the memory of lessons, where they are on
-      traces/            some trained and failed rollouts, for ``afterplay show``
+      traces/            some trained, evaluated and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
       skipped/           batches of optimizer steps that were not finite (learner/skipped.py)
       evaluations.jsonl  one JSON object for each evaluation

@@ -36,14 +36,24 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     if tail.last is not None:
         console.print(describe(tail.last, config.run.total_steps), soft_wrap=True)
         show_time(directory.metrics_file, console)
-    if results := read_results(directory.evaluations_file):
-        console.print(describe_evaluation(results[-1]), soft_wrap=True)
+    _evaluations(directory, console)
     try:
         ledgers = read_ledgers(store_paths(config, directory))
     except StoreError as error:
         console.print(f"no accounts: {error}", style="yellow", soft_wrap=True)
         return ExitCode.FINISHED
     return _accounts(ledgers, console)
+
+
+def _evaluations(directory: RunDirectory, console: Console) -> None:
+    """The first, the best that is kept and the newest: has it become better on what it is not trained on?"""
+    results = {result["evaluation"]: result for result in read_results(directory.evaluations_file)}
+    if not results:
+        return
+    best = (read_json(directory.checkpoints / "best" / "evaluation.json") or {}).get("evaluation")
+    for number in sorted({min(results), max(results)} | ({best} & results.keys())):
+        kept = "  kept as checkpoints/best" if number == best else ""
+        console.print(describe_evaluation(results[number]) + kept, soft_wrap=True)
 
 
 def is_alive(directory: RunDirectory) -> bool:

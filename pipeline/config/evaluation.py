@@ -18,7 +18,8 @@ class EvaluationConfig(Section):
     """Updates between evaluations: the weights after each multiple of it are evaluated. None: no evaluation. One that
     still plays when the next is due makes that one fall out, so a short period slows nothing down."""
     start: bool = True
-    """Evaluate the weights that the run begins with too: what training is compared with."""
+    """Evaluate the weights that the run begins with too: what training is compared with. The first update waits for
+    it, so that it is of exactly these weights."""
     end: bool = True
     """Evaluate the last weights; the run ends after that."""
     split: str = Field("eval", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
@@ -41,8 +42,8 @@ class EvaluationConfig(Section):
     slots: float = Field(0.25, gt=0, le=1)
     """Share of the actors' places that evaluation may hold while training goes on, at least one place."""
     strict: bool = False
-    """Hold training back so that every rollout is of exactly the weights that are evaluated. False: training goes on,
-    and a result says which versions its rollouts were sampled by."""
+    """Hold training back so that every rollout of every evaluation is of exactly the weights that are evaluated. False:
+    only those of the start and the end are; else training goes on, and a result says which versions sampled it."""
     attempts_max: int = Field(3, ge=1)
     """A rollout that failed is ordered again up to so often in all; then it is missing in the result. It is never
     counted as 0."""

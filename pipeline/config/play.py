@@ -132,8 +132,9 @@ class EnvironmentConfig(Section):
 
     name: str = "arithmetic"
     """A built-in name, an entry point of ``afterplay.environments``, ``module:Class`` or ``path/file.py:Class``."""
-    weight: float = Field(1.0, gt=0)
-    """Share of tasks, relative to the other environments."""
+    weight: float = Field(1.0, ge=0)
+    """Share of tasks, relative to the other environments. 0: it is evaluated (``evaluation.split``) and never trained,
+    such as a benchmark."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     loop: LoopConfig = LoopConfig()
@@ -160,6 +161,11 @@ class EnvironmentConfig(Section):
     def _one_source_of_tasks(self) -> EnvironmentConfig:
         if self.tasks is not None and self.tasks_from is not None:
             raise ValueError("tasks is for tasks made from seeds: with tasks_from set tasks_from.limit instead")
+        if self.tasks_from is not None and self.weight and TRAIN not in (splits := self.tasks_from.splits):
+            raise ValueError(
+                f"tasks_from.splits needs {TRAIN!r} (what is trained on), got {', '.join(splits)}: add it, or set "
+                "weight: 0 for an environment that is only evaluated"
+            )
         if self.held_out and self.tasks_from is not None:
             raise ValueError("held_out is for tasks made from seeds: with tasks_from set tasks_from.splits instead")
         if self.tasks is not None and self.seed + self.tasks > HELD_OUT_SEED:

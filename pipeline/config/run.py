@@ -107,10 +107,20 @@ class RunConfig(Section):
     traces: TracesConfig = TracesConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
 
+    @property
+    def trained_environments(self) -> dict[str, EnvironmentConfig]:
+        """Those that tasks are drawn from: the others are evaluated only."""
+        return {name: section for name, section in self.environments.items() if section.weight > 0}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         if not self.environments:
             raise ValueError("environments is empty: name at least one, for example environments: {arithmetic: {}}")
+        if not self.trained_environments and not self.evaluation.only:
+            raise ValueError(
+                f"environments: expected one with a weight above 0 to train on, got weight: 0 for "
+                f"{', '.join(self.environments)}"
+            )
         if self.sampling.max_tokens >= self.model.max_length:
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "

@@ -52,10 +52,10 @@ class TasksFromConfig(Section):
     split: str = TRAIN
     """With ``huggingface``: its split that ``splits`` divides; not used where ``splits`` names theirs."""
     splits: dict[str, float | str] = Field(default={TRAIN: 1.0})
-    """Our splits, ``train`` among them. Shares (``{train: 0.9, eval: 0.1}``) divide the rows by a hash of their
-    question, so the same question is never in two. Names (``{train: a.jsonl, eval: b.jsonl}``, or with
-    ``huggingface`` names of its splits) say where each lies; a question of train that is in another split too is left
-    out of train, and counted."""
+    """Our splits, ``train`` among them unless the environment's ``weight`` is 0. Shares (``{train: 0.9, eval: 0.1}``)
+    divide the rows by a hash of their question, so the same question is never in two. Names (``{train: a.jsonl, eval:
+    b.jsonl}``, or with ``huggingface`` names of its splits) say where each lies; a question of train that is in
+    another split too is left out of train, and counted."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Our name to theirs: ``{prompt: question, answer: reward_model.ground_truth}``; dots lead into nested columns.
     Only these are in the payload. Empty: every column under its own name."""
@@ -81,8 +81,8 @@ class TasksFromConfig(Section):
 
     @model_validator(mode="after")
     def _splits_make_sense(self) -> TasksFromConfig:
-        if TRAIN not in self.splits:
-            raise ValueError(f"tasks_from.splits needs {TRAIN!r} (what is trained on), got {', '.join(self.splits)}")
+        if not self.splits:
+            raise ValueError("tasks_from.splits is empty: name at least one")
         for name in self.splits:
             if not name.isidentifier():
                 raise ValueError(f"tasks_from.splits: expected names of letters, digits and _, got {name!r}")

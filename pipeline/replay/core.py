@@ -78,7 +78,7 @@ class StageCore:
             wall=wall,
             shard=shard,
         )
-        self.sampler = TaskSampler(config.environments, config.run.seed, meta.get("sampler"), shard, sources)
+        self.sampler = TaskSampler(config.trained_environments, config.run.seed, meta.get("sampler"), shard, sources)
         self.experience = Experience(
             config,
             entries=snapshot.entries,

@@ -42,14 +42,16 @@ class Ordering:
                 self._groups.plan(self._replays.next())
                 continue
             self._give(free, *pending)
+        if self._evaluations.holds_back(s.batches.consumed):
+            self._order_evaluation(free, share=False)
 
-    def _order_evaluation(self, free: list[tuple[int, str]]) -> None:
-        """They come first, in their share of the places."""
+    def _order_evaluation(self, free: list[tuple[int, str]], *, share: bool = True) -> None:
+        """They come first, in their ``share`` of the places; all places that are left where training waits for them."""
         evaluations = self._evaluations
         if evaluations.active is None:
             return
         places = sum(actor.slots for actor in self._leases.actors.values() if actor.down_since is None)
-        room = evaluations.may_hold(places) - evaluations.playing.in_flight
+        room = (evaluations.may_hold(places) if share else places) - evaluations.playing.in_flight
         while free and room > 0 and (wanted := evaluations.take()) is not None:
             self._give(free, *wanted, version=evaluations.policy_version())
             room -= 1

@@ -71,7 +71,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             wall=time.time(),
             score_now=scorer.score_now if scorer.immediate else None,
             shard=shard,
-            sources={name: source.splits[TRAIN] for name, source in sources.items()},
+            sources={n: source.splits[TRAIN] for n, source in sources.items() if n in config.trained_environments},
             held_out={
                 name: source.splits[config.evaluation.split]
                 for name, source in sources.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +78,9 @@ def evaluate_checkpoint(
         specs = specs_of(config, directory, center=EVALUATOR)
         code = supervise(config, specs, directory, undertaker, console, lambda: bool(_results(directory)))
     results = _results(directory)
-    shutil.rmtree(directory.model, ignore_errors=True)
+    for file in directory.model.rglob("*.safetensors"):
+        # its tokenizer stays: afterplay show needs it
+        file.unlink(missing_ok=True)
     if code or not results:
         return code or ExitCode.FAILED
     return show_result(results[-1], weights.name, directory, console)

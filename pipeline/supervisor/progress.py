@@ -82,7 +82,11 @@ def describe_evaluation(line: Mapping[str, Any]) -> str:
         if isinstance(value, int | float):
             parts.append(f"pass@{k} {value:.3f}")
     environments = line.get("environments")
-    told = [e for e in (environments if isinstance(environments, Mapping) else {}).values() if isinstance(e, Mapping)]
+    environments = environments if isinstance(environments, Mapping) else {}
+    told = [e for e in environments.values() if isinstance(e, Mapping)]
+    if len(told) > 1:
+        scores = ((name, e.get("score")) for name, e in environments.items() if isinstance(e, Mapping))
+        parts += [f"{name} {score:.3f}" for name, score in scores if isinstance(score, int | float)]
     if missing := sum(int(e.get("missing") or 0) for e in told):
         parts.append(f"missing {missing}")
     versions = line.get("versions")

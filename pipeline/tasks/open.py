@@ -31,7 +31,10 @@ def open_sources(config: RunConfig) -> dict[str, TaskSource]:
         for name, section in config.environments.items():
             if section.tasks_from is not None:
                 sources[name] = open_source(name, section, config.run.seed)
-        _check_epochs(config, {name: source.splits[TRAIN] for name, source in sources.items()})
+        _check_epochs(
+            config,
+            {name: source.splits[TRAIN] for name, source in sources.items() if name in config.trained_environments},
+        )
     except BaseException:
         for source in sources.values():
             source.close()
@@ -48,7 +51,8 @@ def open_source(name: str, section: EnvironmentConfig, run_seed: int = 0) -> Tas
     opened: dict[str, Rows] = {}
     try:
         if data.divides:
-            everything = opened[TRAIN] = _rows(name, data, data.path, data.split, reading)
+            everything = _rows(name, data, data.path, data.split, reading)
+            opened = dict.fromkeys(data.splits, everything)
             indexes = indexing.divided(everything)
             opened = dict.fromkeys(indexes, everything)
         else:
@@ -120,7 +124,7 @@ def _empty(name: str, data: TasksFromConfig, split: str, indexing: Indexing) -> 
 def _check_epochs(config: RunConfig, splits: Mapping[str, TaskSplit]) -> None:
     """``epochs`` are a promise about how often a row is trained; replay groups need no new tasks, so then it is not
     known beforehand."""
-    limits = [splits[name].tasks_max if name in splits else None for name in config.environments]
+    limits = [splits[name].tasks_max if name in splits else None for name in config.trained_environments]
     known = [limit for limit in limits if limit is not None]
     needed = config.run.total_steps * config.groups.groups_per_step
     if config.replay.enabled or len(known) < len(limits) or sum(known) >= needed:

@@ -84,12 +84,17 @@ class Evaluations:
         return max(1, int(self._section.slots * places))
 
     def holds_back(self, update: int) -> bool:
-        """Whether ``update`` must wait for an evaluation of the weights before it (``evaluation.strict``)."""
-        if not (self.on and self._section.strict):
+        """Whether ``update`` must wait for an evaluation of the weights before it: the first update for that of the
+        start, every one with ``evaluation.strict``."""
+        if not self.on:
             return False
-        total = self._s.config.run.total_steps
-        due = self.active["updates"] if self.active else self._section.next_due(self._begun + 1, total)
-        return due is not None and update >= due
+        if self.active is not None:
+            due: int | None = self.active["updates"]
+        else:
+            # what was due before the weights of now is not made up for
+            reached = max(self._begun + 1, self._s.batches.live or 0)
+            due = self._section.next_due(reached, self._s.config.run.total_steps)
+        return due is not None and update >= due and (self._section.strict or due == 0)
 
     def take(self) -> tuple[GroupRecord, int] | None:
         """The next slot to order; the caller checks :meth:`may_hold`."""

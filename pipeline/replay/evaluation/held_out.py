@@ -44,7 +44,11 @@ class HeldOut:
     def __init__(self, config: RunConfig, sources: Mapping[str, TaskSplit], own: Mapping[str, Splits]) -> None:
         section = config.evaluation
         found = {name: self._split(config, name, sources, own.get(name, {})) for name in config.environments}
-        wanted = section.environments or tuple(name for name, split in found.items() if split is not None)
+        wanted = section.environments or tuple(
+            name
+            for name, split in found.items()
+            if split is not None or not (section.only or name in config.trained_environments)
+        )
         if missing := [name for name in wanted if found[name] is None]:
             raise _missing(config, missing, own)
         if not wanted:

@@ -117,5 +117,8 @@ def test_a_result_in_one_line_for_the_progress() -> None:
     assert describe_evaluation(result()) == (
         "evaluation after step 20  score 0.500 ± 0.100  pass@1 0.500  missing 3  versions 20 to 22"
     )
+    two = result()
+    two["environments"] = {"a": {"score": 0.25}, "b": {"score": None}, "c": {"score": 1.0}}
+    assert "a 0.250  c 1.000" in describe_evaluation(two)
     assert "timed_out" in describe_evaluation(result(score=None, status="timed_out"))
     assert describe_evaluation({}) == "evaluation after step None  None"

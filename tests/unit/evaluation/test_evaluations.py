@@ -194,6 +194,33 @@ def test_strict_holds_the_update_back_until_the_weights_are_evaluated(tmp_path: 
     assert [s for s in stage.sent if s.kind is Kind.PLAN]
 
 
+def test_the_first_update_waits_for_the_evaluation_of_the_start_and_later_ones_for_none(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=12)
+    stage.restart(run={"total_steps": 100}, staleness={"max": 0})
+    stage.version(0, 0)
+    assert len(stage.evaluating()) == 4, "its share is 3: it has the place that training leaves empty too"
+    for order in [o for o in stage.leased() if not o.evaluation]:
+        stage.answer(order, reward=float(order.slot))
+    assert not [s for s in stage.sent if s.kind is Kind.PLAN]
+    stage.answer_all(reward=1.0)
+    assert {s.header["update"] for s in stage.sent if s.kind is Kind.PLAN} == {0}
+    stage.version(2, 2)
+    assert stage.evaluating() and not any(stage.core.evaluations.holds_back(update) for update in range(2, 100))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_evaluation_that_is_switched_on_in_the_middle_holds_nothing_back_before_it_is_due(
+    tmp_path: Any, strict: bool
+) -> None:
+    stage = Stage(tmp_path / "r.sqlite", every=20, strict=strict)
+    stage.restart(run={"total_steps": 100})
+    stage.core._s.batches.consumed = 50
+    stage.version(50, 50)
+    assert not stage.evaluating()
+    held = [update for update in range(50, 100) if stage.core.evaluations.holds_back(update)]
+    assert held == (list(range(60, 100)) if strict else [])
+
+
 def test_only_evaluating_orders_nothing_else(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "r.sqlite", only=True)
     stage.version(0, 0)

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from actors.environments.host import EnvironmentHost
 from actors.environments.packages.bfcl import BFCL
 from pipeline.config import RunConfig
 from pipeline.config.play import HELD_OUT_SEED, EnvironmentConfig
 from pipeline.errors import ConfigurationError
+from pipeline.replay.core import StageCore
 from pipeline.replay.evaluation.held_out import HeldOut
 from pipeline.replay.tasks import TaskSampler
-from pipeline.tasks.open import open_source
+from pipeline.tasks.open import open_source, open_sources
 from pipeline.tasks.splits import Seeds, decode_splits, encode_splits
 
 SEEDS = st.one_of(
@@ -117,6 +119,34 @@ def test_data_and_made_up_seeds_are_disjoint_too(tmp_path: Any) -> None:
     assert {t.seed >= HELD_OUT_SEED for t in evaluated if t.environment == "g"} == {True}
     assert held_out.tasks == {"q": len(source.splits["eval"]), "g": 8}
     source.close()
+
+
+def test_an_environment_of_weight_0_is_evaluated_and_never_drawn(tmp_path: Any) -> None:
+    rows = tmp_path / "benchmark.jsonl"
+    rows.write_text("".join(f'{{"prompt": "q{i}", "answer": "{i}"}}\n' for i in range(6)))
+    data = {"kind": "jsonl", "path": rows, "splits": {"eval": 1.0}}
+    sections: dict[str, Any] = {
+        "environments": {
+            "train": {"held_out": {"eval": 3}},
+            "benchmark": {"name": "question", "weight": 0, "tasks_from": data},
+        },
+        "scorer": {"functions": [{"path": "exact"}]},
+        "evaluation": {"every": 1},
+    }
+    config = RunConfig.model_validate(sections)
+    sources = open_sources(config)
+    core = StageCore(config, held_out={"benchmark": sources["benchmark"].splits["eval"]})
+    assert {core.sampler.draw().environment for _ in range(100)} == {"train"}
+    core.evaluations.learn({})
+    assert core.evaluations.tasks is not None and core.evaluations.tasks.tasks == {"train": 3, "benchmark": 6}
+    for source in sources.values():
+        source.close()
+    sections["evaluation"]["split"] = "test"
+    sections["environments"]["train"]["held_out"] = {"test": 3}
+    with pytest.raises(ConfigurationError, match="benchmark has eval"):
+        HeldOut(RunConfig.model_validate(sections), {}, {})
+    with pytest.raises(ValidationError, match="weight above 0 to train on"):
+        RunConfig.model_validate({"environments": {"a": {"weight": 0}}})
 
 
 def test_the_tasks_are_spread_over_the_split_and_always_the_same() -> None:

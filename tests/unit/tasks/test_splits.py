@@ -98,7 +98,7 @@ def test_ids_of_splits_differ(tmp_path: Path, opened: Opened) -> None:
         ({"kind": "jsonl"}, "needs path"),
         ({"kind": "jsonl", "name": "a/b"}, "is for kind: huggingface"),
         ({"kind": "huggingface"}, "either path"),
-        ({"kind": "jsonl", "path": "x", "splits": {"eval": 0.5}}, "needs 'train'"),
+        ({"kind": "jsonl", "path": "x", "splits": {}}, "splits is empty"),
         ({"kind": "jsonl", "path": "x", "splits": {"train": 0.9, "eval": 0.2}}, "at most 1 together"),
         ({"kind": "jsonl", "path": "x", "splits": {"train": 0.9, "eval": "file"}}, "got both"),
         ({"kind": "jsonl", "path": "x", "splits": {"train": "a"}}, "path is not used"),
@@ -111,6 +111,13 @@ def test_ids_of_splits_differ(tmp_path: Path, opened: Opened) -> None:
 def test_a_section_that_makes_no_sense_says_why(section: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         TasksFromConfig.model_validate(section)
+
+
+def test_only_what_is_never_trained_needs_no_split_to_train_on() -> None:
+    data = {"kind": "jsonl", "path": "x", "splits": {"eval": 1.0}}
+    with pytest.raises(ValidationError, match="needs 'train'"):
+        EnvironmentConfig.model_validate({"tasks_from": data})
+    assert EnvironmentConfig.model_validate({"tasks_from": data, "weight": 0}).weight == 0
 
 
 @given(
