@@ -47,11 +47,11 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
 
 def _evaluations(directory: RunDirectory, console: Console) -> None:
     """The first, the best that is kept and the newest: has it become better on what it is not trained on?"""
-    results = {result["evaluation"]: result for result in read_results(directory.evaluations_file)}
+    results = {int(result["evaluation"]): result for result in read_results(directory.evaluations_file)}
     if not results:
         return
     best = (read_json(directory.checkpoints / "best" / "evaluation.json") or {}).get("evaluation")
-    for number in sorted({min(results), max(results)} | ({best} & results.keys())):
+    for number in sorted(n for n in results if n in (min(results), best, max(results))):
         kept = "  kept as checkpoints/best" if number == best else ""
         console.print(describe_evaluation(results[number]) + kept, soft_wrap=True)
 
