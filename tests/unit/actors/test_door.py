@@ -702,7 +702,7 @@ async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
     if python is None:
         pytest.skip(
             "set AFTERPLAY_VERIFIERS_PYTHON to the Python of a virtual environment with verifiers==0.4.0 "
-            "(python -m venv DIR; DIR/bin/pip install verifiers==0.4.0)"
+            "(make setup-dev makes one in .venv/verifiers; or python -m venv DIR; DIR/bin/pip install verifiers==0.4.0)"
         )
     program = [python, str(ROOT / "configs" / "programs" / "verifiers_rollout.py")]
     program += ["--taskset", "door_words", "--harness", "door_words"]
