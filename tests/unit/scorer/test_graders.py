@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import time
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError, SchemaError
 from pipeline.scorer.graders import BUILT_IN
+from pipeline.scorer.graders.mathematics import last_boxed
 from pipeline.scorer.graders.text import chosen_letter, last_number
 from pipeline.scorer.resolve import resolve
 from pipeline.scorer.scorer import Scorer
@@ -109,6 +111,18 @@ MATHEMATICS = [
     (r"So it is $\boxed{\frac{1}{2}}$.", "0.5", 1), (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
     ("The answer is 42", "42", 1),
     (r"$x = 3$ and so $\boxed{4}$", "3", 0), ("I do not know", "7", 0), (r"$\sqrt{8}$", r"2\sqrt{2}", 1),
+    (r"\boxed{3}. No, \boxed{4}.", "4", 1), (r"\boxed{3}. No, \boxed{4}.", "3", 0), (r"\boxed{4}, so 4/2 = 2", "4", 1),
+    (r"$\boxed{3}$ and $\boxed{-2}$", r"\{3,-2\}", 1), (r"\boxed{3}, \boxed{-2}", "-2, 3", 1), (r"\boxed{3", "3", 0),
+    # an answer with a comma or a bracket is all of it, not its last number
+    (r"\boxed{3,-2}", "-2,3", 1), (r"\boxed{-2}", "3,-2", 0), (r"\boxed{(\frac12,3)}", "(1/2,3)", 1),
+    (r"\boxed{3}", "(1/2,3)", 0), (r"\boxed{[0,\infty)}", r"[0,\infty)", 1), (r"\boxed{(1,2]}", "(1,2)", 0),
+    (r"\boxed{(2,1)}", "(1,2)", 0),
+    (r"\boxed{(-\infty,1)\cup(2,3]}", r"(-\infty,1)\cup(2,3]", 1), (r"\boxed{x=3 \text{ or } x=-2}", r"\{3,-2\}", 1),
+    (r"\boxed{50\%}", "0.5", 1), (r"\boxed{5\,\mathrm{cm}^2}", "5", 1), (r"\boxed{5 \text{ km}}", "5 km", 1),
+    ("It costs 1,234.50 dollars", "1234.5", 1), (r"\boxed{1\,000}", "1000", 1), (r"\boxed{-5}", "- 5", 1),
+    ("42", "42.0", 1),
+    (r"\boxed{90^\circ}", "90", 1), (r"\boxed{\text{Monday}}", "Monday", 1), (r"\boxed{0.333}", r"\frac13", 0),
+    (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1),
     (r"$(x+1)^2$", "x^2+2x+1", 1), (r"\boxed{\{1,2\}}", r"\{2,1\}", 1), ("", "1", 0),
 ]  # fmt: skip
 
@@ -117,6 +131,15 @@ MATHEMATICS = [
 @pytest.mark.parametrize(("reply", "answer", "score"), MATHEMATICS)
 def test_math_compares_as_mathematics(reply: str, answer: str, score: float) -> None:
     assert grade("math", reply, answer=answer) == score
+
+
+def test_the_last_box_counts_and_what_is_joined_to_it_quickly() -> None:
+    assert last_boxed("no box") == "no box" and last_boxed(r"\boxed{1} \boxed{2") == r"\boxed{2"
+    assert last_boxed(r"\boxed{9}: \boxed{1}, \boxed{\frac{1}{2}} and \boxed{3}") == r"\boxed{1, \frac{1}{2}, 3}"
+    started = time.perf_counter()
+    for hostile in (r"\boxed{" * 100_000, r"\boxed{1}" + " " * 500_000 + r"\boxed{2}", r"\boxed{1} " * 50_000):
+        last_boxed(hostile)
+    assert time.perf_counter() - started < 5
 
 
 @needs_math
