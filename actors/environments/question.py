@@ -61,7 +61,12 @@ def _message(value: Any, task: Task) -> Message:
         isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
     ):
         raise _wrong(task, "messages with role and content as text", value)
-    return Message(value["role"], value["content"], {k: v for k, v in value.items() if k not in ("role", "content")})
+    # Arrow gives every message the keys that any of them has: a null says nothing, and templates look for keys
+    return Message(
+        value["role"],
+        value["content"],
+        {k: v for k, v in value.items() if k not in ("role", "content") and v is not None},
+    )
 
 
 def _filled(template: str, task: Task) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 LIST_LIMIT = 50
 PAGE_LIMIT = 200
+PIPE_WIDTH = 240
 
 
 class SortBy(StrEnum):
@@ -143,7 +146,8 @@ def show(
         raise ConfigurationError(
             f"expected a trajectory of {run} that fits, got {trajectory}: see the list, afterplay show {run}"
         )
-    console = Console(highlight=False)
+    # what reads a pipe has no width of its own: nothing is cut short for it
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH)
     if html is not None:
         page = write_page(html, reader, listing, filters.step, Vocabulary.read(reader.model))
         typer.echo(

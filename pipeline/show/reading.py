@@ -122,11 +122,12 @@ class RunReader:
         if trace is None:
             return Found(row, None, TRACE_GONE)
         trajectory = self._scored(row, decode_trajectory(trace.frames, self._limits))
-        seen, version = trace.seen, entry.index.get("policy_version")
+        index = entry.index
+        seen, version = trace.seen, index.get("policy_version")
         if seen is not None and len(seen) != trajectory.n_sampled:
             seen = None
         version = int(version) if isinstance(version, int) else None
-        return Found(row, Transcript(trajectory, seen, entry.step, version, bool(entry.index.get("replayed"))))
+        return Found(row, Transcript(trajectory, seen, entry.step, version, bool(index.get("replayed"))))
 
     def _scored(self, row: Listed, trajectory: Trajectory) -> Trajectory:
         """Bytes are stored as they came, before the scorer's verdict."""

@@ -32,8 +32,10 @@ class HuggingFaceRows(Rows):
         except ConfigurationError:
             raise
         except Exception as error:
+            offline = ". Without a network: save_to_disk(folder) where there is one, and give path in place of name"
+            hint = "" if section.name is None else offline
             raise ConfigurationError(
-                f"expected to load the data set {self._name}, got {type(error).__name__}: {str(error)[:500]}"
+                f"expected to load the data set {self._name}, got {type(error).__name__}: {str(error)[:500]}{hint}"
             ) from error
         missing = sorted(set(columns) - set(data.column_names))
         if missing:

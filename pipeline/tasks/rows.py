@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipeline.config.tasks import FilterConfig, TasksFromConfig
 from pipeline.tasks.base import BadRow, Row
 
 MISSING: Any = object()
+_PLACE = re.compile(r"-?[0-9]{1,9}")
 _OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
@@ -25,19 +27,22 @@ QUESTION = ("messages", "prompt")
 
 
 def lookup(row: Row, path: str) -> Any:
-    """The value at ``path``, by its whole name or, where there is none, along its dots; :data:`MISSING` if there is
-    none.
+    """The value at ``path``, by its whole name or, where there is none, along its dots, where a number is a place in a
+    list (-1: the last); :data:`MISSING` if there is none.
 
-    >>> lookup({"a": {"b": 1}}, "a.b"), lookup({"a.b": 2}, "a.b")
-    (1, 2)
+    >>> lookup({"a": {"b": 1}}, "a.b"), lookup({"a.b": 2}, "a.b"), lookup({"a": [{"b": 3}]}, "a.-1.b")
+    (1, 2, 3)
     """
     if path in row:
         return row[path]
     at: Any = row
     for part in path.split("."):
-        if not isinstance(at, Mapping) or part not in at:
+        if isinstance(at, list) and _PLACE.fullmatch(part) and -len(at) <= int(part) < len(at):
+            at = at[int(part)]
+        elif isinstance(at, Mapping) and part in at:
+            at = at[part]
+        else:
             return MISSING
-        at = at[part]
     return at
 
 

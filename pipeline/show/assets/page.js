@@ -44,12 +44,20 @@
       if (name === "class") element.className = value; else if (name === "data") Object.assign(element.dataset, value);
       else if (name === "style") Object.assign(element.style, value); else element[name] = value;
     }
-    element.append(...children.filter((c) => c !== null && c !== undefined && c !== ""));
+    element.append(...children.filter((c) => c !== null && c !== undefined && c !== "").map((c) => typeof c === "string" ? visible(c) : c));
     return element;
+  }
+
+  /** Control characters, and those that turn the direction of what follows, as their code points. */
+  function visible(text) {
+    return text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g,
+      (c) => `‹U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`);
   }
 
   function kept(name, otherwise) { try { return localStorage.getItem(`afterplay.${name}`) ?? otherwise; } catch { return otherwise; } }
   function keep(name, value) { try { localStorage.setItem(`afterplay.${name}`, value); } catch { /* private window */ } }
+
+  function decoded(text) { try { return decodeURIComponent(text); } catch { return text; } }
 
   const short = (v) => v === null || v === undefined ? "–" : Number.isInteger(v) ? String(v) : Number(v.toPrecision(4)).toString();
   const seconds = (v) => v >= 100 ? `${Math.round(v)} s` : v >= 0.1 || v === 0 ? `${Number(v.toPrecision(2))} s` : `${Number((v * 1e3).toPrecision(2))} ms`;
@@ -168,7 +176,7 @@
   }
 
   function filter() {
-    const words = $("filter").value.match(/\S+/g) ?? [], terms = words.map(term);
+    const words = $("filter").value.match(/(?:[^\s"]|"[^"]*"?)+/g) ?? [], terms = words.map((word) => term(word.replaceAll('"', "")));
     $("filter").classList.toggle("wrong", terms.includes(null));
     const good = terms.filter((t) => t !== null), value = SORTS[state.sort][1], sign = state.down ? -1 : 1;
     state.shown = rows.filter((r) => good.every((t) => t(r))).sort((a, b) => {
@@ -285,7 +293,7 @@
     const cards = [];
     if (state.exact) {
       const body = h("div", {class: "text"});
-      if (plainContext) body.append(turn.context.texts.join(""));
+      if (plainContext) body.append(visible(turn.context.texts.join("")));
       else turn.context.texts.forEach((_, i) => body.append(token(turn.context, i, {turn, number, i, context: true})));
       const n = turn.context.ids.length;
       cards.push(card("context", "context", [count(n, "token")], folded(body, n * 4)));
@@ -463,7 +471,7 @@
   $("run").title = [`written ${new Date(about.made_at * 1000).toLocaleString()}`, ...about.notes].join("\n");
   if (!COLOURS.some(([k]) => k === state.colour)) state.colour = "logprob";
   $("colour").value = state.colour;
-  const options = new URLSearchParams(location.search), asked = decodeURIComponent(location.hash.slice(1));
+  const options = new URLSearchParams(location.search), asked = decoded(location.hash.slice(1));
   if (options.has("colour") && COLOURS.some(([k]) => k === options.get("colour"))) state.colour = $("colour").value = options.get("colour");
   if (options.has("theme")) document.documentElement.dataset.theme = options.get("theme") === "dark" ? "dark" : "light";
   if (options.has("exact")) state.exact = $("exact").checked = true;

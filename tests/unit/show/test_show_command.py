@@ -8,7 +8,7 @@ from pipeline.cli.app import app
 from pipeline.cli.show import SortBy, span
 from pipeline.errors import ConfigurationError
 from pipeline.replay.listing import _ORDER, Span
-from pipeline.show.safe import safe
+from pipeline.show.safe import json_line, safe
 from pipeline.show.terminal import COLUMN
 from tests.unit.show.making import Rollout, make_run
 from tests.unit.show.test_reading import BROKEN, ROLLOUTS
@@ -60,6 +60,7 @@ def test_what_a_model_wrote_never_steers_the_terminal(run):
         assert not {"\x1b", "\x07", "\x9b"} & set(text)
     assert "[bold red]not markup[/]" in output(run, "g000004.0.0")
     assert safe("a\tb\nc\r") == "a\tb\nc\\x0d"
+    assert safe("pay \u202e001 \u2066x") == "pay \\u202e001 \\u2066x" and "\u202e" not in json_line({"a": "\u202e"})
 
 
 def test_json_is_one_object_a_line_with_tokens_where_they_are_asked_for(run):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
 from pipeline.tasks.base import BadRow
-from pipeline.tasks.rows import Reading, question_hash
+from pipeline.tasks.rows import MISSING, Reading, lookup, question_hash
 
 
 def reading(question: bool = True, **section: Any) -> Reading:
@@ -52,6 +52,15 @@ def test_columns_are_renamed_and_others_left_out() -> None:
     payload, _ = reading(columns={"prompt": "q", "split": "extra.split"}).payload(ROW)
     assert payload == {"prompt": "1 + 1?", "split": "dev"}
     assert reading(columns={"prompt": "q", "split": "extra.split"}).columns == {"q", "extra"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("said.0.value", "hi"), ("said.-1.value", "ho"), ("said.2.value", None), ("said.x", None), ("said.0.from", None)],
+)
+def test_a_number_in_a_path_is_a_place_in_a_list(path: str, value: Any) -> None:
+    row = {"said": [{"value": "hi"}, {"value": "ho"}]}
+    assert (None if lookup(row, path) is MISSING else lookup(row, path)) == value
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.environments.question import Question
 from pipeline.errors import ConfigurationError
 from tests.unit.tasks.conftest import Opened, questions, write_jsonl
 
@@ -38,6 +39,34 @@ def test_all_kinds_give_the_same_tasks(tmp_path: Path, opened: Opened) -> None:
         assert list(other) == list(jsonl)
         assert other.fingerprint == jsonl.fingerprint
         assert [other[i] for i in (19, 0, 7, 8)] == [jsonl[i] for i in (19, 0, 7, 8)]
+
+
+def test_messages_out_of_arrow_are_asked_as_they_were_written(tmp_path: Path, opened: Opened) -> None:
+    """Arrow gives each message every key that any message has; chat templates ask whether a key is there."""
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'afterplay[data]'")
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"asked": [{"role": "user", "content": "Hi"}, {"role": "tool", "content": "4", "name": "calculator"}]},
+        {"asked": [{"role": "user", "content": "Ho"}]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    columns = {"messages": "asked"}
+    jsonl = opened(kind="jsonl", path=write_jsonl(tmp_path / "q.jsonl", rows), columns=columns).splits["train"]
+    parquet_rows = opened(kind="parquet", path=tmp_path / "q.parquet", columns=columns).splits["train"]
+    for ours, theirs in zip(jsonl, parquet_rows, strict=True):
+        assert Question().start(ours).messages == Question().start(theirs).messages
+
+
+def test_a_data_set_of_the_hub_without_a_network_says_what_to_do(opened: Opened, monkeypatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'afterplay[data]'")
+
+    def unreachable(*args: object, **more: object) -> None:
+        raise ConnectionError("Couldn't reach 'some/data' on the Hub (offline)")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ConfigurationError, match=r"some/data, split train.*Couldn't reach.*save_to_disk"):
+        opened(kind="huggingface", name="some/data")
 
 
 def test_a_folder_that_load_dataset_reads_is_a_data_set(tmp_path: Path, opened: Opened, monkeypatch) -> None:
