@@ -134,7 +134,7 @@ async def test_a_tool_that_blocks_the_event_loop_is_interrupted_and_told_as_late
     how: str,
 ) -> None:
     services = office(Office(Trap()), call("trap", how=how), "done", loop_options={"tool_seconds_max": 20})
-    with interrupting_blocks(0.3):
+    with interrupting_blocks(1.0):
         trajectory = await play(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert counted(services, "trap", "timeout") == 1
@@ -208,7 +208,7 @@ async def test_a_hostile_environment_fails_its_own_episode_with_a_bounded_traceb
 ) -> None:
     limit = 0.1 if how in ("hang", "block") else 60.0
     services = office(Rude(how), "a", step_seconds_max=limit, loop_name="multi_turn", loop={"options": {}})
-    with interrupting_blocks(0.3):
+    with interrupting_blocks(1.0):
         trajectory = await play(services, make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.reward is None and trajectory.rewards == {}
     assert trajectory.failure is not None and trajectory.failure.boundary == "environment step"
@@ -281,7 +281,7 @@ async def test_a_hostile_loop_fails_its_own_episode_and_both_are_closed(
     seconds = 1.0 if how == "hang" else 8.0
     services = office(Rude(""), "a", loop_name="multi_turn", loop={"options": {}}, max_seconds=seconds)
     services.loops["game"] = loop  # type: ignore[index]
-    with interrupting_blocks(0.3):
+    with interrupting_blocks(1.0):
         trajectory = await play(services, make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.rewards == {} and trajectory.reward is None
     assert trajectory.failure is not None and trajectory.failure.boundary == "agent loop", trajectory.failure
