@@ -11,6 +11,7 @@ import inspect
 import random
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field
@@ -38,6 +39,8 @@ SAYS_TRUE_OR_FALSE = frozenset({"game_of_life_halting"})
 """Their scorers take anything that is not ``True`` for ``False``."""
 GLOBAL_RANDOM = frozenset({"list_functions", "pool_matrix"})
 """They draw their puzzles from the global random state, or seed NumPy's."""
+CHOOSES_FROM_SETS = frozenset({"isomorphic_strings", "ransom_note", "polynomial_multiplication"})
+"""They draw from ``list(a set)``, whose order is another in every process."""
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)(?![a-z])", re.IGNORECASE)
 _EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|parse_expr\(|sympify\(")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -128,9 +131,11 @@ def is_readable(dataset: str, answer: str) -> bool:
 
 
 def guard(name: str, cls: type) -> None:
-    """Make the scorer of a dataset safe for any text. Raises :class:`ConfigurationError` for one that evaluates and is
-    not known."""
+    """Make the scorer of a dataset safe for any text, and its puzzles the same in every process. Raises
+    :class:`ConfigurationError` for one that evaluates and is not known."""
     module = sys.modules[cls.__module__]
+    if name in CHOOSES_FROM_SETS:
+        module.__dict__["list"] = _in_order
     if name in READ_AS_LITERAL:
         module.__dict__["eval"] = ast.literal_eval
     elif name not in ARITHMETIC_ONLY | HARMLESS and _EVALUATES.search(inspect.getsource(module)):
@@ -138,6 +143,10 @@ def guard(name: str, cls: type) -> None:
             f"reasoning_gym's {name} evaluates text, and this version of it is not known to be safe with a model's "
             "answers: use another dataset"
         )
+
+
+def _in_order(items: Iterable[Any]) -> list[Any]:
+    return sorted(items, key=str)
 
 
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "exp", "log", "sqrt", "asin", "acos", "atan", "sinh", "cosh", "tanh"})

@@ -2,8 +2,10 @@
 
 import ast
 import inspect
+import os
 import random
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -84,6 +86,27 @@ def test_puzzles_from_the_global_random_state_are_the_tasks_own(kit):
         assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before, name
         random.seed(2)
         assert [gym.start(kit.task(seed)).messages for seed in range(40)] == first, name
+
+
+def test_puzzles_are_the_same_in_every_process(kit):
+    """Python hashes texts differently in each process, and with that sets are ordered differently."""
+    kit.build("reasoning_gym")
+    told = "[gym.start(Task(f'x/{seed}', 'x', seed)).messages[0].content for seed in range(5)]"
+    program = (
+        "from actors.environments.packages.reasoning import CHOOSES_FROM_SETS, ReasoningGym\n"
+        "from pipeline.schema import Task\n"
+        "for gym in (ReasoningGym(dataset=name) for name in sorted(CHOOSES_FROM_SETS)):\n"
+        f"    print({told})"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", program], env={**environment, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True, timeout=300,
+        ).stdout
+        for seed in ("1", "2")
+    )  # fmt: skip
+    assert first == second and first.count("\n") == 3
 
 
 def test_every_module_that_draws_globally_is_known(kit):
