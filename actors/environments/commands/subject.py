@@ -47,12 +47,13 @@ class Subject:
         return cls(name, config, run.run.seed, notes)
 
     def task(self, seed: int) -> Task:
-        """The task with ``seed``; where tasks are rows, the one at place ``seed`` of what is trained on."""
+        """The task with ``seed``; where tasks are rows, the one at place ``seed`` of what is trained on (of the
+        first split where nothing is)."""
         if self.config.tasks_from is None:
             return Task(f"{self.section}/{seed}", self.section, seed)
         source = open_source(self.section, self.config, self.run_seed)
         try:
-            split = source.splits[TRAIN]
+            split = source.splits.get(TRAIN) or next(iter(source.splits.values()))
             return split[seed % len(split)]
         finally:
             source.close()
