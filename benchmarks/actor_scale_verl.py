@@ -89,6 +89,7 @@ async def main(asked: dict[str, Any]) -> None:
                 processor=None,
                 dataset_cls=RLHFDataset,
                 data_config=DictConfigWrap(config.data),
+                hf_model_type="qwen2",  # SmolLM2's turns are written as Qwen's are
                 tools=ToolListWrap(tools),
             )
             output = await loop.run({"temperature": 1.0, "logprobs": True}, raw_prompt=asked["messages"])
