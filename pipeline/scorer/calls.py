@@ -25,6 +25,7 @@ from pipeline.owned import StartedTasks, watch_tasks
 from pipeline.schema import Trajectory
 from pipeline.scorer.graders import BUILT_IN
 from pipeline.scorer.resolve import UserFunction, resolve
+from pipeline.scorer.steps import Steps
 from pipeline.scorer.verdict import ScoreFailure
 from pipeline.scorer.workers import Workers
 
@@ -32,11 +33,16 @@ log = logging.getLogger("afterplay.scorer")
 
 ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""
-
+HELD_SECONDS_MAX = 0.25
+"""An async function that holds the loop for longer is told to, once."""
 DETAILS_CHARACTERS_MAX = 8_000
 """Of a traceback, kept with its trajectory and logged."""
 
 Outcome = float | ScoreFailure
+
+
+class _TookTooLong(Exception):
+    """The function did; a ``TimeoutError`` of its own is something that it raised."""
 
 
 class Call:
@@ -59,6 +65,7 @@ class Call:
         self._threads = threads
         self._workers = workers
         self._abandoned = 0
+        self._told_held = False
 
     async def one(self, trajectory: Trajectory) -> Outcome:
         """The function's number, or why there is none."""
@@ -88,7 +95,7 @@ class Call:
             else:
                 value = await self._in_time(what)
             return self._told(value, which) if isinstance(value, ScoreFailure) else value
-        except TimeoutError:
+        except _TookTooLong:
             failure = ScoreFailure(self.name, "timeout", f"no answer within {self._timeout_seconds} s")
             self._abandon()
         except anyio.BrokenWorkerProcess:
@@ -102,8 +109,9 @@ class Call:
         return self._told(failure, which)
 
     async def _in_time(self, what: Trajectory | list[Trajectory]) -> object:
-        with anyio.fail_after(self._timeout_seconds):
+        with anyio.move_on_after(self._timeout_seconds):
             return await self._run(what)
+        raise _TookTooLong
 
     async def _run(self, what: Trajectory | list[Trajectory]) -> object:
         if self._worker:
@@ -126,10 +134,19 @@ class Call:
         started = StartedTasks()
         try:
             with started.owning():
-                return await self._function(what, **self._options)
+                return await Steps(self._function(what, **self._options), self._held)
         finally:
             if leaked := started.cancel():
                 log.warning("score function %s left %d tasks running; they were cancelled", self.name, leaked)
+
+    def _held(self, seconds: float) -> None:
+        """An ``async def`` runs on the stage's own loop, which nothing else can use meanwhile."""
+        if seconds > HELD_SECONDS_MAX and not self._told_held:
+            self._told_held = True
+            log.warning(
+                "%s held the event loop of the replay stage for %.1f s: await what takes long, make it a plain def, or "
+                "set worker: true for it", self.name, seconds,
+            )  # fmt: skip
 
     def _abandon(self) -> None:
         """A thread cannot be killed: give its place in the pool to another, up to a bound."""

@@ -56,6 +56,7 @@ class Workers:
 def warm_up(path: str, needs: str | None) -> None:
     """Runs in a new process. What fails here fails again, and is told, when the function is called."""
     try:
+        importlib.import_module("pipeline.scorer.calls")
         resolve(path)
         if needs is not None:
             importlib.import_module(needs)

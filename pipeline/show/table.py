@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,29 +12,36 @@ from pipeline.replay.listing import Listed
 from pipeline.show.reading import Listing, RunReader
 from pipeline.show.safe import safe
 
-WIDE = 96
-"""Columns of a terminal that has room for everything."""
 BECAME_WIDTH_MIN = 14
+TASK_WIDTH_MIN = 6
+LEFT_OUT_FIRST = ("seconds", "versions", "environment", "sampled", "turns", "step", "reward", "task")
+"""Of a narrow terminal, in this order. An id is never cut: it is what a rollout is asked for by."""
 _STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted": "red"}
 
 
 def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     """Print the table, and how many there are."""
     headings = ["", "trajectory", "step", "task", "environment", "reward", "turns", "sampled", "versions", "seconds"]
-    left_out = set() if console.width >= WIDE else {"environment", "versions", "seconds"}
-    if len({row.environment for row in listing.rows}) < 2:
-        left_out.add("environment")
-    shown = [i for i, heading in enumerate(headings) if heading not in left_out]
     lines = [_cells(row, reader.has_trace(row)) for row in listing.rows]
+    widths = {heading: max([len(heading), *(line[i].cell_len for line in lines)]) for i, heading in enumerate(headings)}
+    if len({row.environment for row in listing.rows}) < 2:
+        del widths["environment"]
+    for heading in LEFT_OUT_FIRST:
+        over = _taken(widths) + BECAME_WIDTH_MIN - console.width
+        if over > max(0, widths["task"] - TASK_WIDTH_MIN):
+            widths.pop(heading, None)
+    if "task" in widths:
+        widths["task"] -= max(0, _taken(widths) + BECAME_WIDTH_MIN - console.width)
     table = Table(box=None, header_style="dim", pad_edge=False)
-    taken = 0
-    for i in shown:
-        text = headings[i] in ("", "trajectory", "task", "environment")
-        width = max([len(headings[i]), *(line[i].cell_len for line in lines)])
-        table.add_column(headings[i], width=width, no_wrap=True, justify="left" if text else "right")
-        taken += width + 2
-    room = max(BECAME_WIDTH_MIN, console.width - taken)
+    for heading, width in widths.items():
+        text = heading in ("", "trajectory", "task", "environment")
+        table.add_column(
+            heading, width=width, min_width=None if heading == "task" else width, no_wrap=True, overflow="ellipsis",
+            justify="left" if text else "right",
+        )  # fmt: skip
+    room = max(BECAME_WIDTH_MIN, console.width - _taken(widths))
     table.add_column("became", width=room, no_wrap=True, overflow="ellipsis")
+    shown = [i for i, heading in enumerate(headings) if heading in widths]
     for row, line in zip(listing.rows, lines, strict=True):
         table.add_row(*(line[i] for i in shown), _became(row))
     console.print(table)
@@ -40,6 +49,11 @@ def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     console.print(f"{len(lines)}{rest} trajectories. ● kept with its tokens in traces/", style="dim", highlight=False)
     for note in reader.notes:
         console.print(safe(note), style="yellow", markup=False)
+
+
+def _taken(widths: Mapping[str, int]) -> int:
+    """Columns of the terminal, with two between."""
+    return sum(width + 2 for width in widths.values())
 
 
 def _cells(row: Listed, kept: bool) -> list[Text]:

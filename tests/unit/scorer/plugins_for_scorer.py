@@ -32,6 +32,16 @@ async def hangs(trajectory):
     await asyncio.Event().wait()
 
 
+async def holds_the_loop(trajectory):
+    time.sleep(0.4)
+    await asyncio.sleep(0)
+    return 1.0
+
+
+def gives_up_waiting(trajectory):
+    raise TimeoutError("the database did not answer")
+
+
 def blocks(trajectory):
     time.sleep(2)
 
@@ -59,6 +69,18 @@ def spins(trajectory):
 
 async def raises_cancelled(trajectory):
     raise asyncio.CancelledError
+
+
+LEFT = []
+
+
+async def leaves_tasks(trajectory):
+    LEFT.append(asyncio.ensure_future(asyncio.sleep(3600)))
+    return 1.0
+
+
+async def blocks_the_loop(trajectory):
+    time.sleep(60)
 
 
 async def leaves(trajectory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import anyio
 import pytest
 
+from pipeline.blocked import interrupting_blocks
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.simulation import rollout
 from pipeline.schema import Order, Task, Trajectory
+from pipeline.scorer.resolve import resolve
 from pipeline.scorer.scorer import Scorer
 
 PLUGINS = Path(__file__).with_name("plugins_for_scorer.py")
@@ -37,7 +40,8 @@ async def test_reward_is_the_weighted_sum_of_all_parts() -> None:
 @pytest.mark.parametrize(
     ("name", "reason", "worker"),
     [
-        ("raises", "raised", False), ("raises", "raised", True), ("text", "type", False), ("text", "type", True),
+        ("raises", "raised", False), ("raises", "raised", True),
+        ("gives_up_waiting", "raised", False), ("text", "type", False), ("text", "type", True),
         ("nan", "nonfinite", False), ("nothing", "missing", False), ("hangs", "timeout", False),
         ("blocks", "timeout", False),
         ("spins", "timeout", True), ("dies", "crashed", True),
@@ -52,7 +56,7 @@ async def test_a_score_that_fails_is_none_and_counted(name: str, reason: str, wo
     assert verdict.rewards[name] is None and verdict.rewards["environment"] == 1.0
     assert [(f.name, f.reason) for f in verdict.failures] == [(name, reason)]
     assert [(n, r) for n, _, r in seen] == [(name, reason)]
-    if reason == "raised":
+    if name == "raises":
         assert "KeyError" in verdict.failures[0].details and PLUGINS.name in verdict.failures[0].details
 
 
@@ -73,12 +77,36 @@ async def test_no_function_ends_the_stage_or_another_trajectory(name: str, reaso
     assert 0 < len(verdict.failures[0].details) < 10_000
 
 
+async def test_tasks_that_a_function_left_running_are_ended() -> None:
+    verdict = await scorer({"path": "leaves_tasks"}).score(trajectory())
+    (left,) = resolve(f"{PLUGINS}:leaves_tasks").__globals__["LEFT"]
+    with anyio.fail_after(5):
+        await asyncio.wait([left])
+    assert verdict.reward == 2.0 and left.cancelled()
+
+
+async def test_a_function_that_holds_the_event_loop_is_interrupted() -> None:
+    with interrupting_blocks(1.0):
+        verdict = await scorer({"path": "blocks_the_loop"}, {"path": "length"}).score(trajectory())
+    assert verdict.reward is None and verdict.rewards["length"] == 2.0
+    (failure,) = verdict.failures
+    assert (failure.name, failure.reason) == ("blocks_the_loop", "raised") and "time.sleep(60)" in failure.details
+
+
 async def test_a_function_cannot_change_what_is_stored() -> None:
     given = trajectory()
     given = replace(given, task=replace(given.task, payload={"rows": [1, 2]}))
     verdict = await scorer({"path": "meddles"}).score(given)
     assert verdict.reward == 2.0 and given.rewards == {"environment": 1.0}
     assert given.task.payload == {"rows": [1, 2]} and "found" not in given.turns[0].signals
+
+
+async def test_an_async_function_that_holds_the_loop_is_told_to_once(caplog: pytest.LogCaptureFixture) -> None:
+    stage = scorer({"path": "holds_the_loop"}, {"path": "slowly"})
+    for _ in range(2):
+        assert (await stage.score(trajectory())).reward == 2.5
+    told = [record.message for record in caplog.records if "held the event loop" in record.message]
+    assert len(told) == 1 and told[0].startswith("holds_the_loop") and "worker: true" in told[0]
 
 
 async def test_async_functions_run_together_within_the_limit() -> None:

@@ -38,6 +38,14 @@ def test_a_list_has_a_line_for_each_and_says_how_many_there_are(run):
     assert "3 of 8" in text and text.count("g0000") == 3
 
 
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
+def test_a_narrow_terminal_leaves_columns_out_and_never_cuts_an_id(run, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = [line for line in output(run, "--limit", "3").splitlines() if "g0000" in line]
+    assert len(lines) == 3 and all(len(line) <= width for line in lines)
+    assert all(any(word.count(".") == 2 and word[-1].isdigit() for word in line.split()) for line in lines)
+
+
 def test_one_trajectory_is_printed_whole(run):
     text = output(run, "g000001.0.0", "--colour", "ratio")
     for part in ("question", "answer", "replayed in 4, 7", "versions", "1 to 2", "engine 1.5 s", "environment 0.25 s",
