@@ -10,6 +10,7 @@ import pytest
 from learner.checkpoint import find_checkpoints, read_state
 from learner.metrics_log import MetricsLog
 from learner.ranks.children import Children
+from pipeline.replay.evaluation.log import read_results
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -98,3 +99,21 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
         await run()
     assert w.lines()[-1]["step"] == 8
     assert w.engine.versions == sorted(w.engine.versions)
+
+
+async def test_two_ranks_write_a_whole_checkpoint_of_every_evaluated_weights_and_keep_the_best(world, children):
+    sections = {
+        "environments": {"toy": {"name": "arithmetic", "held_out": {"eval": 4}}},
+        "evaluation": {"every": 2, "keep_best": "score"},
+    }
+    async with world(checkpoint={"every": 100, "at_end": False, "keep": 9}, **sections) as w:
+        _, run = w.learner()
+        await run()
+    results = read_results(w.directory.evaluations_file)
+    assert [(r["updates"], r["status"]) for r in results] == [(0, "complete"), (2, "complete"), (3, "complete")]
+    assert results[0]["versions"] == [0, 0] and results[-1]["versions"] == [3, 3]
+    found = find_checkpoints(w.directory.checkpoints)
+    assert sorted(read_state(path).updates for path in found) == [0, 2, 3]
+    best = max(results, key=lambda r: (r["score"], -r["updates"]))
+    assert read_state(w.directory.checkpoints / "best").updates == best["updates"]
+    assert all((path / "shards" / ".metadata").is_file() for path in (*found, w.directory.checkpoints / "best"))
