@@ -201,8 +201,9 @@ def test_what_a_rollout_says_never_becomes_markup_or_program(opened):
             opened.value(f"document.querySelectorAll('{scope} :is(script, img, svg, b b, i, iframe, a)').length") == 0
         )
     assert opened.value("[document.scripts.length, window.broken ?? null]") == [2, None]
-    assert HOSTILE in opened.texts(".message.context .text")
-    assert "".join(opened.texts(".sampled .t:not(.part)")) == HOSTILE + "<|end|>"
+    told = HOSTILE.replace("\u202e", "‹U+202E›")  # what turns the direction of text is shown and turns nothing
+    assert told in opened.texts(".message.context .text")
+    assert "".join(opened.texts(".sampled .t:not(.part)")) == told + "<|end|>"
 
 
 def test_the_page_asks_nothing_of_a_network(opened):
