@@ -142,7 +142,12 @@ def test_ctrl_c_at_the_prompt_leaves_at_once():
     keyboard, terminal = pty.openpty()
     command = [sys.executable, "-m", "pipeline.cli", "env", "play", "number_guess"]
     pipes = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    player = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    # A suite that runs in the background ignores Ctrl-C, and a player that it starts would too.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        player = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     try:
         os.close(terminal)
         assert player.stdout is not None
