@@ -1,9 +1,9 @@
 """``afterplay env``: what is listed can be named, pipes can play, an engine can play, a new package works as it is."""
 
+import importlib.metadata
 import io
 import itertools
 import json
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -154,8 +154,8 @@ def test_a_new_package_passes_its_own_test(tmp_path):
 
 
 def test_a_new_package_is_found_by_its_name_once_installed(tmp_path):
-    for package in ("pip", "hatchling"):  # asked by metadata: an imported pip keeps setuptools from loading later on
-        if not any(importlib.metadata.distributions(name=package)):
+    for tool in ("pip", "hatchling"):  # asked by metadata: an imported pip keeps setuptools from loading later on
+        if not any(importlib.metadata.distributions(name=tool)):
             pytest.skip("pip install pip hatchling")
     invoke("new", "paint_pots", "--folder", str(tmp_path / "new"))
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
