@@ -51,6 +51,10 @@ class Process:
         finally:
             self._lock.release()
 
+    def let_go(self, java_object: Any) -> None:
+        """Java may collect the object; a dead process needs not be told. Inside :meth:`call`."""
+        self.main._gateway.detach(java_object)
+
     def forget(self) -> None:
         """Connect to it no more. py4j would still tell a dead process about every object that is collected."""
         self.main._gateway._gateway_client.is_connected = False
@@ -92,8 +96,12 @@ class Pool:
             self.give_back(process)
             raise
 
-    def give_back(self, process: Process) -> None:
-        """A game of it ended."""
+    def give_back(self, process: Process, game: Any = None) -> None:
+        """``game`` of it ended, or none was made. Java is told here, in a thread that may wait: py4j's objects are in
+        cycles, so that else Python's garbage collector would tell it, late, and on whatever thread it runs on."""
+        if game is not None:
+            with suppress(TimeoutError), process.call():
+                process.let_go(game.server)
         with self._changed:
             process.games -= 1
             self._changed.notify()

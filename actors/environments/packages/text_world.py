@@ -67,7 +67,7 @@ class TextWorldExpress(Environment):
         try:
             return TextWorldEpisode(self, self._pool, process, game, task.seed)
         except BaseException:
-            self._pool.give_back(process)
+            self._pool.give_back(process, game)
             raise
 
     def expert(self, task: Task) -> list[str]:
@@ -77,9 +77,12 @@ class TextWorldExpress(Environment):
         try:
             with process.call():
                 game.reset(seed=seed, gameFold=fold, gameName=self.game, gameParams=self.params, generateGoldPath=True)
-                return [str(action) for action in game.getGoldActionSequence()]
+                gold = game.server.getGoldActionSequence()
+                actions = [str(gold.get(i)) for i in range(gold.size())]
+                process.let_go(gold)
+                return actions
         finally:
-            self._pool.give_back(process)
+            self._pool.give_back(process, game)
 
     def close(self) -> None:
         """End the Java processes. They also end when this process does."""
@@ -119,7 +122,7 @@ class TextWorldEpisode(Episode):
         )
 
     def close(self) -> None:
-        self._pool.give_back(self._process)
+        self._pool.give_back(self._process, self._game)
 
     def _text(self, state: dict[str, Any]) -> str:
         self._actions = {str(action).lower(): str(action) for action in state["validActions"]}

@@ -1,5 +1,6 @@
 """A Java process that hangs takes nobody with it: neither the threads that wait for it, nor the games after it."""
 
+import gc
 import shutil
 import signal
 import threading
@@ -39,4 +40,25 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
         environment.start(kit.task(2)).close()
         assert [process.games for process in environment._pool._processes] == [0]
     finally:
+        environment.close()
+
+
+def test_a_closed_game_leaves_nothing_in_java_for_the_garbage_collector(kit):
+    """py4j tells Java what Python's collector found, and waits for the answer on whatever thread the collector ran."""
+    if shutil.which("java") is None:
+        pytest.skip("textworld_express: install java and put it on the PATH")
+    environment = kit.build("textworld_express", game="coin")
+    from py4j.finalizer import ThreadSafeFinalizer
+
+    try:
+        environment.start(kit.task(1)).close()
+        gc.collect()
+        gc.disable()
+        before = set(ThreadSafeFinalizer.finalizers)
+        for seed in range(5):
+            environment.expert(kit.task(seed))
+            kit.play(environment, seed, ["look around"])
+        assert set(ThreadSafeFinalizer.finalizers) == before
+    finally:
+        gc.enable()
         environment.close()
