@@ -41,7 +41,7 @@ POOL = RowSpec(
             "Pool bytes",
             "bytes",
             (Query(f"sum by (instance) ({metric('replay_experience_pool_bytes')})", "{{instance}}"),),
-            "payload on disk (in memory with replay.memory_only); follows the number of stored trajectories.",
+            "payload on disk; follows the number of stored trajectories.",
             "too much for the disk: lower replay.capacity or replay.max_trajectories_per_task.",
             stacked=True,
         ),

@@ -162,7 +162,7 @@ SERVICE = RowSpec(
             "s",
             (Query(q.quantile(0.95, "replay_rpc_duration_seconds", 'op="insert"', by="instance"), "p95 {{instance}}"),),
             "some milliseconds: one transaction for all that arrived meanwhile.",
-            "slow disk: replay.synchronous: NORMAL, another disk, or replay.memory_only.",
+            "slow disk: another disk, or replay.synchronous: NORMAL.",
             runbook="ActorBackpressure",
         ),
         PanelSpec(

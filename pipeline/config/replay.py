@@ -54,10 +54,6 @@ class ReplayConfig(Section):
     store: str | None = None
     """Path of the SQLite file; None: ``replay.sqlite`` in the run directory (``replay-1.sqlite`` ... for more
     shards)."""
-    memory_only: bool = False
-    """Keep everything in memory and write a whole copy to the store file every ``checkpoint_seconds`` and at the end.
-    Faster where disks are slow; a killed stage goes back to its last copy."""
-    checkpoint_seconds: float = Field(30.0, gt=0)
     commit_batch_max: int = Field(256, ge=1)
     """Events committed in one transaction."""
     synchronous: Literal["FULL", "NORMAL"] = "FULL"

@@ -102,8 +102,7 @@ class StageCore:
         restore_batches(self._s)
         self.groups.restore()
         self.leases.restore()
-        self.leases.ended(self.evaluations.restore(lost=snapshot.lost))
-        reconcile(self._s, meta, self.groups, self.learner, self._cancel, lost=snapshot.lost)
+        reconcile(self._s, meta, self.groups, self.learner, self._cancel)
 
     @property
     def config(self) -> RunConfig:

@@ -183,8 +183,8 @@ class Dispatch:
         s.journal.meta("live", s.batches.live)
 
     def _close_gaps(self) -> None:
-        """Groups placed behind an update whose own groups are not known any more (the stage went back to an older copy)
-        are free for that update."""
+        """Groups placed behind an update whose own groups are not known any more (the store is an older copy) are free
+        for that update."""
         s = self._s
         gap = s.batches.first_gap
         for number, update in list(s.batches.placed.items()):

@@ -88,11 +88,6 @@ class Importer:
                 with reading(path) as connection:
                     found = meta(connection)
                     Shard.of(self._config, index).check_store(found)
-                    if found.get("clean") is False:
-                        raise StoreError(
-                            f"{path} is of a stage that was killed or is running (replay.memory_only): start the "
-                            "run and let it end once, then import"
-                        )
                     origins.add(origin(connection))
                     version = max(version, found.get("policy_version", -1))
         return origins - {""}, version

@@ -106,8 +106,6 @@ class CancelReason(StrEnum):
     """The run file changed group size, batch size or environments while the group was open."""
     UNTRAINED = "untrained"
     """The learner made its update without it."""
-    LOST = "lost"
-    """The stage went back to an older copy (``replay.memory_only``): what became of the group since is not known."""
     UNINFORMATIVE = "uninformative"
     """Its rewards were all equal, and a new group takes its place (``groups.equal_rewards: refill``)."""
 

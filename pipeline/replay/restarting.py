@@ -24,12 +24,8 @@ def restore_batches(state: StageState) -> None:
             state.batches.restore(group.number, group.admitted_update, ready=group.state is GroupState.READY)
 
 
-def reconcile(
-    state: StageState, meta: Mapping[str, Any], groups: Groups, learner: Dispatch, cancel: Cancel, *, lost: bool
-) -> None:
-    """Cancel what cannot be trained any more, and have scored what has no reward yet.
-
-    ``lost``: the stage went back to an older copy, so what became of open groups is not known."""
+def reconcile(state: StageState, meta: Mapping[str, Any], groups: Groups, learner: Dispatch, cancel: Cancel) -> None:
+    """Cancel what cannot be trained any more, and have scored what has no reward yet."""
     if meta.get("shard") != state.shard.record():
         state.journal.meta("shard", state.shard.record())
     config = state.config
@@ -40,9 +36,7 @@ def reconcile(
         state.journal.meta("shape", shape)
     for group in [g for g in state.groups.values() if g.open]:
         without = config.advantage.orders_greedy and group.greedy is None
-        if lost:
-            cancel(group, CancelReason.LOST)
-        elif group.task.environment not in config.environments:
+        if group.task.environment not in config.environments:
             cancel(group, CancelReason.RECONFIGURED)
         elif without and group.state is GroupState.PLAYING:
             group.greedy = Slot()

@@ -18,7 +18,6 @@ from pipeline.lessons.service import Lessons
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.core import StageCore
 from pipeline.replay.evaluation.log import write_results
-from pipeline.replay.memory_store import open_store
 from pipeline.replay.observe import Observer
 from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
@@ -61,7 +60,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory, shard.index)
     ctx.report("starting", f"the store {path}")
-    store = await anyio.to_thread.run_sync(open_store, config.replay, path)
+    store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
         core = StageCore(
@@ -87,7 +86,6 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         with traces as unfit, interrupting_blocks():
             await _serve(ctx, hub, store, core, scorer, metrics, unfit)
     finally:
-        # with replay.memory_only this writes the last copy
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(store.close)
             await scorer.close()
@@ -149,8 +147,6 @@ async def _serve(
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:
             working.start_soon(rounds.run, inbox_receive, name="rounds")
-            if config.replay.memory_only:
-                sending.start_soon(_checkpoint, store, config.replay.checkpoint_seconds, name="checkpoint")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
                 feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, name="listen")
@@ -163,12 +159,6 @@ async def _serve(
         with anyio.move_on_after(DRAIN_SECONDS_MAX):
             await outgoing.drain()
         sending.cancel_scope.cancel()
-
-
-async def _checkpoint(store: ReplayStore, seconds: float) -> None:
-    while True:
-        await anyio.sleep(seconds)
-        await anyio.to_thread.run_sync(store.checkpoint)
 
 
 async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgoing, lessons: Lessons | None) -> None:

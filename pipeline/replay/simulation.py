@@ -16,7 +16,6 @@ from pipeline.codec import decode_trajectory
 from pipeline.config import RunConfig
 from pipeline.replay.core import StageCore
 from pipeline.replay.journal import Score, Send
-from pipeline.replay.memory_store import open_store
 from pipeline.replay.records import GroupState
 from pipeline.replay.simulated_actor import SimulatedActor
 from pipeline.replay.simulated_learner import SimulatedLearner
@@ -47,8 +46,6 @@ class Simulation:
         self.trained_total = 0
         self.replayed_total = 0
         """Replays that the learner trained, repeats after its crashes counted."""
-        self.versions_lost = False
-        """The stage went back to an older copy."""
         self.restarts = 0
         self.core: StageCore | None = None
         self.store: ReplayStore | None = None
@@ -62,7 +59,6 @@ class Simulation:
         for peer in self.peers:
             self.after(self.rng.uniform(0, 1), peer.connect)
         self.after(1.0, self._mischief)
-        self.after(config.replay.checkpoint_seconds, self._checkpoint)
 
     @property
     def peers(self) -> list[Peer]:
@@ -105,16 +101,15 @@ class Simulation:
         """kill -9 and start again."""
         self.restarts += 1
         assert self.store is not None
-        self.store.abandon()
+        self.store.close()
         self.core, self.store, self._inbox, self._round = None, None, [], False
         for peer in self.peers:
             peer.disconnect(silent=False)
         self.after(self.rng.uniform(0.1, 3), self._start_stage)
 
     def _start_stage(self) -> None:
-        self.store = open_store(self.config.replay.model_copy(update={"synchronous": "NORMAL"}), self.path)
+        self.store = ReplayStore(self.path, "NORMAL")
         snapshot = self.store.load()
-        self.versions_lost |= snapshot.lost
         score_now = None if self.slow_scores else self._score_now
         self.core = StageCore(self.config, snapshot, now=self.now, wall=self.now, score_now=score_now)
         self._do_round()
@@ -175,11 +170,6 @@ class Simulation:
             self.restart_stage()
         else:
             self._wake()
-
-    def _checkpoint(self) -> None:
-        self.after(self.config.replay.checkpoint_seconds, self._checkpoint)
-        if self.store is not None:
-            self.store.checkpoint()
 
     def _check(self, core: StageCore) -> None:
         """What must hold after every round."""

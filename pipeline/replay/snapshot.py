@@ -37,8 +37,6 @@ class Snapshot:
     entries: list[PoolEntry] = field(default_factory=list)
     """The pool, in the order of ``saved``."""
     tasks: list[TaskRecord] = field(default_factory=list)
-    lost: bool = False
-    """This is an older state than the one that peers have seen: what was open in it must not go on."""
 
 
 _FACTS = (

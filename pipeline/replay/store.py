@@ -18,7 +18,6 @@ from pipeline.errors import StoreError
 from pipeline.replay import store_file
 from pipeline.replay.journal import Changes
 from pipeline.replay.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Rows, Snapshot, build
-from pipeline.rundir import read_json
 from pipeline.transport.base import Frames
 
 _GROUP_COLUMNS = (
@@ -40,15 +39,6 @@ _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
 _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
 
 
-JUMP_GROUPS = 1_000_000
-"""More groups than a stage can admit between two copies of a store in memory."""
-
-
-def version_file(path: Path) -> Path:
-    """Holds the newest policy version where the store at ``path`` is only copied now and then."""
-    return path.with_name(path.name + ".version")
-
-
 class ReplayStore:
     """Opens or creates ``path``; refuses a file that is foreign, corrupt, of another version, or in use.
 
@@ -65,18 +55,15 @@ class ReplayStore:
         self._writing = threading.Lock()
         try:
             with self._explained("opened"):
-                self._open(exists, synchronous)
+                if exists:
+                    self._check_tables()
+                else:
+                    store_file.create(path)
+                self._writer = store_file.connect(path, synchronous=synchronous)
+                self._reader = store_file.connect(path, read_only=True)
         except BaseException:
             self._lock.release()
             raise
-
-    def _open(self, exists: bool, synchronous: str) -> None:
-        if exists:
-            self._check_tables()
-        else:
-            store_file.create(self.path)
-        self._writer = store_file.connect(self.path, synchronous=synchronous)
-        self._reader = store_file.connect(self.path, read_only=True)
 
     def _check_tables(self) -> None:
         connection = store_file.connect(self.path, read_only=True)
@@ -93,13 +80,6 @@ class ReplayStore:
 
     def close(self) -> None:
         """Harmless when done already."""
-        self.abandon()
-
-    _current = True
-    """Whether the file always holds the last commit."""
-
-    def abandon(self) -> None:
-        """Close as a kill does: nothing is written any more (for tests)."""
         if not self._closed:
             self._closed = True
             self._reader.close()
@@ -109,7 +89,6 @@ class ReplayStore:
     def load(self) -> Snapshot:
         """What the stage goes on from."""
         with self._explained("read"):
-            lost = self._go_back()
             read = self._writer.execute
             kept = "group_number IN (SELECT number FROM groups WHERE kept = 1)"
             rows = Rows(
@@ -123,32 +102,7 @@ class ReplayStore:
             )  # fmt: skip
             meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
             next_seq = read("SELECT coalesce(max(seq) + 1, 0) FROM trajectories").fetchone()[0]
-            snapshot = build(rows, meta, dict(read("SELECT name, value FROM counters")), next_seq)
-            snapshot.lost = lost
-            return snapshot
-
-    def _go_back(self) -> bool:
-        """Whether this is an older state than the one that peers have seen (``replay.memory_only``, killed). Ids given
-        since then must not be given again, a version must not name other weights, and nothing is admitted before the
-        learner has said how far it is."""
-        meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
-        lost = meta.get("clean") is False
-        if lost:
-            index, count = meta.get("shard", (0, 1))
-            self._put("next_group", meta.get("next_group", index) + JUMP_GROUPS * count)
-            version = (read_json(version_file(self.path)) or {}).get("policy_version", -1)
-            self._put("live", None)
-            self._put("policy_version", max(version, meta.get("policy_version", -1)))
-        if lost or not self._current:
-            self._put("clean", self._current)
-        return lost
-
-    def _put(self, key: str, value: object) -> None:
-        with self._writing:
-            self._writer.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, orjson.dumps(value)))
-
-    def checkpoint(self) -> None:
-        """Make everything committed as durable as it will ever be; here it is already."""
+            return build(rows, meta, dict(read("SELECT name, value FROM counters")), next_seq)
 
     def commit(self, changes: Changes) -> None:
         """Write one round; when this returns it is as durable as ``replay.synchronous`` says."""

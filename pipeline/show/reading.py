@@ -72,7 +72,7 @@ class RunReader:
         self.name = directory.path.resolve().name
         self.model = directory.model
         self._limits = Limits(tokens_max=config.transport.tokens_max)
-        self._paths = self._present(store_paths(config, directory), memory_only=config.replay.memory_only)
+        self._paths = self._present(store_paths(config, directory))
         self._traces: dict[str, list[TraceEntry]] = {}
         for entry in scan_traces(trace_files(directory.traces)):
             self._traces.setdefault(entry.trajectory_id, []).append(entry)
@@ -133,21 +133,12 @@ class RunReader:
         """Bytes are stored as they came, before the scorer's verdict."""
         return replace(trajectory, reward=row.reward, rewards={**trajectory.rewards, **row.rewards})
 
-    def _present(self, paths: Iterable[Path], *, memory_only: bool) -> list[tuple[int, Path]]:
+    def _present(self, paths: Iterable[Path]) -> list[tuple[int, Path]]:
         """Stores that are there, with the index of their stage. Raises :class:`StoreError` when none is."""
         stages = list(enumerate(paths))
         present = [(stage, path) for stage, path in stages if path.exists()]
-        if not present and memory_only:
-            raise StoreError(
-                f"there is no copy of the replay store at {stages[0][1]} yet: with replay.memory_only one is written "
-                "every replay.checkpoint_seconds and at the end. Wait for it"
-            )
         if not present:
             raise StoreError(f"there is no replay store at {stages[0][1]}: has the run been started?")
-        if memory_only:
-            self.notes.append(
-                "replay.memory_only: this is the last copy of the store, up to replay.checkpoint_seconds old"
-            )
         gone = [str(path) for stage, path in stages if (stage, path) not in present]
         if gone:
             self.notes.append(f"stages without a store are left out: {', '.join(gone)}")

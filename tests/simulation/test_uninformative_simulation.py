@@ -19,7 +19,6 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
     n = rng.randint(2, 4)
     replay: dict[str, Any] = {
         "enabled": True, "start_ratio": 0.0, "trajectories_per_task": 1, "inject": rng.choice(("ratio", "rescue")),
-        "memory_only": rng.random() < 0.3, "checkpoint_seconds": rng.uniform(1, 20),
     }  # fmt: skip
     return RunConfig.model_validate(
         {
@@ -57,7 +56,6 @@ def check(sim: Simulation) -> int:
     assert len(groups) == len(set(groups)) == weights.updates * rule.groups_per_step
     assert len(trained) == len(set(trained)), "one lease was trained twice"
     assert not any(peer.refused for peer in sim.peers), [peer.refused for peer in sim.peers]
-    store.checkpoint()
     ledger = read_ledger(sim.path, rows=True)
     assert ledger.audit() == []
     assert ledger.trajectories.get("held", 0) == 0 and ledger.orders["in_flight"] == 0
@@ -76,12 +74,11 @@ def check(sim: Simulation) -> int:
     if rule.equal_rewards == "drop" and sim.config.advantage.estimator != "remax":
         same = [n for n, values in rewards.items() if len(set(values)) == 1 and n not in with_replays]
         assert not [n for n in same if len(rewards[n]) > 1], "an equal group was trained"
-    if not sim.versions_lost:
-        kept = ledger.groups.get("trained", 0) + ledger.groups.get("uninformative", 0)
-        assert kept == len(groups)
-        assert ledger.groups.get("trained", 0) == sum(bool(ids) for ids in _by_group(trained).values())
-        fresh = ledger.trajectories.get("dropped.uninformative", 0)
-        assert (fresh > 0) == (dropped + refilled > 0)
+    kept = ledger.groups.get("trained", 0) + ledger.groups.get("uninformative", 0)
+    assert kept == len(groups)
+    assert ledger.groups.get("trained", 0) == sum(bool(ids) for ids in _by_group(trained).values())
+    fresh = ledger.trajectories.get("dropped.uninformative", 0)
+    assert (fresh > 0) == (dropped + refilled > 0)
     return dropped + refilled
 
 

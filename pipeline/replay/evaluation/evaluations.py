@@ -15,14 +15,12 @@ from pipeline.replay.evaluation.held_out import HeldOut
 from pipeline.replay.evaluation.playing import Playing
 from pipeline.replay.evaluation.result import Result
 from pipeline.replay.journal import Evaluated
-from pipeline.replay.records import GroupRecord, GroupState, OrderRecord
+from pipeline.replay.records import GroupRecord, OrderRecord
 from pipeline.replay.state import StageState, log
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Splits
 
 Active = dict[str, Any]
-JUMP = 1000
-"""More evaluations than there are between two copies of a store in memory."""
 
 
 class Evaluations:
@@ -59,23 +57,6 @@ class Evaluations:
         if self.on and self.tasks is None:
             self.tasks = HeldOut(self._s.config, self._sources, own)
             self._resume()
-
-    def restore(self, *, lost: bool) -> list[OrderRecord]:
-        """After a restart; ``lost``: orders given since the copy are not known, so no open group goes on. Returns
-        orders that are to be taken back."""
-        stopped: list[OrderRecord] = []
-        if lost and self._section.on:
-            # results since the copy may have been told under the next numbers
-            self._next += JUMP
-            if self.active is not None:
-                self.active["number"] = self._next
-                self._next += 1
-            self._write()
-        for group in self.playing.groups:
-            if group.state is GroupState.EVALUATING and (lost or self.active is None):
-                stopped += self.playing.cancel(group, "lost")
-                self.playing.forget(group)
-        return stopped
 
     def may_hold(self, places: int) -> int:
         """How many of the actors' ``places`` evaluation may have now."""

@@ -11,7 +11,6 @@ from pipeline.codec import encode_trajectory
 from pipeline.errors import ConfigurationError
 from pipeline.replay.core import StageCore
 from pipeline.replay.exporting import export_run
-from pipeline.replay.memory_store import MemoryStore
 from pipeline.replay.portable import Header, Portable, write_portable
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import VersionSpan
@@ -111,10 +110,10 @@ def test_the_capacity_holds_and_every_import_is_accounted_for(tmp_path_factory, 
         connection.close()
 
 
-def test_a_memory_only_stage_starts_from_what_was_imported(make_run, tmp_path):
-    run = make_run(memory_only=True)
+def test_a_stage_starts_from_what_was_imported(make_run, tmp_path):
+    run = make_run()
     file = write_lines(tmp_path / "d.jsonl", demonstration(1))
     assert run.import_(file) == {"imported": 1}
-    with MemoryStore(run.directory.store_file) as store:
+    with ReplayStore(run.directory.store_file) as store:
         assert len(store.load().entries) == 1
     assert run.import_(file) == {"duplicate": 1}

@@ -116,14 +116,10 @@ def test_a_store_that_is_not_whole_is_refused_unharmed(make_run, tmp_path, damag
     assert not (tmp_path / "out").exists() and list(tmp_path.glob(".out*")) == []
 
 
-def test_a_store_in_use_or_lost_takes_nothing(make_run, tmp_path):
+def test_a_store_in_use_or_a_run_without_replay_takes_nothing(make_run, tmp_path):
     run = make_run()
     file = write_lines(tmp_path / "d.jsonl", demonstration(1))
     with ReplayStore(run.directory.store_file), pytest.raises(StoreError, match="another replay stage"):
         run.import_(file)
-    with sqlite3.connect(run.directory.store_file) as connection:
-        connection.execute("INSERT INTO meta VALUES ('clean', 'false')")
-    connection.close()
-    refuses_unharmed(run, file, "was killed or is running")
     with pytest.raises(ConfigurationError, match=r"replay\.enabled"):
         make_run("off", enabled=False).import_(file)

@@ -14,7 +14,6 @@ from pipeline.replay.examine import examine_run
 from pipeline.replay.ingest import facts_of
 from pipeline.replay.journal import Send
 from pipeline.replay.ledger import read_ledger
-from pipeline.replay.memory_store import open_store
 from pipeline.replay.simulation import rollout
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
@@ -36,13 +35,13 @@ class Stage:
     def __init__(self, path: Any, rewards: Any, **replay: Any) -> None:
         self.path, self.rewards = path, rewards
         replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.5, "retest_ratio": 0.0, **replay}
-        self.config = RunConfig.model_validate({**BASE, "replay": {**replay, "synchronous": "NORMAL"}})
+        self.config = RunConfig.model_validate({**BASE, "replay": replay})
         self.updates, self.sent = 0, []
         self.store: ReplayStore
         self.start()
 
     def start(self) -> None:
-        self.store = open_store(self.config.replay, self.path)
+        self.store = ReplayStore(self.path, "NORMAL")
         self.core = StageCore(
             self.config, self.store.load(), score_now=lambda t: combine(t.rewards, {"environment": 1.0})
         )
@@ -137,7 +136,7 @@ def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_
     assert not stage.core.experience.holds(replay.seq) and replay.seq in stage.core.payloads
     counters = stage.counters()
     assert counters["pool.left.age"] >= 1 and not counters.get("pool.left.capacity")
-    stage.store.abandon()
+    stage.store.close()
     stage.start()
     stage.round()
     assert stage.store.payloads([replay.seq]), "a restart does not lose it either"
@@ -221,7 +220,7 @@ def test_a_rolled_back_group_is_sent_again_with_the_same_candidates(tmp_path: An
 def test_groups_with_replays_survive_a_restart_of_the_stage(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "s.sqlite", half)
     plan = stage.until_replayed()
-    stage.store.abandon()
+    stage.store.close()
     entries = stage.core.experience.entries
     stage.start()
     again = [s.header for s in stage.round() if s.kind is Kind.PLAN]
@@ -270,7 +269,7 @@ def test_a_group_that_failed_altogether_is_rescued_by_a_stored_success(tmp_path:
     assert f"{rescued[0]['group_id']}.3.0" not in dropped
     stage.train(plans)
     stage.round()
-    stage.store.abandon()
+    stage.store.close()
     stage.start()
     assert stage.counters()["replays.trained"] == len(rescued)
     stage.store.close()

@@ -177,7 +177,6 @@ def test_a_run_that_lives_and_one_that_was_killed_are_read_alike(tmp_path):
     with ReplayStore(path / "replay.sqlite") as store:
         assert len(RunReader(*open_run(path)).listing(Filters()).rows) == len(ROLLOUTS)
         store._writer.execute("UPDATE trajectories SET reward = 0.5 WHERE seq = 0")
-        store.abandon()  # what was written is in the write-ahead log only
     assert names(RunReader(*open_run(path)), reward_min=0.5, reward_max=0.5) == ["g000000.0.0"]
 
 
@@ -202,16 +201,6 @@ def test_a_run_without_a_store_says_what_to_do(tmp_path):
     (path / "replay.sqlite").unlink()
     with pytest.raises(StoreError, match="has the run been started"):
         RunReader(*open_run(path))
-    (path / "config.yaml").write_text("replay: {memory_only: true}")
-    with pytest.raises(StoreError, match=r"memory_only.*Wait for it"):
-        RunReader(*open_run(path))
-
-
-def test_a_store_in_memory_is_read_from_its_last_copy_and_says_so(tmp_path):
-    path = make_run(tmp_path / "run", ROLLOUTS, replay={"memory_only": True})
-    reader = RunReader(*open_run(path))
-    assert len(reader.listing(Filters()).rows) == len(ROLLOUTS)
-    assert "last copy" in reader.notes[0]
 
 
 def test_all_pairs_of_filters_agree_with_both_alone(reader):

@@ -60,7 +60,7 @@ class Stage:
 
     def restart(self, **sections: Any) -> None:
         assert self.store is not None
-        self.store.abandon()
+        self.store.close()
         self.sections |= sections
         self.start()
 
