@@ -10,10 +10,8 @@ from rich.table import Table
 
 from pipeline.config import RunConfig
 from pipeline.replay.examine import Experience
-from pipeline.replay.rescoring import Rescored
 
 TASKS_SHOWN = 10
-DISAGREEMENTS_SHOWN = 20
 
 
 def show(found: Experience, config: RunConfig, run: Path, console: Console | None = None) -> None:
@@ -31,26 +29,6 @@ def show(found: Experience, config: RunConfig, run: Path, console: Console | Non
     _states(found, value["states"], console)
     _guard(value["guard"], config, console)
     _audit(value["audit"], console)
-
-
-def show_rescored(found: Rescored, console: Console | None = None) -> None:
-    """Print what ``--rescore`` found."""
-    console = console or Console(highlight=False)
-    console.print(
-        f"\nscored {found.checked} of {found.pooled} pooled trajectories again: {found.agreed} as stored, "
-        f"{len(found.different)} otherwise, {len(found.unscored)} not at all",
-        soft_wrap=True,
-    )
-    rows = [*found.different, *found.unscored]
-    if not rows:
-        return
-    table = _table("rewards that are not what is stored", "trajectory", "task", "stored", "today", "why not")
-    for row in rows[:DISAGREEMENTS_SHOWN]:
-        today = "none" if row.reward is None else f"{row.reward:.6g}"
-        table.add_row(row.trajectory_id, row.task_id, f"{row.stored:.6g}", today, row.reason)
-    console.print(table)
-    if len(rows) > DISAGREEMENTS_SHOWN:
-        console.print(f"  and {len(rows) - DISAGREEMENTS_SHOWN} more (--json lists all)", style="dim")
 
 
 def _difficulty(found: Experience, config: RunConfig, console: Console) -> None:

@@ -56,37 +56,25 @@ Target = Annotated[
 def inspect_command(
     run: Run,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
-    rescore: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Score N pooled trajectories again and compare.")
-    ] = None,
 ) -> None:
     """Show difficulty buckets, the pool with its ages, terminal states, the guard and the bias audit.
 
     Only reads, and works while the run goes on. The audit compares what was sampled with what was stored, trained and
     replayed: where their means of length, duration, reward or age differ, selection has shifted the data.
 
-    --rescore runs the score functions of the run on N stored trajectories and tells which rewards they give otherwise
-    today. It changes nothing: the stored reward is the one that counts.
-
       afterplay replay inspect runs/tiny
       afterplay replay inspect runs/tiny --json
-      afterplay replay inspect runs/tiny --rescore 100
     """
-    from pipeline.cli.experience import show, show_rescored
-    from pipeline.replay import rescoring
+    from pipeline.cli.experience import show
     from pipeline.replay.examine import dumps, examine_run
     from pipeline.replay.sharding import store_paths
 
     config, directory = open_run(run)
-    paths = store_paths(config, directory)
-    found = examine_run(paths)
-    rescored = None if rescore is None else rescoring.rescore(config, paths, rescore)
+    found = examine_run(store_paths(config, directory))
     if as_json:
-        typer.echo(dumps(found, config, **({} if rescored is None else {"rescored": rescored.json()})))
+        typer.echo(dumps(found, config))
     else:
         show(found, config, run)
-        if rescored is not None:
-            show_rescored(rescored)
 
 
 @app.command("export")

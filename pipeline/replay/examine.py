@@ -200,6 +200,6 @@ def _add(found: Experience, connection: sqlite3.Connection, state: Mapping[str, 
         found.audit["trained"] += Population(age=age_insert if at is None else count * max(0, at - version_min))
 
 
-def dumps(found: Experience, config: RunConfig, **more: Any) -> str:
-    """JSON text; ``more`` are further keys."""
-    return orjson.dumps({**found.json(config), **more}, option=orjson.OPT_INDENT_2).decode()
+def dumps(found: Experience, config: RunConfig) -> str:
+    """JSON text."""
+    return orjson.dumps(found.json(config), option=orjson.OPT_INDENT_2).decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,10 @@ import orjson
 from pipeline.errors import StoreError
 from pipeline.replay import store_file
 from pipeline.replay.portable import Portable
-from pipeline.transport.base import Frames
 
 _POOLED = """
 SELECT p.entropy, p.success_rate, p.uses, t.reward, d.header, d.token_ids, d.logprobs, d.spans
 FROM pool p JOIN trajectories t USING (seq) JOIN payloads d USING (seq) ORDER BY p.saved"""
-
-_REWARD = """
-SELECT t.reward, d.header, d.token_ids, d.logprobs, d.spans
-FROM pool p JOIN trajectories t USING (seq) JOIN payloads d USING (seq) WHERE p.seq = ?"""
 
 
 @contextmanager
@@ -54,19 +49,6 @@ def origin(connection: sqlite3.Connection) -> str:
 
 def meta(connection: sqlite3.Connection) -> dict[str, Any]:
     return {key: orjson.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
-
-
-def pooled_seqs(connection: sqlite3.Connection) -> list[int]:
-    """Keys of the trajectories in the pool, oldest first."""
-    return [row[0] for row in connection.execute("SELECT seq FROM pool ORDER BY saved")]
-
-
-def pooled_rewards(connection: sqlite3.Connection, seqs: Sequence[int]) -> Iterator[tuple[float, Frames]]:
-    """Stored reward and frames of these, as far as they are still pooled."""
-    for seq in seqs:
-        row = connection.execute(_REWARD, (seq,)).fetchone()
-        if row is not None:
-            yield row[0], tuple(row[1:])
 
 
 def pooled(connection: sqlite3.Connection) -> Iterator[Portable]:
