@@ -31,9 +31,6 @@ NOT_SHOWN = {
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
     "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
     "afterplay_run_info": "identifies a run: to be joined in ad-hoc queries",
-    "afterplay_actor_weight_update_duration_seconds": "always empty: the learner updates the engines, see publication",
-    "afterplay_actor_weight_update_bytes_total": "always 0, for the same reason",
-    "afterplay_actor_weight_update_failures_total": "always 0, for the same reason",
     "afterplay_learner_evaluation_score": "what the learner was told of the replay stage's score, which is shown",
     "afterplay_replay_score_retries_total": "to look at when a judge or reward model is slow; what fails in spite of "
     "retries is in the panel of score failures",

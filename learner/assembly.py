@@ -14,7 +14,7 @@ from learner.groups import Group, Replay
 from pipeline.errors import TrainingError
 from pipeline.schema import GroupPlan, Trajectory
 
-__all__ = ["AssemblyCounters", "Group", "GroupAssembler", "Progress", "Replay"]
+__all__ = ["Group", "GroupAssembler", "Progress", "Replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,6 @@ class Progress:
     needed: int
     trajectories: int
     """Trajectories held for the update, those of complete groups included."""
-
-
-@dataclass(slots=True)
-class AssemblyCounters:
-    """Messages that changed nothing, by reason; none of them is an error."""
-
-    duplicate_deliveries: int = 0
-    unplanned_deliveries: int = 0
-    """Deliveries of a group that was cancelled or consumed, or that was never planned here."""
-    cancelled_groups: int = 0
-    repeated_plans: int = 0
 
 
 @dataclass(slots=True)
@@ -64,7 +53,6 @@ class GroupAssembler:
     def __init__(self, groups_per_step: int) -> None:
         self._groups_per_step = groups_per_step
         self._groups: dict[str, _Open] = {}
-        self.counters = AssemblyCounters()
 
     def plan(self, plan: GroupPlan, update: int) -> None:
         """A group is planned for ``update``. A repeated plan changes nothing but its update, which the stage decides.
@@ -76,7 +64,6 @@ class GroupAssembler:
         if known is not None:
             if known.plan.n_rollout != plan.n_rollout or known.plan.task.task_id != plan.task.task_id:
                 raise TrainingError(f"expected one plan under the id {plan.group_id}, got {known.plan} and then {plan}")
-            self.counters.repeated_plans += 1
             if not known.taken:
                 known.update = update
             return
@@ -99,17 +86,15 @@ class GroupAssembler:
         """One scored trajectory of a planned group. True when it completes the group. ``reward`` is what counts, for
         replayed ones the stored one.
 
-        A trajectory that is held already, or whose group is not awaited, is counted and ignored.
+        A trajectory that is held already, or whose group is not awaited, is ignored.
         Raises :class:`TrainingError` for a trajectory that cannot be trained, or another one in a place that is taken.
         """
         group = self._groups.get(group_id)
         if group is None:
-            self.counters.unplanned_deliveries += 1
             return False
         name = trajectory.trajectory_id
         held = {t.trajectory_id: i for i, t in group.members.items()}
         if name in held:
-            self.counters.duplicate_deliveries += 1
             return False
         if not 0 <= index < group.plan.delivered:
             raise TrainingError(
@@ -136,7 +121,6 @@ class GroupAssembler:
             group = self._groups.get(group_id)
             if group is not None and not group.taken:
                 del self._groups[group_id]
-                self.counters.cancelled_groups += 1
 
     def forget_incomplete(self) -> None:
         """Drop groups that still miss members: after a reconnection the stage sends whole groups again, and a CANCEL

@@ -9,8 +9,6 @@ from pipeline.metrics.base import LAG, LAT, LONG, REW, TOK, CollectorRegistry, c
 OUTCOMES = ("complete", "truncated", "aborted", "error")
 TOKEN_KINDS = ("prompt", "generated", "discarded")
 SEND_FAILURES = ("timeout", "rejected", "disconnected")
-UPDATE_STAGES = ("fetch", "verify", "load", "swap")
-UPDATE_FAILURES = ("timeout", "checksum", "load")
 BACKENDS = ("vllm", "embedded")
 PLACEMENTS = ("first", "sticky", "moved")
 MOVES = ("died", "lagging", "evicted")
@@ -57,6 +55,12 @@ class ActorMetrics:
         )
         self.episode_tokens = histogram(r, _P + "episode_tokens", "Generated tokens per episode.", TOK, env)
         self.episode_reward = histogram(r, _P + "episode_reward", "Undiscounted episode reward.", REW, env)
+        self.trajectory_span_versions = histogram(
+            r,
+            _P + "trajectory_span_versions",
+            "Newest minus oldest policy version inside one trajectory (in-flight weight updates).",
+            LAG,
+        )
         self.generate_duration_seconds = histogram(
             r, _P + "generate_duration_seconds", "Latency of one generation request.", LAT, {"backend": tuple(backends)}
         )
@@ -72,7 +76,6 @@ class ActorMetrics:
             {"kind": ENGINE_ERRORS},
         )
         self._build_sending(r)
-        self._build_weight_updates(r)
         self._build_routing(r)
         self._build_lessons(r)
         self._build_tools(r)
@@ -100,28 +103,6 @@ class ActorMetrics:
             _P + "send_failures_total",
             "Trajectory sends that failed; reason = timeout, rejected or disconnected.",
             {"reason": SEND_FAILURES},
-        )
-
-    def _build_weight_updates(self, r: CollectorRegistry) -> None:
-        self.trajectory_span_versions = histogram(
-            r,
-            _P + "trajectory_span_versions",
-            "Newest minus oldest policy version inside one trajectory (in-flight weight updates).",
-            LAG,
-        )
-        self.weight_update_duration_seconds = histogram(
-            r,
-            _P + "weight_update_duration_seconds",
-            "Weight update time; stage = fetch, verify, load or swap.",
-            LONG,
-            {"stage": UPDATE_STAGES},
-        )
-        self.weight_update_bytes_total = counter(r, _P + "weight_update_bytes_total", "Weight bytes received.")
-        self.weight_update_failures_total = counter(
-            r,
-            _P + "weight_update_failures_total",
-            "Failed weight updates; reason = timeout, checksum or load.",
-            {"reason": UPDATE_FAILURES},
         )
 
     def _build_routing(self, r: CollectorRegistry) -> None:

@@ -44,8 +44,8 @@ def test_repeated_plans_and_deliveries_change_nothing(kit):
     for _ in range(3):
         a.plan(plan_of("g"), 0)
         fill(a, kit, "g")
+    assert not deliver(a, kit, "g", 0)
     assert len(a.take(0)[0].trajectories) == 3
-    assert (a.counters.repeated_plans, a.counters.duplicate_deliveries) == (2, 6)
 
 
 def test_a_cancelled_group_makes_room_for_another(kit):
@@ -54,7 +54,6 @@ def test_a_cancelled_group_makes_room_for_another(kit):
     deliver(a, kit, "g", 0)
     a.cancel(["g", "unknown"])
     assert not deliver(a, kit, "g", 1)
-    assert (a.counters.cancelled_groups, a.counters.unplanned_deliveries) == (1, 1)
     a.plan(plan_of("h"), 0)
     fill(a, kit, "h")
     assert a.take(0)[0].group_id == "h"
@@ -121,16 +120,14 @@ def test_any_order_with_repeats_and_reconnections_gives_each_update_its_groups_o
             messages += [(name, u, i) for i in range(n)]
     order = data.draw(st.permutations(messages))
     repeats = data.draw(st.lists(st.sampled_from(messages), max_size=10))
-    a, consumed, dropped = GroupAssembler(groups), [], 0
+    a, consumed = GroupAssembler(groups), []
     for name, u, index in [*order, *repeats, *sorted(messages, key=lambda m: m[2] is not None)]:
         if u in consumed:
             continue
         if index is None:
             a.plan(plan_of(name, n), u)
         else:
-            before = a.counters.unplanned_deliveries
             a.deliver(name, index, make_trajectory(f"{name}.{index}", group=name, reward=None), 1.0, {})
-            dropped += a.counters.unplanned_deliveries - before
         if a.ready(u):
             taken = a.take(u)
             assert [len(t.trajectories) for t in taken] == [n] * groups
