@@ -81,16 +81,19 @@ def file_module(path: Path) -> ModuleType:
     return module
 
 
-def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str) -> Any:
-    """``cls(**options)``. Raises :class:`ConfigurationError` that names the option that is wrong."""
+def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str, options_key: str | None = None) -> Any:
+    """``cls(**options)``. ``options_key`` is the key of the options, ``where.options`` unless it is given.
+
+    Raises :class:`ConfigurationError` that names the option that is wrong."""
+    options_key = options_key or f"{where}.options"
     label = getattr(cls, "__qualname__", repr(cls))
     if not callable(cls):
         raise ConfigurationError(f"{where}: expected a class, got {cls!r}")
-    _check_names(cls, options, where, label)
+    _check_names(cls, options, options_key, label)
     try:
         return cls(**options)
     except ValidationError as error:
-        raise ConfigurationError(f"{where}.options: {'; '.join(map(_fault, error.errors()))}") from error
+        raise ConfigurationError(f"{options_key}: {'; '.join(map(_fault, error.errors()))}") from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error
     except Exception as error:
@@ -98,7 +101,7 @@ def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str) -
         raise ConfigurationError(f"{where}: {label}({shown}) raised {type(error).__name__}: {error}") from error
 
 
-def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], where: str, label: str) -> None:
+def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], options_key: str, label: str) -> None:
     try:
         parameters = inspect.signature(cls).parameters
     except (ValueError, TypeError):
@@ -108,7 +111,7 @@ def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], where: str
     unknown = sorted(set(options) - set(parameters))
     if unknown:
         raise ConfigurationError(
-            f"{where}.options: unknown {', '.join(unknown)}; {label} takes {', '.join(parameters) or 'none'}"
+            f"{options_key}: unknown {', '.join(unknown)}; {label} takes {', '.join(parameters) or 'none'}"
         )
 
 

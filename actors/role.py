@@ -15,12 +15,14 @@ from actors.engine.client import EngineClient
 from actors.engine.patience import Patience
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
-from actors.lessons.reme import ReMe
+from actors.lessons.source import make_source
 from actors.loop import Services
 from actors.rendering import Renderer, load_tokenizer
 from actors.sharded import ShardedActor
 from pipeline.blocked import interrupting_blocks
 from pipeline.config import RunConfig
+from pipeline.config.replay import LessonsConfig
+from pipeline.lessons.source import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.role import RoleContext
 from pipeline.transport.open import limits_of, open_links
@@ -61,8 +63,8 @@ async def main(ctx: RoleContext) -> None:
         metrics=metrics,
         patience=patience,
     )
-    reme = ReMe(config.lessons) if config.lessons.enabled and config.lessons.source == "reme" else None
-    services = Services.of(config, ctx.name, renderer, pool, environments, metrics, reme)
+    lessons = _lesson_source(config.lessons)
+    services = Services.of(config, ctx.name, renderer, pool, environments, metrics, lessons)
     try:
         async with AsyncExitStack() as stack:
             links = [await stack.enter_async_context(link) for link in open_links(config, ctx.name)]
@@ -89,8 +91,8 @@ async def main(ctx: RoleContext) -> None:
         with anyio.CancelScope(shield=True):
             await pool.close()
             await services.close()
-            if reme is not None:
-                await reme.close()
+            if lessons is not None:
+                await close_source(lessons)
 
 
 async def _report(ctx: RoleContext, actor: ShardedActor) -> None:
@@ -109,6 +111,11 @@ async def _report(ctx: RoleContext, actor: ShardedActor) -> None:
 def _renderer(config: RunConfig, folder: Path) -> Renderer:
     tokenizer, ends = load_tokenizer(folder, config.model.chat_template, config.model.trust_remote_code)
     return Renderer(tokenizer, ends)
+
+
+def _lesson_source(config: LessonsConfig) -> LessonSource | None:
+    """None: the replay stage is asked, or nobody."""
+    return make_source(config) if config.enabled and config.source != "stage" else None
 
 
 def _vocabulary(path: Path) -> int | None:

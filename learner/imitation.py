@@ -1,4 +1,4 @@
-"""Gradients of the cross-entropy on demonstrations: one duty of the trainer, in warm start and beside RL."""
+"""Gradients of the cross-entropy on demonstrations, beside those of RL."""
 
 from __future__ import annotations
 

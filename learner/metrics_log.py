@@ -1,7 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line for each update, in order, also after a resume.
-
-Before the first update there may be lines of a warm start, with ``phase`` and ``warm_step`` and without ``step``.
-"""
+"""``metrics.jsonl``: one JSON object a line for each update, in order, also after a resume."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ from pipeline.rundir import write_bytes_atomically
 class MetricsLog:
     """Appends lines; each is flushed to the operating system before ``write`` returns.
 
-    Opening it drops the lines of steps after ``updates`` (they will be made again) and whatever is no whole line; of a
-    warm start those after ``warm_steps`` (None: it is over).
+    Opening it drops the lines of steps after ``updates`` (they will be made again) and whatever is no whole line.
     """
 
-    def __init__(self, path: Path, updates: int, warm_steps: int | None = None) -> None:
+    def __init__(self, path: Path, updates: int) -> None:
         self._path = path
-        _rewind(path, updates, warm_steps)
+        _rewind(path, updates)
         self._file: BinaryIO = path.open("ab")
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -40,26 +36,22 @@ class MetricsLog:
         self._file.close()
 
 
-def _rewind(path: Path, updates: int, warm_steps: int | None) -> None:
+def _rewind(path: Path, updates: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _stays(line, updates, warm_steps)]
+    kept = [line for line in lines if _stays(line, updates)]
     if len(kept) != len(lines):
         write_bytes_atomically(path, b"".join(kept))
 
 
-def _stays(line: bytes, updates: int, warm_steps: int | None) -> bool:
+def _stays(line: bytes, updates: int) -> bool:
     if not line.endswith(b"\n"):
         return False
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
         return False
-    if not isinstance(value, dict):
-        return False
-    step, warm = value.get("step"), value.get("warm_step")
-    if isinstance(step, int):
-        return step <= updates
-    return isinstance(warm, int) and (warm_steps is None or warm <= warm_steps)
+    step = value.get("step") if isinstance(value, dict) else None
+    return isinstance(step, int) and step <= updates

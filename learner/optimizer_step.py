@@ -95,16 +95,10 @@ class OptimizerSteps:
         drawn = not waits and self._supervise(conditions.update, tally)
         if any(with_signal) or drawn:
             factor = step_factor(sums.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
-            self.apply(conditions.rate * factor, tally)
+            self._apply(conditions.rate * factor, tally)
             tally.factors.append(factor)
 
-    def imitate(self, rows: Sequence[Row], weight: float, tally: Tally) -> None:
-        """Add the gradient of ``weight`` times the mean cross-entropy over the sampled tokens of ``rows``."""
-        budget = self._config.learner.tokens_per_microbatch
-        tally.last.supervised = add_gradients(self._policy, rows, weight, budget, tally.watch)
-        tally.last.supervised_tokens = sum(row.n_sampled for row in rows)
-
-    def apply(self, rate: float, tally: Tally) -> None:
+    def _apply(self, rate: float, tally: Tally) -> None:
         """Step by the gradients that are there."""
         set_rate(self._optimizer, rate)
         with tally.watch.stage("optimize"):
@@ -124,7 +118,9 @@ class OptimizerSteps:
         learner, supervised = self._config.learner, self._config.loss.supervised
         step = update * learner.epochs * learner.minibatches + tally.begun - 1
         rows = self._demonstrations.draw((self._config.run.seed, 1), step, supervised.batch)
-        self.imitate(rows, supervised.weight, tally)
+        budget = learner.tokens_per_microbatch
+        tally.last.supervised = add_gradients(self._policy, rows, supervised.weight, budget, tally.watch)
+        tally.last.supervised_tokens = sum(row.n_sampled for row in rows)
         tally.last.loss += supervised.weight * tally.last.supervised
         return True
 

@@ -32,7 +32,6 @@ from learner.session import Standing
 from learner.sessions import LearnerSessions
 from learner.tracing import tracing
 from learner.trainer import Trainer
-from learner.warm_start import initial_model, is_due, warm_up
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
@@ -50,8 +49,6 @@ class Start:
     trainer: Trainer
     standing: Standing
     checkpoint: Path | None
-    warmed: bool = False
-    """The initial model is that of a warm start, which no engine has yet."""
     lead: Lead | None = None
     """With several ranks: the care for the others."""
 
@@ -68,10 +65,6 @@ async def serve(ctx: RoleContext, *links: Link) -> None:
         if ctx.stopping.is_set():
             return
     limit_memory(ctx.config)
-    if is_due(ctx.config, ctx.directory):
-        await warm_up(ctx)
-        if ctx.stopping.is_set():
-            return
     ctx.report("loading", "the model")
     start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory)
     try:
@@ -136,7 +129,7 @@ async def _serve(ctx: RoleContext, start: Start, links: Sequence[Link]) -> None:
                 device = DeviceTurn(publisher.device, start.trainer, offload=config.learner.offload)
             loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
             try:
-                await loop.run(initial=start.checkpoint is None and not start.warmed)
+                await loop.run(initial=start.checkpoint is None)
             except* Interrupted:
                 log.info("gave up the step that was under way: the process is stopping")
                 await saved()
@@ -156,9 +149,9 @@ def load(config: RunConfig, directory: RunDirectory) -> Start:
             lead.end()
         raise
     if state is None:
-        return Start(trainer, Standing(), None, initial_model(directory) != directory.model, lead)
+        return Start(trainer, Standing(), None, lead)
     standing = Standing(state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained)
-    return Start(trainer, standing, checkpoint_path(directory.checkpoints, state.updates), lead=lead)
+    return Start(trainer, standing, checkpoint_path(directory.checkpoints, state.updates), lead)
 
 
 def load_trainer(
@@ -174,7 +167,7 @@ def load_trainer(
     if group is not None:
         name = group.told(name)
     checkpoint = directory.checkpoints / name if name else None
-    trainer = make_trainer(config, initial_model(directory), checkpoint, group)
+    trainer = make_trainer(config, directory.model, checkpoint, group)
     if checkpoint is None:
         return trainer, None
     log.info("resuming from %s", checkpoint)

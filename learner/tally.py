@@ -108,7 +108,7 @@ class Tally:
             n_rows=len(rows),
             n_microbatches=self.microbatches,
             tokens_trained=trained,
-            tokens_masked=tokens_of(rows) - trained,
+            tokens_masked=_tokens_of(rows) - trained,
             tokens_padding=self.padding,
             tokens_shared=self.shared,
             tokens_without_signal=sum(row.n_sampled for row in rows if not row.has_signal),
@@ -131,6 +131,6 @@ class Tally:
         )
 
 
-def tokens_of(rows: Sequence[Row]) -> int:
+def _tokens_of(rows: Sequence[Row]) -> int:
     """All of them, context included."""
     return sum(len(row) for row in rows)

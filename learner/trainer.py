@@ -36,7 +36,7 @@ from learner.reference import Reference
 from learner.report import SkippedStep, StepReport, Stopwatch
 from learner.rows import Batch, Row
 from learner.schedule import learning_rate
-from learner.tally import Conditions, Tally, tokens_of
+from learner.tally import Conditions, Tally
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 
@@ -86,29 +86,6 @@ class Trainer:
         report = self.step(batch, policy_version, evidence, watch)
         overlong = overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
         return replace(report, overlong=overlong)
-
-    def imitate(self, rows: Sequence[Row], rate: float) -> StepReport:
-        """One optimizer step on the mean cross-entropy over the sampled tokens of ``rows``; counts as an update.
-
-        Raises :class:`Interrupted` when asked to stop.
-        """
-        conditions, tally = self._conditions(0, rate, Evidence()), Tally(Stopwatch(self.policy.device))
-        try:
-            self._steps.imitate(rows, 1.0, tally)
-            self._steps.apply(rate, tally)
-        except NonFiniteStep as error:
-            tally.skipped.append(SkippedStep(error.where, tuple(range(len(rows)))))
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.policy.rest()
-        self.updates += 1
-        trained = tally.last.supervised_tokens
-        return replace(
-            tally.report(rows, conditions),
-            loss=tally.last.supervised,
-            tokens_trained=trained,
-            tokens_masked=tokens_of(rows) - trained,
-        )
 
     def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
         """See :meth:`learner.gathering.Gathering.gather`."""

@@ -22,8 +22,9 @@ from actors.rendering.renderer import Conversation, Renderer
 from actors.rendering.shadow import Shadow
 from actors.rendering.tooling import ToolSchema
 from pipeline.config.replay import LessonsConfig
-from pipeline.errors import AfterplayError
+from pipeline.errors import AfterplayError, PlugInTimeout, boundary
 from pipeline.lessons.records import QUERY_CHARACTERS_MAX, Lesson, first_user
+from pipeline.lessons.source import NAME
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Guidance, Message, Order
 
@@ -89,9 +90,11 @@ class Guide:
 
     async def _search(self, source: Search, order_id: str, query: str) -> tuple[str, list[Lesson]]:
         try:
-            with anyio.fail_after(self._config.timeout_seconds):
+            with anyio.fail_after(self._config.timeout_seconds), boundary(f"{NAME} search"):
                 found = await source.search(order_id, query, self._config.top_k)
-        except TimeoutError:
+                if not isinstance(found, list) or not all(isinstance(lesson, Lesson) for lesson in found):
+                    raise TypeError(f"expected a list of Lesson, got {repr(found)[:200]}")
+        except (TimeoutError, PlugInTimeout):
             return "timeout", []
         except AfterplayError as error:
             logger.warning("order %s is played without lessons: %s", order_id, error)

@@ -13,8 +13,7 @@ from pipeline.transport.base import Kind, Link, Message
 
 
 class Search(Protocol):
-    """Somewhere that lessons are found. May take for ever, and may raise anything of :mod:`pipeline.errors`: the caller
-    has a limit."""
+    """Somewhere that lessons are found. May take for ever, and may raise anything: the caller has a limit."""
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]: ...
 

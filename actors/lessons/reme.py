@@ -10,6 +10,13 @@ docs/task_memory):
     ``{workspace_id, trajectories: [{messages: [{role, content}], score}]}`` → ``{metadata: {memory_list: [...]}}``
 
 The service calls a trajectory of score 1.0 or more a success unless it is told otherwise; we send rewards as they are.
+
+In the run file::
+
+    lessons:
+      enabled: true
+      source: actors.lessons.reme:RemeSource
+      source_options: {url: "http://127.0.0.1:8002", workspace: afterplay}
 """
 
 from __future__ import annotations
@@ -21,8 +28,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from pipeline.config.replay import LessonsConfig
-from pipeline.errors import LimitExceeded, TransportError, WireError
+from pipeline.errors import ConfigurationError, LimitExceeded, TransportError, WireError
 from pipeline.lessons.records import Lesson, plain_conversation
 from pipeline.schema import Trajectory
 
@@ -32,15 +38,14 @@ KEEPALIVE_SECONDS = 3.0
 _JSON_HEADERS = {"Content-Type": "application/json"}
 
 
-class ReMe:
-    """One service at ``lessons.url`` and one workspace. Use inside an event loop and ``await close()`` it."""
+class RemeSource:
+    """A :class:`pipeline.lessons.source.LessonSource`: one service at ``url`` and one of its workspaces."""
 
-    def __init__(self, config: LessonsConfig) -> None:
-        assert config.url is not None
-        self._url = config.url.rstrip("/")
-        self._workspace = config.workspace
-        self._search_timeout = aiohttp.ClientTimeout(total=config.timeout_seconds)
-        self._summary_timeout = aiohttp.ClientTimeout(total=config.writer_seconds_max)
+    def __init__(self, url: str, workspace: str = "afterplay") -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"url: expected an address like http://127.0.0.1:8002, got {url!r}")
+        self._url = url.rstrip("/")
+        self._workspace = workspace
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -50,10 +55,10 @@ class ReMe:
             self._session = None
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]:
-        """The memories that fit ``query``. Raises :class:`TransportError` or :class:`WireError` that names the service,
-        and ``TimeoutError``."""
+        """The memories that fit ``query``. Raises :class:`TransportError` or :class:`WireError` that names the
+        service."""
         body = {"workspace_id": self._workspace, "query": query, "top_k": top_k}
-        memories = _memories(self._url, await self._post(RETRIEVE, body, self._search_timeout))
+        memories = _memories(self._url, await self._post(RETRIEVE, body))
         return [lesson for memory in memories if (lesson := _lesson(memory))][:top_k]
 
     async def summarise(self, trajectories: Sequence[Trajectory]) -> int:
@@ -71,21 +76,18 @@ class ReMe:
                 for t in scored
             ],
         }
-        return len(_memories(self._url, await self._post(SUMMARISE, body, self._summary_timeout)))
+        return len(_memories(self._url, await self._post(SUMMARISE, body)))
 
-    async def _post(self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout) -> Any:
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None),
             )
         try:
-            async with self._session.post(
-                self._url + path, data=orjson.dumps(body), headers=_JSON_HEADERS, timeout=timeout
-            ) as response:
+            async with self._session.post(self._url + path, data=orjson.dumps(body), headers=_JSON_HEADERS) as response:
                 answer = await _read(self._url, response)
                 status = response.status
-        except TimeoutError:
-            raise
         except (aiohttp.ClientError, OSError) as error:
             raise TransportError(
                 f"lesson service {self._url} failed on {path}: {type(error).__name__}: {error}"

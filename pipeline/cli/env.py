@@ -139,7 +139,7 @@ def demonstrate(
         str | None, typer.Option("--section", help="The environment's section in the run file. Default: NAME.")
     ] = None,
 ) -> None:
-    """Write episodes of an environment's expert, for `afterplay replay import` and for learner.warm_start.
+    """Write episodes of an environment's expert, for `afterplay replay import` and for loss.supervised.
 
     afterplay env demonstrate babyai --count 200 --out babyai.jsonl
     """

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
-from pipeline.config.warm_start import WarmStartConfig
 
 
 class LoraConfig(Section):
@@ -131,7 +130,6 @@ class LearnerConfig(Section):
     lora: LoraConfig = LoraConfig()
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
-    warm_start: WarmStartConfig = WarmStartConfig()
 
     @model_validator(mode="after")
     def _parts_agree(self) -> LearnerConfig:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
-from pipeline.config.warm_start import SupervisedConfig
 
 Level = Literal["token", "sequence", "geometric", "any_token"]
 
@@ -61,6 +61,31 @@ class ImportanceConfig(Section):
                 f"importance.weight is {self.weight}, but importance.anchor is behaviour: there π/μ is the ratio "
                 "itself and a weight would correct twice. Set importance.anchor: proximal, or leave the weight out "
                 "(masks work with either)"
+            )
+        return self
+
+
+class SupervisedConfig(Section):
+    """Cross-entropy beside the policy loss, in every optimizer step of RL."""
+
+    weight: float = Field(0.0, ge=0)
+    """Of the mean over supervised tokens, which has a denominator of its own: that of the policy loss does not change.
+    0: off."""
+    source: Literal["replayed", "file"] = "replayed"
+    """``replayed``: tokens of imported demonstrations without recorded log-probabilities that the update replays; they
+    keep their off-policy loss too, and the temperature they came with. ``file``: trajectories drawn from
+    ``demonstrations``, at temperature 1."""
+    demonstrations: Path | None = None
+    """What ``afterplay replay export`` writes, or JSONL as ``afterplay replay import`` takes it. Only trajectories with
+    a reward of at least ``replay.success_threshold`` are trained."""
+    batch: int = Field(8, ge=1)
+    """Trajectories of the file in each optimizer step."""
+
+    @model_validator(mode="after")
+    def _file_where_needed(self) -> SupervisedConfig:
+        if self.weight and (self.source == "file") != (self.demonstrations is not None):
+            raise ValueError(
+                "loss.supervised.demonstrations belongs to source: file, and that needs it (a file of demonstrations)"
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -139,12 +139,11 @@ class LessonsConfig(Section):
     """Experience in the prompt: short lessons from finished groups, found again by text search."""
 
     enabled: bool = False
-    source: Literal["embedded", "reme"] = "embedded"
-    """``embedded``: the replay stage's own memory (SQLite full text); ``reme``: a ReMe-compatible HTTP service."""
-    url: str | None = None
-    """Of the ReMe service."""
-    workspace: str = "afterplay"
-    """Workspace id at the ReMe service."""
+    source: str = "stage"
+    """Where lessons are kept and found. ``stage``: the replay stage's own memory (SQLite full text), or your own as
+    ``module:Class`` or ``path/file.py:Class`` (``pipeline.lessons.source.LessonSource`` says what it does)."""
+    source_options: dict[str, Any] = Field(default_factory=dict)
+    """Of the class's constructor."""
     timeout_seconds: float = Field(5.0, gt=0)
     """A search that takes longer is given up: the episode is played without lessons, and counted."""
     top_k: int = Field(2, ge=1, le=64)
@@ -170,8 +169,15 @@ class LessonsConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> LessonsConfig:
-        if self.source == "reme" and self.enabled and not self.url:
-            raise ValueError("lessons.source is reme: give lessons.url, for example http://127.0.0.1:8002")
+        if self.source != "stage" and not all(self.source.rpartition(":")):
+            raise ValueError(
+                "lessons.source: expected stage, or your own as module:Class or path/file.py:Class, got "
+                f"{self.source!r}"
+            )
+        if self.source == "stage" and self.source_options:
+            raise ValueError(
+                "lessons.source_options are for a source of your own, but lessons.source is stage: leave them out"
+            )
         if "{lessons}" not in self.template or "{prompt}" not in self.template:
             raise ValueError("lessons.template needs {lessons} and {prompt}")
         return self

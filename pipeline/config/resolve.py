@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TypeVar
 
+from pipeline.config.loss import SupervisedConfig
 from pipeline.config.play import EnvironmentConfig
 from pipeline.config.run import RunConfig
-from pipeline.config.warm_start import SupervisedConfig, WarmStartConfig
 from pipeline.errors import ConfigurationError
-
-Demonstrated = TypeVar("Demonstrated", WarmStartConfig, SupervisedConfig)
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -38,13 +35,10 @@ def resolve(config: RunConfig) -> RunConfig:
         for i in range(1 + config.actor.replicas + replay.shards):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
     run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
-    warm = _at_home(config.learner.warm_start)
-    supervised = _at_home(config.loss.supervised)
     environments = {name: _with_data_at_home(section) for name, section in config.environments.items()}
-    learner = config.learner.model_copy(update={"warm_start": warm})
-    loss = config.loss.model_copy(update={"supervised": supervised})
-    changed = {"engine": engine, "replay": replay, "run": run, "learner": learner, "loss": loss}
-    return config.model_copy(update={**changed, "environments": environments})
+    loss = config.loss.model_copy(update={"supervised": _with_demonstrations_at_home(config.loss.supervised)})
+    changed = {"engine": engine, "replay": replay, "run": run, "loss": loss, "environments": environments}
+    return config.model_copy(update=changed)
 
 
 def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
@@ -59,7 +53,7 @@ def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
     return section.model_copy(update={"tasks_from": data.model_copy(update={"path": path, "splits": splits})})
 
 
-def _at_home(section: Demonstrated) -> Demonstrated:
+def _with_demonstrations_at_home(section: SupervisedConfig) -> SupervisedConfig:
     """With the absolute path of its demonstrations."""
     file = section.demonstrations
     return section if file is None else section.model_copy(update={"demonstrations": file.absolute()})

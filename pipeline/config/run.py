@@ -192,17 +192,7 @@ class RunConfig(Section):
                 )
 
     def _check_demonstrations(self) -> None:
-        learner, supervised = self.learner, self.loss.supervised
-        if learner.warm_start.demonstrations is not None and self.publish.lora == "adapter":
-            raise ValueError(
-                "learner.warm_start is merged into the weights that adapters begin from, but publish.lora is adapter "
-                "and engines would put the adapters on the initial model: set publish.lora: merged"
-            )
-        if learner.warm_start.demonstrations is not None and learner.ranks > 1:
-            raise ValueError(
-                f"learner.warm_start is for one rank, but learner.ranks is {learner.ranks}: warm-start a run with "
-                "learner.ranks: 1 and give its model folder (checkpoints/warm_start/…/model) as model.source"
-            )
+        supervised = self.loss.supervised
         if supervised.weight and supervised.source == "replayed" and not self.replay.enabled:
             raise ValueError(
                 "loss.supervised.source is replayed, but replay.enabled is false: nothing would be replayed. Set "

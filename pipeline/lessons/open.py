@@ -9,19 +9,20 @@ import anyio.to_thread
 
 from pipeline.config import RunConfig
 from pipeline.lessons.memory import Memory
-from pipeline.lessons.service import Keeper, Lessons
+from pipeline.lessons.service import Lessons
+from pipeline.lessons.source import LessonSource
 from pipeline.lessons.writer import Writer
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.journal import Send
 from pipeline.replay.outgoing import PayloadCache
 from pipeline.replay.store import ReplayStore
+from pipeline.role import load_main
 from pipeline.rundir import RunDirectory
-from pipeline.scorer.resolve import resolve
 from pipeline.transport.base import Frames
 from pipeline.transport.open import limits_of
 
-REME = "actors.lessons.reme:ReMe"
-"""The client of the external service, loaded by name: it speaks HTTP, which this side does not."""
+MAKE_SOURCE = "actors.lessons.source:make_source"
+"""Loaded by path, because the stage imports no actor."""
 
 
 async def open_lessons(
@@ -32,16 +33,16 @@ async def open_lessons(
     post: Callable[[Send], None],
     metrics: ReplayMetrics,
 ) -> Lessons | None:
-    """None where lessons are off. Raises :class:`ConfigurationError` for a writer that does not exist,
+    """None where lessons are off. Raises :class:`ConfigurationError` for a writer or source that does not exist,
     :class:`StoreError` for a memory that cannot be used."""
     section = config.lessons
     if not section.enabled:
         return None
     memory: Memory | None = None
-    keeper: Keeper | None = None
+    source: LessonSource | None = None
     writer = Writer(section, config.replay.success_threshold)
-    if section.source == "reme":
-        keeper = resolve(REME, "lesson service")(section)
+    if section.source != "stage":
+        source = load_main(MAKE_SOURCE)(section)
     else:
         memory = await anyio.to_thread.run_sync(
             partial(
@@ -60,7 +61,7 @@ async def open_lessons(
     return Lessons(
         section,
         memory=memory,
-        keeper=keeper,
+        source=source,
         writer=writer,
         payloads=payloads,
         post=post,

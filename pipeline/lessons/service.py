@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -21,9 +21,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pipeline.codec import decode_trajectory
 from pipeline.config.replay import LessonsConfig
-from pipeline.errors import AfterplayError, PlugInTimeout
+from pipeline.errors import AfterplayError, PlugInTimeout, boundary
 from pipeline.lessons.memory import Memory
 from pipeline.lessons.records import Lesson, encode_lessons, task_text
+from pipeline.lessons.source import NAME, LessonSource, close_source
 from pipeline.lessons.writer import Writer
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.replay.journal import Finished, Send
@@ -43,16 +44,6 @@ Payloads = Callable[[Sequence[int]], Awaitable[Mapping[int, Frames]]]
 """Frames of stored trajectories by ``seq``; those that were forgotten are left out."""
 
 
-class Keeper(Protocol):
-    """A memory of its own that writes its lessons from trajectories (ReMe)."""
-
-    async def summarise(self, trajectories: Sequence[Trajectory]) -> int:
-        """Hand over the scored trajectories of a group; returns how many lessons came of it."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Recall:
     """A question of an actor."""
@@ -66,14 +57,14 @@ class Recall:
 
 
 class Lessons:
-    """One memory, or one keeper, and the tasks around it."""
+    """One memory, or one source in its place, and the tasks around it."""
 
     def __init__(
         self,
         config: LessonsConfig,
         *,
         memory: Memory | None,
-        keeper: Keeper | None,
+        source: LessonSource | None,
         writer: Writer,
         payloads: Payloads,
         post: Callable[[Send], None],
@@ -81,7 +72,7 @@ class Lessons:
         metrics: ReplayMetrics,
     ) -> None:
         self._config = config
-        self._memory, self._keeper, self._writer = memory, keeper, writer
+        self._memory, self._source, self._writer = memory, source, writer
         self._payloads, self._post, self._limits, self._metrics = payloads, post, limits, metrics
         self._recalls: deque[Recall] = deque()
         self._asked = anyio.Event()
@@ -107,7 +98,7 @@ class Lessons:
 
     def finished(self, group: Finished) -> None:
         """A group is complete and scored. Never waits."""
-        if self._keeper is None and not self._writer.wants([m.reward for m in group.members if m.reward is not None]):
+        if self._source is None and not self._writer.wants([m.reward for m in group.members if m.reward is not None]):
             return
         try:
             self._groups_send.send_nowait(group)
@@ -115,7 +106,7 @@ class Lessons:
             self._metrics.lesson_groups_total.labels(outcome="dropped").inc()
 
     async def run(self) -> None:
-        """Until cancelled; what waits then is dropped. Closes memory and keeper."""
+        """Until cancelled; what waits then is dropped. Closes memory and source."""
         if self._memory is not None:
             self._metrics.lessons.set(await anyio.to_thread.run_sync(self._memory.__len__))
         try:
@@ -127,8 +118,8 @@ class Lessons:
             self._groups_send.close()
             self._groups.close()
             with anyio.CancelScope(shield=True):
-                if self._keeper is not None:
-                    await self._keeper.close()
+                if self._source is not None:
+                    await close_source(self._source)
                 if self._memory is not None:
                     await anyio.to_thread.run_sync(self._memory.close)
 
@@ -184,13 +175,13 @@ class Lessons:
         trajectories = await anyio.to_thread.run_sync(partial(self._decode, group, frames))
         if not trajectories:
             return "dropped"
-        if self._keeper is not None:
+        if self._source is not None:
             try:
-                with anyio.fail_after(self._config.writer_seconds_max):
-                    added = await self._keeper.summarise(trajectories)
+                with anyio.fail_after(self._config.writer_seconds_max), boundary(NAME):
+                    added = await self._source.summarise(trajectories)
             except TimeoutError as error:
                 limit = f"no answer within {self._config.writer_seconds_max:g} s"
-                raise PlugInTimeout("lesson service", "TimeoutError", limit) from error
+                raise PlugInTimeout(NAME, "TimeoutError", limit) from error
         else:
             assert self._memory is not None
             task = task_text(trajectories[0])

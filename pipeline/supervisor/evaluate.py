@@ -141,7 +141,6 @@ def small_run(config: RunConfig, weights: Weights, asked: Asked, directory: RunD
     raw["loss"]["supervised"]["weight"] = 0.0
     raw["metrics"]["port"] = 0
     raw["lessons"]["enabled"] = False
-    raw["learner"]["warm_start"]["demonstrations"] = None
     raw["publish"]["lora"] = "merged"
     if not raw["engine"]["urls"]:
         raw["engine"]["port"] = 0

@@ -37,12 +37,12 @@ class RunHandle:
     """What the supervisor printed."""
 
     def steps(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl`` so far, without those of a warm start."""
+        """The lines of ``metrics.jsonl`` so far."""
         try:
             lines = self.directory.metrics_file.read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             return []
-        return [line for line in map(json.loads, lines) if "step" in line]
+        return [json.loads(line) for line in lines]
 
     def ledger(self, *, rows: bool = False) -> Ledger:
         """The accounts of the replay stages together."""

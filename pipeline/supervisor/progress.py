@@ -63,8 +63,6 @@ def step_of(line: Mapping[str, Any] | None) -> int:
 def describe(line: Mapping[str, Any], total_steps: int) -> str:
     """One line for people: step, reward, signals, ratio, ESS, staleness, speed."""
     parts = [f"step {step_of(line)}/{total_steps}"]
-    if line.get("phase") == "warm_start":
-        parts = [f"warm start {line.get('warm_step')}/{line.get('warm_steps')}"]
     parts += [f"{label} {text}" for label, text in facts(line).items()]
     return "  ".join(parts)
 
@@ -104,8 +102,6 @@ def facts(line: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, int | float):
             found[label] = format(value, form)
 
-    if line.get("phase") == "warm_start":
-        put("cross-entropy", "loss", ".4f")
     put("reward", "reward_mean", ".3f")
     signals = line.get("signals")
     for name, value in (signals if isinstance(signals, Mapping) else {}).items():

@@ -137,7 +137,8 @@ def lesson_service() -> Iterator[tuple[str, list[dict]]]:
 
 def test_an_external_service_is_told_of_groups_and_asked_for_lessons(tmp_path: Path) -> None:
     with lesson_service() as (url, told):
-        overrides = [*LESSONS, "lessons.source=reme", f"lessons.url={url}", "run.total_steps=1000"]
+        source = ["lessons.source=actors.lessons.reme:RemeSource", f"lessons.source_options.url={url}"]
+        overrides = [*LESSONS, *source, "run.total_steps=1000"]
         with start_run(TINY, tmp_path, "reme", overrides) as run:
             run.until(
                 "guided episodes", lambda: value(run, "actor-0", "actor_guided_episodes_total") >= 64, SECONDS_MAX

@@ -105,6 +105,10 @@ def test_rendering_takes_tokenizers_but_no_models():
     assert wrong == set()
 
 
+def test_lesson_sources_are_loaded_by_name_alone():
+    assert importers("actors.lessons.reme") == set()
+
+
 def test_the_embedded_engine_serves_http_and_never_calls():
     assert {
         m for n in FILES if n.startswith("actors/embedded/") for m in FILES[n] if m.startswith("aiohttp.Client")

@@ -1,5 +1,5 @@
 """``afterplay env demonstrate``: an expert's plays as the lines that ``afterplay replay import`` and
-``learner.warm_start`` read."""
+``loss.supervised`` read."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class TalkEpisode(Episode):
 class Source:
     """Finds what it is told to find."""
 
-    def __init__(self, *texts: str, error: Exception | None = None, late: bool = False) -> None:
-        self.lessons = [Lesson(str(n), text) for n, text in enumerate(texts)]
+    def __init__(self, *texts: str, error: BaseException | None = None, late: bool = False) -> None:
+        self.lessons: Any = [Lesson(str(n), text) for n, text in enumerate(texts)]
         self.error, self.late = error, late
         self.asked: list[tuple[str, str, int]] = []
 
@@ -66,6 +66,14 @@ class Source:
         if self.late:
             await anyio.sleep_forever()
         return self.lessons
+
+
+class Untidy(Source):
+    """Gives texts where lessons are expected."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__()
+        self.lessons = list(texts)
 
 
 async def play(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
@@ -132,6 +140,10 @@ async def test_lessons_are_in_the_first_message_of_the_user_and_nowhere_else(
         (Source(), "none"),
         (Source("x", late=True), "timeout"),
         (Source("x", error=TransportError("down")), "error"),
+        (Source("x", error=KeyError("lost")), "error"),
+        (Source("x", error=SystemExit(3)), "error"),
+        (Source("x", error=TimeoutError()), "timeout"),
+        (Untidy("guess higher"), "error"),
         (Source("higher " * 600), "no_room"),
         (Source("<|end|> "), "no_room"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from learner.offload import Offload
+from learner.rows import Batch
 from learner.trainer import Trainer
 from tests.unit.models_trained.conftest import LORA
 
@@ -27,7 +28,7 @@ def test_training_goes_on_bit_for_bit_after_a_round_trip(kit, case):
         moved = Offload(trainer)
         for update in range(3):
             torch.manual_seed(update)
-            trainer.imitate(kit.make_rows(3, seed=update), 1e-2)
+            trainer.step(Batch(update, (), kit.make_rows(3, seed=update)), update)
             if offload:
                 parameters = list(trainer.policy.model.parameters())
                 assert moved.to_host() > 0 and moved.away

@@ -51,7 +51,6 @@ def test_a_batch_that_was_written_out_is_skipped_again_for_the_same_reason(kit, 
 def test_a_finite_update_has_nothing_to_write_out(kit):
     trainer = trainer_of(kit)
     assert trainer.step(Batch(0, (), kit.make_rows(3)), 0).skipped is None
-    assert trainer.imitate(kit.make_rows(3), 1e-3).skipped is None
 
 
 @pytest.mark.parametrize("where", ["ratio", "gradient"])
@@ -66,7 +65,6 @@ def test_whatever_is_not_finite_the_batch_is_there(kit, where):
     report = trainer.step(Batch(0, (), rows), 0)
     assert [(step.where, step.rows) for step in report.skipped.steps] == [(where, (0, 1, 2))]
     assert report.skipped.rows == rows
-    assert trainer.imitate(rows, 1e-3).skipped.rows == rows
 
 
 async def test_the_learner_writes_out_what_it_skips_and_goes_on(world, monkeypatch):

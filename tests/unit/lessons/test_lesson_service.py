@@ -44,7 +44,7 @@ class Told:
 class Stage:
     """Payloads in, messages out."""
 
-    def __init__(self, directory: Path, keeper: Any = None, **section: Any) -> None:
+    def __init__(self, directory: Path, source: Any = None, **section: Any) -> None:
         config = LessonsConfig(enabled=True, **section)
         self.registry = CollectorRegistry()
         self.stored: dict[int, Frames] = {}
@@ -56,8 +56,8 @@ class Stage:
         self.memory = Memory(directory / "lessons.sqlite", capacity=100, characters_max=200)
         self.lessons = Lessons(
             config,
-            memory=None if keeper else self.memory,
-            keeper=keeper,
+            memory=None if source else self.memory,
+            source=source,
             writer=Writer(config, 1.0),
             payloads=self.payloads,
             post=self.post,
@@ -95,8 +95,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def serving(directory: Path, keeper: Any = None, **section: Any) -> AsyncIterator[Stage]:
-    stage = Stage(directory, keeper, **section)
+async def serving(directory: Path, source: Any = None, **section: Any) -> AsyncIterator[Stage]:
+    stage = Stage(directory, source, **section)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stage.lessons.run)
         yield stage
@@ -179,8 +179,8 @@ async def test_questions_over_the_bound_are_dropped_and_nonsense_is_counted(tmp_
         await stage.until(lambda: len(stage.sent) == RECALLS_MAX)
 
 
-class Keeper:
-    def __init__(self, error: Exception | None = None) -> None:
+class Source:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.got: list[Sequence[Trajectory]] = []
         self.closed = False
@@ -195,18 +195,19 @@ class Keeper:
         self.closed = True
 
 
-async def test_a_keeper_gets_every_scored_group_with_its_rewards(tmp_path: Path, make_played: MakePlayed) -> None:
-    keeper = Keeper()
-    async with serving(tmp_path, keeper) as stage:
+async def test_a_source_gets_every_scored_group_with_its_rewards(tmp_path: Path, make_played: MakePlayed) -> None:
+    source = Source()
+    async with serving(tmp_path, source) as stage:
         stage.lessons.finished(stage.group(make_played(["4"], [], 1.0), make_played(["5"], [], 1.0, slot=1)))
         await stage.until(lambda: stage.value("lesson_groups_total", outcome="written") == 1)
         stage.lessons.recall("actor-0", question(0))
-    assert [t.reward for t in keeper.got[0]] == [1.0, 1.0] and keeper.got[0][0].rewards["score"] == 1.0
-    assert stage.value("lessons_written_total") == 2 and keeper.closed
+    assert [t.reward for t in source.got[0]] == [1.0, 1.0] and source.got[0][0].rewards["score"] == 1.0
+    assert stage.value("lessons_written_total") == 2 and source.closed
     assert stage.sent[0].header["lessons"] == []
 
 
-async def test_a_keeper_that_fails_is_counted(tmp_path: Path, make_played: MakePlayed) -> None:
-    async with serving(tmp_path, Keeper(TransportError("down"))) as stage:
+@pytest.mark.parametrize("error", [TransportError("down"), KeyError("lost"), SystemExit(3)])
+async def test_a_source_that_fails_is_counted(tmp_path: Path, make_played: MakePlayed, error: BaseException) -> None:
+    async with serving(tmp_path, Source(error)) as stage:
         stage.lessons.finished(stage.group(make_played(["4"], [], 1.0)))
         await stage.until(lambda: stage.value("lesson_groups_total", outcome="error") == 1)

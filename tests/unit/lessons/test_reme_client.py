@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import pytest
 from aiohttp import web
 
-from actors.lessons.reme import ReMe
+from actors.lessons.reme import RemeSource
+from actors.lessons.source import make_source
 from pipeline.config.replay import LessonsConfig
-from pipeline.errors import TransportError, WireError
+from pipeline.errors import ConfigurationError, TransportError, WireError
 from pipeline.lessons.records import Lesson
 from pipeline.schema import Guidance, Trajectory
 
@@ -74,8 +76,8 @@ async def serving(**routes: Any) -> AsyncIterator[tuple[Service, str]]:
 
 
 @asynccontextmanager
-async def client(url: str, **section: Any) -> AsyncIterator[ReMe]:
-    reme = ReMe(LessonsConfig(enabled=True, source="reme", url=url, workspace="w", **section))
+async def client(url: str) -> AsyncIterator[RemeSource]:
+    reme = RemeSource(url, "w")
     try:
         yield reme
     finally:
@@ -110,11 +112,29 @@ async def test_what_was_handed_over_is_found(make_played: MakePlayed) -> None:
     ]
 
 
-async def test_a_service_that_is_late_is_given_up() -> None:
-    async with serving() as (service, url), client(url, timeout_seconds=0.05) as reme:
+async def test_a_service_that_is_late_is_given_up_and_asked_again() -> None:
+    async with serving() as (service, url), client(url) as reme:
         service.delay = 5
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError), anyio.fail_after(0.05):
             await reme.search("o", "guess", 2)
+        service.delay = 0
+        assert await reme.search("o", "guess", 2) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "'url'"),
+        ({"url": None}, "url: expected an address like http://127.0.0.1:8002, got None"),
+        ({"url": "localhost:8002"}, "got 'localhost:8002'"),
+        ({"url": "http://x", "room": "w"}, "lessons.source_options: unknown room; RemeSource takes url, workspace"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
+    section = LessonsConfig(enabled=True, source="actors.lessons.reme:RemeSource", source_options=options)
+    with pytest.raises(ConfigurationError, match=words) as error:
+        make_source(section)
+    assert str(error.value).startswith("lessons.source")
 
 
 async def test_a_service_that_is_not_there_is_named() -> None:

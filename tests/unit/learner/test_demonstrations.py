@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import orjson
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.environments.arithmetic import Arithmetic
 from learner.demonstrations import Demonstrations, load_demonstrations
 from learner.models.prepare import prepare_model
 from pipeline.codec import encode_trajectory
@@ -17,7 +21,10 @@ from pipeline.config import RunConfig
 from pipeline.config.resolve import resolve
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.replay.portable import Header, Portable, write_portable
+from pipeline.rundir import RunDirectory
+from pipeline.schema import Task
 
+SEEDS = range(24)
 TURNS = [{"context_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-0.1, -0.2]},
          {"context_ids": [5], "completion_ids": [6]}]  # fmt: skip
 
@@ -26,11 +33,54 @@ def line(**more: object) -> bytes:
     return orjson.dumps({"environment": "arithmetic", "seed": 1, "reward": 1.0, **more}) + b"\n"
 
 
+def sum_of(seed: int) -> tuple[str, str]:
+    """Question and answer."""
+    game = Arithmetic(low=0, high=3, attempts=1).start(Task(f"arithmetic/{seed}", "arithmetic", seed))
+    return game.messages[0].content, game.hint.rstrip(".").split()[-1]
+
+
+def write_demonstrations(path: Path) -> Path:
+    """Right answers to all the sums, as text; and one wrong answer, which nobody should learn."""
+    said = [(seed, *sum_of(seed), 1.0) for seed in SEEDS] + [(0, sum_of(0)[0], "60", 0.0)]
+    path.write_bytes(
+        b"".join(
+            line(
+                seed=seed,
+                reward=reward,
+                messages=[{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+            )
+            for seed, question, answer, reward in said
+        )
+    )
+    return path
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Any:
+    """``run()`` makes configuration and directory of a run; ``file`` holds demonstrations of its game."""
+    file = write_demonstrations(tmp_path / "demonstrations.jsonl")
+
+    def run(**sections: Any) -> tuple[RunConfig, RunDirectory]:
+        config = RunConfig.model_validate(
+            {
+                "run": {"directory": str(tmp_path), "name": "run", "total_steps": 4},
+                "model": {"source": "tiny", "max_length": 64, "tiny": {"hidden_size": 32, "layers": 1, "heads": 2}},
+                "sampling": {"max_tokens": 4},
+                "environments": {"arithmetic": {}},
+                "groups": {"n_rollout": 2, "groups_per_step": 2},
+                **sections,
+            }
+        )
+        return config, RunDirectory(config.run.path).create()
+
+    return SimpleNamespace(run=run, file=file)
+
+
 def test_text_is_rendered_with_the_models_template_and_failures_are_passed_over(game) -> None:
     config, directory = game.run()
     prepare_model(config, directory.model)
     found = load_demonstrations(game.file, config, directory.model)
-    assert len(found) == len(game.seeds)
+    assert len(found) == len(SEEDS)
     for (row,) in found.rows:
         assert row.n_sampled == 2, "the answer and the end of the turn"
         assert not row.recorded and (row.temperatures == 1).all()
@@ -92,7 +142,7 @@ def test_every_pass_takes_every_trajectory_once_and_a_step_depends_on_its_number
 def test_a_resolved_run_file_finds_its_demonstrations_from_any_folder(game, monkeypatch) -> None:
     monkeypatch.chdir(game.file.parent)
     supervised = {"weight": 0.1, "source": "file", "demonstrations": game.file.name}
-    config, _ = game.run(demonstrations=game.file.name, sections={"loss": {"supervised": supervised}})
+    config, _ = game.run(loss={"supervised": supervised})
     found = resolve(config)
-    assert found.learner.warm_start.demonstrations == found.loss.supervised.demonstrations == game.file
-    assert RunConfig.model_validate(found.model_dump(mode="json")).learner.warm_start.demonstrations == game.file
+    assert found.loss.supervised.demonstrations == game.file
+    assert RunConfig.model_validate(found.model_dump(mode="json")).loss.supervised.demonstrations == game.file

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,9 @@ from learner.report import Stopwatch
 from learner.rows import Batch
 from learner.trainer import Trainer
 from pipeline.config import RunConfig
+from tests.unit.learner.test_learner_role import world
+
+__all__ = ["world"]
 
 
 def trainer_of(kit, learner=None, demonstrations=None, **sections) -> Trainer:
@@ -56,16 +60,15 @@ def ones(rows):
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 1000])
-def test_a_warm_start_step_has_the_gradient_of_the_token_mean_however_it_is_split(kit, tokens) -> None:
+def test_the_gradient_is_that_of_the_token_mean_however_it_is_split(kit, tokens) -> None:
     rows = ones(kit.make_rows(7))
-    trainer = trainer_of(kit, {"tokens_per_microbatch": tokens})
+    policy = trainer_of(kit).policy
     shuffled = [rows[i] for i in np.random.default_rng(tokens).permutation(7)]
-    report, found = gradients(trainer, lambda: trainer.imitate(shuffled, 1e-3))
+    found = add_gradients(policy, shuffled, 1.0, tokens, Stopwatch(policy.device))
     loss, expected = slow_reference(kit, rows)
-    assert report.loss == pytest.approx(loss, rel=1e-5) and report.supervised_loss == report.loss
-    assert report.tokens_trained == sum(row.n_sampled for row in rows) and trainer.updates == 1
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+    assert found == pytest.approx(loss, rel=1e-5)
+    for name, p in policy.named_parameters:
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-6)
 
 
 @settings(max_examples=80, deadline=None)
@@ -141,22 +144,39 @@ def test_each_optimizer_step_draws_its_own_demonstrations_and_adds_their_gradien
     assert seen == list(range(8))
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted(kit) -> None:
-    trainer = trainer_of(kit)
-    with torch.no_grad():
-        trainer.policy.parameters[0].fill_(float("nan"))
-    report = trainer.imitate(ones(kit.make_rows(2)), 1e-3)
-    assert report.optimizer_steps == 0 and sum(report.nonfinite.values()) == 1
+def test_a_step_whose_cross_entropy_is_not_finite_is_skipped_and_counted(kit, monkeypatch) -> None:
+    demonstrations = Demonstrations(tuple((row,) for row in ones(kit.make_rows(2))))
+    loss = {"supervised": {"weight": 1.0, "source": "file", "demonstrations": "x", "batch": 2}}
+    trainer = trainer_of(kit, demonstrations=demonstrations, loss=loss)
+    kept = trainer.policy.snapshot("float32")
+    monkeypatch.setattr("learner.imitation.cross_entropy", lambda logprobs, *_: logprobs.sum() * float("nan"))
+    report = trainer.step(Batch(0, (), kit.make_rows(4)), 0)
+    assert report.optimizer_steps == 0 and report.nonfinite["loss"] == sum(report.nonfinite.values()) == 1
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in trainer.policy.snapshot("float32").items())
+
+
+async def test_demonstrations_beside_rl_are_in_every_step_of_a_learner(world, tmp_path) -> None:
+    """Their tokens are those that the actor of these tests samples, after the context that it plays."""
+    file = tmp_path / "toy.jsonl"
+    turns = [[{"context_ids": [1, 2], "completion_ids": [3 + i, 4]}] for i in range(4)]
+    lines = [{"environment": "toy", "seed": i, "reward": 1, "turns": turn} for i, turn in enumerate(turns)]
+    file.write_bytes(b"\n".join(map(orjson.dumps, lines)) + b"\n")
+    supervised = {"weight": 0.5, "source": "file", "batch": 2, "demonstrations": str(file)}
+    async with world(loss={"supervised": supervised}) as w:
+        ctx, run = w.learner()
+        await run()
+    lines = w.lines()
+    assert [line["supervised_tokens"] for line in lines] == [4, 4, 4]
+    assert all(line["optimizer_steps"] == 1 and line["supervised_loss"] > 0 for line in lines)
+    assert ctx.registry.get_sample_value("afterplay_learner_loss", {"term": "supervised"}) > 0
 
 
 @pytest.mark.parametrize(
     "sections, words",
     [
-        ({"learner": {"warm_start": {"steps": 2, "epochs": 2}}}, "twice"),
         ({"loss": {"supervised": {"weight": 1, "source": "file"}}}, "belongs to source: file"),
         ({"loss": {"supervised": {"weight": 1, "demonstrations": "x"}}}, "belongs to source: file"),
         ({"loss": {"supervised": {"weight": 1}}}, "replay.enabled is false"),
-        ({"learner": {"warm_start": {"demonstrations": "x"}, "ranks": 2}}, "for one rank"),
     ],
 )
 def test_run_files_that_contradict_themselves_are_refused(sections, words) -> None:
