@@ -67,10 +67,10 @@ def inspect_command(
     """
     from pipeline.cli.experience import show
     from pipeline.replay.examine import dumps, examine_run
-    from pipeline.replay.sharding import store_paths
+    from pipeline.replay.store import store_path
 
     config, directory = open_run(run)
-    found = examine_run(store_paths(config, directory))
+    found = examine_run(store_path(config, directory))
     if as_json:
         typer.echo(dumps(found, config))
     else:

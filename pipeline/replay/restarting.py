@@ -26,8 +26,6 @@ def restore_batches(state: StageState) -> None:
 
 def reconcile(state: StageState, meta: Mapping[str, Any], groups: Groups, learner: Dispatch, cancel: Cancel) -> None:
     """Cancel what cannot be trained any more, and have scored what has no reward yet."""
-    if meta.get("shard") != state.shard.record():
-        state.journal.meta("shard", state.shard.record())
     config = state.config
     shape = {"n_rollout": config.groups.n_rollout, "groups_per_step": config.groups.groups_per_step}
     if meta.get("shape") not in (None, shape):

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import orjson
 
+from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.replay import store_file
 from pipeline.replay.journal import Changes
 from pipeline.replay.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Rows, Snapshot, build
+from pipeline.rundir import RunDirectory
 from pipeline.transport.base import Frames
 
 _GROUP_COLUMNS = (
@@ -37,6 +39,11 @@ saved = excluded.saved"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE seq = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
 _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
+
+
+def store_path(config: RunConfig, directory: RunDirectory) -> Path:
+    """The SQLite file of a run."""
+    return Path(config.replay.store) if config.replay.store else directory.store_file
 
 
 class ReplayStore:
