@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Actor:
-    """One actor on one link. ``run`` serves until cancelled; ``drain`` ends the work first.
-
-    ``on_change`` is called whenever what is played or held may have changed."""
+    """One actor on one link. ``run`` serves until cancelled; ``drain`` ends the work first."""
 
     def __init__(
         self,
@@ -40,7 +38,6 @@ class Actor:
         places: int,
         outbox_bytes_max: int,
         limits: Limits,
-        on_change: Callable[[], None] | None = None,
     ) -> None:
         self._services = services
         self._link = link
@@ -55,7 +52,6 @@ class Actor:
         self._connected = False
         self._changed = anyio.Event()
         self._group: TaskGroup | None = None
-        self._on_change = on_change or self._gauge
         link.describe(_Hello(self))
 
     @property
@@ -185,7 +181,7 @@ class Actor:
                 break
             scope = self._scopes[order.order_id] = anyio.CancelScope()
             self._group.start_soon(self._play, order, scope)
-        self._on_change()
+        self._gauge()
         self._changed.set()
         self._changed = anyio.Event()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from actors.actor import Actor
 from actors.collecting import collecting_rarely
 from actors.engine.client import EngineClient
 from actors.engine.patience import Patience
@@ -18,12 +19,11 @@ from actors.environments.host import EnvironmentHost
 from actors.lessons.reme import ReMe
 from actors.loop import Services
 from actors.rendering import Renderer, load_tokenizer
-from actors.sharded import ShardedActor
 from pipeline.blocked import interrupting_blocks
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.role import RoleContext
-from pipeline.transport.open import limits_of, open_links
+from pipeline.transport.open import limits_of, open_link
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,13 @@ async def main(ctx: RoleContext) -> None:
     services = Services.of(config, ctx.name, renderer, pool, environments, metrics, reme)
     try:
         async with AsyncExitStack() as stack:
-            links = [await stack.enter_async_context(link) for link in open_links(config, ctx.name)]
-            actor = ShardedActor(
+            link = await stack.enter_async_context(open_link(config, ctx.name))
+            actor = Actor(
                 services,
-                links,
+                link,
                 places=config.actor.concurrency,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
                 limits=limits_of(config),
-                index=ctx.index,
             )
             stack.enter_context(interrupting_blocks())
             stack.enter_context(collecting_rarely())
@@ -93,7 +92,7 @@ async def main(ctx: RoleContext) -> None:
                 await reme.close()
 
 
-async def _report(ctx: RoleContext, actor: ShardedActor) -> None:
+async def _report(ctx: RoleContext, actor: Actor) -> None:
     """Heartbeat and status, also while nothing happens."""
     while True:
         ctx.beat()

@@ -20,7 +20,6 @@ from benchmarks.replay_ingest import bare, stage, trajectory
 from pipeline.config import RunConfig
 from pipeline.replay.core import StageCore
 from pipeline.replay.importing import PoolWriter
-from pipeline.replay.sharding import WHOLE
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import Order, Task
 
@@ -46,7 +45,7 @@ def fill(path: Path, n: int) -> float:
     rng = np.random.default_rng(0)
     template = trajectory(Order("g000000.0.0", "g000000", Task("a/0", "a", 0), 0, 0, 0, 1.0), rng)
     with ReplayStore(path, "NORMAL") as store:
-        pool = PoolWriter(config(n), WHOLE, store, 0)
+        pool = PoolWriter(config(n), store, 0)
         for at in range(0, n, 500):
             some = []
             for i in range(at, min(n, at + 500)):

@@ -183,7 +183,7 @@ def play(directory: Path, arm: str, seed: int, pool: Path) -> Steps:
     with start_run(file, directory, f"{arm}-{seed}") as run:
         steps = done(run)
     factors = share_factors(steps, EssGuardConfig(enabled=arm == "on"))
-    stored = examine_run([run.directory.store_file]).factors[0] if arm == "on" else 1.0
+    stored = examine_run(run.directory.store_file).factor if arm == "on" else 1.0
     if not math.isclose(stored, factors[-1], abs_tol=1e-6):
         raise RuntimeError(f"expected the stage's share factor {stored} from the steps, got {factors[-1]}")
     return [step | {"share_factor": factor} for step, factor in zip(steps, factors, strict=True)]

@@ -1,4 +1,4 @@
-"""Alerts about experience replay and lessons. All stages are judged together: an alert fires once, not once a stage."""
+"""Alerts about experience replay and lessons."""
 
 from __future__ import annotations
 

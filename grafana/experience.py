@@ -1,8 +1,4 @@
-"""Expressions about experience replay and lessons. Like those of ``promql``, but of several replay stages together.
-
-Every stage owns some of the tasks and keeps a pool of its own: counts are added up, the oldest is the oldest of all,
-and a ratio that each stage reports for itself is averaged or taken at its worst.
-"""
+"""Expressions about experience replay and lessons. Aggregated, so that a stage that moved is one series."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ def replay_ess(panel: bool = True) -> str:
 
 
 def share_kept(panel: bool = True) -> str:
-    """The guard's factor in the stage that lost most of its share."""
+    """The guard's factor."""
     return f"min({metric('replay_guard_factor_ratio', panel=panel)})"
 
 
@@ -35,7 +31,7 @@ def choice_failures(panel: bool = True) -> str:
 
 
 def pool_entries(panel: bool = True) -> str:
-    """Stored trajectories of all stages; nothing where replay is off (a capacity of 0)."""
+    """Stored trajectories; nothing where replay is off (a capacity of 0)."""
     capacity = metric("replay_experience_pool_capacity", panel=panel)
     return f"sum({metric('replay_experience_pool_entries', panel=panel)}) and sum({capacity}) > 0"
 
@@ -50,7 +46,7 @@ def replayed_tokens(panel: bool = True) -> str:
 
 
 def oldest_age(panel: bool = True) -> str:
-    """Versions since the oldest token of any pool was sampled."""
+    """Versions since the oldest token of the pool was sampled."""
     oldest = metric("replay_experience_oldest_version", panel=panel)
     return f"max({metric('learner_policy_version', panel=panel)}) - min({oldest})"
 

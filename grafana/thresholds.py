@@ -90,7 +90,7 @@ CHOICE_FAILURES = Limit("above", warning=0.05)
 """Groups whose replays were not chosen with today's policy, to one replayed trajectory."""
 
 POOL_ENTRIES = Limit("below", warning=1)
-"""Of all stages together, where replay is on."""
+"""Where replay is on."""
 
 REPLAYED_TOKENS = Limit("above", warning=0.5)
 """Replayed tokens among the trained ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ class TrainedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Facts of one update, by group, so that each shard is told of its own groups."""
+    """Facts of one update."""
 
     ess: Mapping[str, float | None] = field(default_factory=dict)
     """Kish's effective sample size of token ratios over N: ``all``, ``fresh``, ``replay``; and ``carried``, the
@@ -30,15 +30,6 @@ class Trained:
     groups: Mapping[str, TrainedGroup] = field(default_factory=dict)
     policy_version: int | None = None
     """Version of the weights that the update was made from."""
-
-    def of(self, group_ids: Iterable[str]) -> Trained:
-        """Restricted to some groups; ``ess`` stays that of the whole update."""
-        return Trained(self.ess, {g: self.groups[g] for g in group_ids if g in self.groups}, self.policy_version)
-
-    def __or__(self, other: Trained) -> Trained:
-        """Facts of the groups of both."""
-        version = self.policy_version if other.policy_version is None else other.policy_version
-        return Trained({**self.ess, **other.ess}, {**self.groups, **other.groups}, version)
 
     def header(self) -> dict[str, Any]:
         """The part of CONSUMED (docs/PROTOCOL.md)."""

@@ -6,39 +6,36 @@ model: engines were started with the model folder of the checkpoint, and only ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import anyio
 
 from learner.best import is_evaluated
 from learner.publisher.publisher import Publisher
-from learner.session import Standing
-from learner.sessions import LearnerSessions
+from learner.session import LearnerSession, Standing
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
 from pipeline.rundir import read_json
 from pipeline.transport.base import Link
-from pipeline.transport.open import limits_of, open_links
+from pipeline.transport.open import limits_of, open_link
 
 
 async def main(ctx: RoleContext) -> None:
     """Returns when the weights are evaluated or ``ctx.stopping`` is set."""
-    await serve(ctx, open_links(ctx.config, "learner"))
+    await serve(ctx, open_link(ctx.config, "learner"))
 
 
-async def serve(ctx: RoleContext, links: Sequence[Link]) -> None:
-    """Over given links (tests use some in memory)."""
+async def serve(ctx: RoleContext, link: Link) -> None:
+    """Over a given link (tests use one in memory)."""
     config, directory = ctx.config, ctx.directory
     what = read_json(directory.evaluated_file) or {}
     updates, version = int(what.get("updates", 0)), max(0, int(what.get("policy_version", 0)))
     metrics = LearnerMetrics(ctx.registry, environments=tuple(config.environments))
     standing = Standing(updates, version, updates)
-    session = LearnerSessions(links, config.groups, config.groups.groups_per_step, standing, limits_of(config))
+    session = LearnerSession(link, config.groups, config.groups.groups_per_step, standing, limits_of(config))
     failed = metrics.weight_publish_failures_total.inc
     async with AsyncExitStack() as stack:
-        for link in links:
-            await stack.enter_async_context(link)
+        await stack.enter_async_context(link)
         publisher = await stack.enter_async_context(
             Publisher(config.engine.addresses(), directory, config.publish, None, on_failure=failed)
         )

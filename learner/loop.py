@@ -38,7 +38,7 @@ from learner.recording import record_step, step_line, trained_facts
 from learner.report import StepReport
 from learner.rows import Batch
 from learner.saving import CheckpointWriter
-from learner.sessions import LearnerSessions
+from learner.session import LearnerSession
 from learner.skipped import write_skipped
 from learner.timing import LoopClock
 from learner.tracing import Tracer
@@ -67,7 +67,7 @@ class LearnerLoop:
         self,
         ctx: RoleContext,
         trainer: Trainer,
-        session: LearnerSessions,
+        session: LearnerSession,
         publisher: LivePublisher,
         writer: CheckpointWriter,
         metrics: LearnerMetrics,

@@ -16,7 +16,7 @@ import anyio.to_thread
 from learner.choice import Choice, Scorer, choose_replays, needs_scores
 from learner.groups import Group
 from learner.rows import Batch, Row, build_batch
-from learner.sessions import LearnerSessions
+from learner.session import LearnerSession
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import TrainingError
 
@@ -53,7 +53,7 @@ def prepare(update: int, groups: tuple[Group, ...], config: ReplayConfig, mean_e
 class Preparer:
     """Keeps at most one batch ahead."""
 
-    def __init__(self, session: LearnerSessions, config: ReplayConfig) -> None:
+    def __init__(self, session: LearnerSession, config: ReplayConfig) -> None:
         self._session = session
         self._config = config
         self._ahead: Prepared | None = None

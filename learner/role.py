@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +26,7 @@ from learner.publisher.quiet import quiet_engines
 from learner.ranks.group import RankGroup
 from learner.ranks.leading import Lead
 from learner.saving import STOP_SHARE, CheckpointWriter
-from learner.session import Standing
-from learner.sessions import LearnerSessions
+from learner.session import LearnerSession, Standing
 from learner.tracing import tracing
 from learner.trainer import Trainer
 from learner.warm_start import initial_model, is_due, warm_up
@@ -38,7 +35,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.role import RoleContext
 from pipeline.rundir import RunDirectory
 from pipeline.transport.base import Link
-from pipeline.transport.open import limits_of, open_links
+from pipeline.transport.open import limits_of, open_link
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +55,11 @@ class Start:
 
 async def main(ctx: RoleContext) -> None:
     """Entry point of the role. Returns when the run is finished or ``ctx.stopping`` is set."""
-    await serve(ctx, *open_links(ctx.config, "learner"))
+    await serve(ctx, open_link(ctx.config, "learner"))
 
 
-async def serve(ctx: RoleContext, *links: Link) -> None:
-    """The learner over given links, one to each replay stage (tests use some in memory)."""
+async def serve(ctx: RoleContext, link: Link) -> None:
+    """The learner over a given link (tests use one in memory)."""
     if ctx.config.engine.colocate == "sleep":
         await quiet_engines(ctx)
         if ctx.stopping.is_set():
@@ -76,23 +73,23 @@ async def serve(ctx: RoleContext, *links: Link) -> None:
     start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory)
     try:
         if not ctx.stopping.is_set():
-            await _serve(ctx, start, links)
+            await _serve(ctx, start, link)
     finally:
         if start.lead is not None:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(start.lead.end)
 
 
-async def _serve(ctx: RoleContext, start: Start, links: Sequence[Link]) -> None:
+async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
     metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
     interrupt = start.trainer.policy.interrupt
     async with (
-        _entered(links),
+        link,
         make_publisher(ctx.config, ctx.directory, start.trainer.policy, metrics) as publisher,
         anyio.create_task_group() as tasks,
     ):
         config = ctx.config
-        session = LearnerSessions(links, config.groups, credit_groups(config), start.standing, limits_of(config))
+        session = LearnerSession(link, config.groups, credit_groups(config), start.standing, limits_of(config))
         directory = ctx.directory
         writer = CheckpointWriter(
             directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
@@ -122,7 +119,7 @@ async def _serve(ctx: RoleContext, start: Start, links: Sequence[Link]) -> None:
             tasks.start_soon(task)
         if start.lead is not None:
             tasks.start_soon(start.lead.watch)
-        ctx.report("connecting", f"{len(links)} replay stage(s) from {config.replay.address} on")
+        ctx.report("connecting", f"the replay stage at {config.replay.address}")
         recorded = await session.welcome()
         version = choose_version(start.standing, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
@@ -181,14 +178,6 @@ def load_trainer(
     return trainer, restore_training(checkpoint, trainer)
 
 
-@asynccontextmanager
-async def _entered(links: Sequence[Link]) -> AsyncIterator[None]:
-    async with AsyncExitStack() as stack:
-        for link in links:
-            await stack.enter_async_context(link)
-        yield
-
-
 def choose_version(standing: Standing, recorded: int, written: list[int]) -> int:
     """Version under which the weights are published first (PROTOCOL.md, "Resuming").
 
@@ -205,5 +194,5 @@ def choose_version(standing: Standing, recorded: int, written: list[int]) -> int
 
 
 def credit_groups(config: RunConfig) -> int:
-    """Groups that may be here, of all stages: those in training and the batches decoded ahead."""
+    """Groups that may be here: those in training and the batches decoded ahead."""
     return config.groups.groups_per_step * (1 + config.learner.prefetch_batches)

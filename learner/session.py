@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ class Standing:
 
 
 class LearnerSession:
-    """With one replay stage. ``on_change`` is called after every message and after everything that was done."""
+    """With the replay stage."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class LearnerSession:
         credit_groups: int,
         standing: Standing,
         limits: Limits,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.standing = standing
         self.assembler = GroupAssembler(groups.groups_per_step)
@@ -67,7 +66,6 @@ class LearnerSession:
         self._credit_groups = credit_groups
         self._limits = limits
         self._changed = anyio.Event()
-        self._on_change = on_change
         self._leaving = False
         self._link.describe(self.hello())
 
@@ -122,6 +120,13 @@ class LearnerSession:
         self._tell()
         return groups
 
+    async def foreseen(self, update: int) -> tuple[Group, ...]:
+        """Wait for the groups of ``update`` and only look at them: what :meth:`ready` would give if nothing changed
+        until then."""
+        while not self.assembler.ready(update):
+            await self._changed.wait()
+        return self.assembler.look(update)
+
     async def changed(self) -> None:
         """Wait for any message."""
         await self._changed.wait()
@@ -130,9 +135,8 @@ class LearnerSession:
         return self.assembler.progress(update)
 
     async def consumed(self, update: int, trained: Trained | None = None) -> None:
-        """The optimizer has made ``update``; ``trained`` may hold facts of groups of other stages too."""
-        ids = self.assembler.consumed(update)
-        facts = (trained or Trained()).of(ids)
+        """The optimizer has made ``update``."""
+        ids, facts = self.assembler.consumed(update), trained or Trained()
         self.standing.updates = update + 1
         self.standing.unacknowledged[update] = ids
         self.standing.trained[update] = facts
@@ -223,4 +227,3 @@ class LearnerSession:
         self._link.describe(self.hello())
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
-        self._on_change()

@@ -122,19 +122,16 @@ class RoleContext:
         }
 
 
-def role_name(role: str, index: int, config: RunConfig | None = None) -> str:
-    """``actor-0``, ``actor-1`` …; ``learner`` alone needs no number, nor ``replay`` unless ``replay.shards`` says that
-    there are several."""
-    several = role in ("actor", "engine") or (role == "replay" and config is not None and config.replay.shards > 1)
-    return f"{role}-{index}" if several or index else role
+def role_name(role: str, index: int) -> str:
+    """``actor-0``, ``actor-1`` …; ``learner`` and ``replay`` alone need no number."""
+    return f"{role}-{index}" if role in ("actor", "engine") or index else role
 
 
-def metrics_port(name: str, index: int, base: int, actors: int = 0) -> int:
-    """Port of ``/metrics``: replay ``base``, learner ``base + 1``, actor i ``base + 2 + i``, more replay shards behind
-    the last of ``actors`` actors; 0 stays 0 (any free)."""
+def metrics_port(name: str, index: int, base: int) -> int:
+    """Port of ``/metrics``: replay ``base``, learner ``base + 1``, actor i ``base + 2 + i``; 0 stays 0 (any free)."""
     if base == 0:
         return 0
-    offsets = {"replay": 1 + actors + index if index else 0, "learner": 1}
+    offsets = {"replay": 0, "learner": 1}
     port = base + offsets.get(name.split("-")[0], 2 + index)
     if port > 65535:
         raise ConfigurationError(
@@ -183,7 +180,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
             ctx.registry,
             ctx.health,
             config.metrics.host,
-            metrics_port(name, index, config.metrics.port, config.actor.replicas),
+            metrics_port(name, index, config.metrics.port),
         ) as server,
         _process_file(directory, name, config.metrics.host, server.port),
         bounded_prints(),

@@ -7,7 +7,7 @@
       model/             the initial model as a Hugging Face folder (config, safetensors, tokenizer)
       weights/v000007/   published weights, one folder for each policy version
       checkpoints/       what the learner resumes from
-      replay.sqlite      trajectories, groups, orders and their states (replay-1.sqlite … of more replay stages)
+      replay.sqlite      trajectories, groups, orders and their states
       lessons.sqlite     the memory of lessons, where they are on
       traces/            some trained, evaluated and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
@@ -58,7 +58,7 @@ class RunDirectory:
 
     @property
     def evaluations_file(self) -> Path:
-        """One JSON object for each evaluation that ended, written by the (first) replay stage."""
+        """One JSON object for each evaluation that ended, written by the replay stage."""
         return self.path / "evaluations.jsonl"
 
     @property
@@ -73,19 +73,13 @@ class RunDirectory:
 
     @property
     def store_file(self) -> Path:
-        """Of the replay stage, or of the first of several."""
+        """Of the replay stage."""
         return self.path / "replay.sqlite"
 
     @property
     def lessons_file(self) -> Path:
-        """The memory of lessons, shared by all replay stages of the run."""
+        """The memory of lessons."""
         return self.path / "lessons.sqlite"
-
-    @property
-    def store_files(self) -> list[Path]:
-        """Of the replay stages that have begun, by index."""
-        numbered = {p: int(p.stem.split("-")[1]) for p in self.path.glob("replay-*.sqlite") if _numbered(p)}
-        return [p for p in (self.store_file, *sorted(numbered, key=numbered.__getitem__)) if p.exists()]
 
     def weights(self, version: int) -> Path:
         """Folder of the weights published as policy ``version`` (``weights/v000007``)."""
@@ -134,10 +128,6 @@ class RunDirectory:
     @property
     def lock_file(self) -> Path:
         return self.path / "run.lock"
-
-
-def _numbered(path: Path) -> bool:
-    return path.stem.partition("-")[2].isdigit()
 
 
 def write_json_atomically(path: Path, value: Any, *, durable: bool = False) -> None:

@@ -123,18 +123,18 @@ def _watch(bench: Bench, job: Job, run: RunHandle) -> Result:
 def _moment(run: RunHandle, version: int) -> float | None:
     """When ``version`` was made; of the first one, when play began."""
     if version == 0:
-        stores = run.directory.store_files
+        store = run.directory.store_file
         try:
-            return first_order_at(stores) if stores else None
+            return first_order_at(store) if store.exists() else None
         except AfterplayError:
             return None
     return finished_at(read_lines(run.directory.metrics_file), version)
 
 
 def _point(run: RunHandle, version: int, success: float, moment: float) -> Point:
-    stores = run.directory.store_files
-    tokens = tokens_until(stores, moment) if version else 0
-    return Point(version, success, tokens, max(0.0, moment - first_order_at(stores)))
+    store = run.directory.store_file
+    tokens = tokens_until(store, moment) if version else 0
+    return Point(version, success, tokens, max(0.0, moment - first_order_at(store)))
 
 
 def _end(run: RunHandle, *, interrupt: bool) -> None:

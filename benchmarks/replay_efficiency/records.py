@@ -19,25 +19,19 @@ _SAMPLED = "SELECT coalesce(sum(n_sampled), 0) FROM trajectories WHERE group_num
 """Every trajectory that was played in this run, whatever became of it; imported ones have no group."""
 
 
-def tokens_until(stores: Sequence[Path], moment: float) -> int:
-    """Sampled tokens of all trajectories that the replay stages received up to ``moment``, Unix seconds."""
-    total = 0
-    for path in stores:
-        with reading(path) as connection:
-            total += int(connection.execute(_SAMPLED, (moment,)).fetchone()[0])
-    return total
+def tokens_until(store: Path, moment: float) -> int:
+    """Sampled tokens of all trajectories that the replay stage received up to ``moment``, Unix seconds."""
+    with reading(store) as connection:
+        return int(connection.execute(_SAMPLED, (moment,)).fetchone()[0])
 
 
-def first_order_at(stores: Sequence[Path]) -> float:
+def first_order_at(store: Path) -> float:
     """When play began, Unix seconds. Raises :class:`StoreError` when nothing was played."""
-    found = []
-    for path in stores:
-        with reading(path) as connection:
-            found.append(connection.execute("SELECT min(issued_at) FROM orders").fetchone()[0])
-    known = [moment for moment in found if moment is not None]
-    if not known:
-        raise StoreError("expected a run that has played something, its stores have no orders")
-    return float(min(known))
+    with reading(store) as connection:
+        moment = connection.execute("SELECT min(issued_at) FROM orders").fetchone()[0]
+    if moment is None:
+        raise StoreError("expected a run that has played something, its store has no orders")
+    return float(moment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ POOL = RowSpec(
             "Pool",
             "short",
             (
-                Query(e.pool_entries(), "stored, all stages"),
-                Query(f"sum({metric('replay_experience_pool_capacity')})", "capacity, all stages"),
+                Query(e.pool_entries(), "stored"),
+                Query(f"sum({metric('replay_experience_pool_capacity')})", "capacity"),
             ),
             "grows, then stays; far below the capacity with few tasks.",
             "0: nothing is stored, see tasks by difficulty.",
@@ -25,17 +25,11 @@ POOL = RowSpec(
             runbook="ReplayPoolEmpty",
         ),
         PanelSpec(
-            "Pool fill by stage",
+            "Pool fill",
             "percentunit",
-            (
-                Query(e.pool_fill(), "all stages"),
-                Query(
-                    f"{metric('replay_experience_pool_entries')} / ({metric('replay_experience_pool_capacity')} > 0)",
-                    "{{instance}}",
-                ),
-            ),
-            "stages of the same size; 100 % is fine: the oldest go.",
-            "one stage far emptier than the others: its tasks are harder, or it was restored from an older copy.",
+            (Query(e.pool_fill(), "of the capacity"),),
+            "grows, then stays; 100 % is fine: the oldest go.",
+            "falls at once: the stage was restored from an older copy.",
         ),
         PanelSpec(
             "Pool bytes",

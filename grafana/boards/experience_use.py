@@ -116,7 +116,7 @@ SHARE = RowSpec(
             (
                 Query(f"avg({metric('replay_planned_share_ratio')})", "groups planned"),
                 Query(f"max({metric('learner_replay_token_ratio')})", "tokens of the last batch"),
-                Query(f"avg({metric('replay_share_ratio')})", "tokens of the last update, as the stages count"),
+                Query(f"avg({metric('replay_share_ratio')})", "tokens of the last update, as the stage counts"),
                 Query(f"max({metric('learner_off_policy_token_ratio')})", "tokens with the off-policy loss"),
             ),
             "groups at replay.task_ratio after the start; tokens about k / n_rollout of that.",
@@ -155,7 +155,7 @@ SHARE = RowSpec(
             "cps",
             (
                 by_label("source", "learner_trained_trajectories_total", window=WINDOW),
-                Query(f"sum({rate('replay_replays_trained_total', window=WINDOW)})", "replays, as the stages count"),
+                Query(f"sum({rate('replay_replays_trained_total', window=WINDOW)})", "replays, as the stage counts"),
             ),
             "mostly fresh; both counts of replays agree.",
             "counts that differ for long: a learner that went back, see groups by outcome in the overview.",
@@ -173,7 +173,7 @@ SHARE = RowSpec(
             (
                 Query(f"sum({rate('learner_scored_candidates_total', window=WINDOW)})", "candidates scored"),
                 Query(f"sum({rate('learner_failed_choices_total', window=WINDOW)})", "choices failed, learner"),
-                Query(f"sum({rate('replay_choice_failures_total', window=WINDOW)})", "choices failed, stages"),
+                Query(f"sum({rate('replay_choice_failures_total', window=WINDOW)})", "choices failed, stage"),
             ),
             "candidates scored with replay.entropy: current, nothing failed; all 0 with stored.",
             "failed: the learner's log names the reason (often memory in the scoring pass).",

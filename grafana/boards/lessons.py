@@ -39,9 +39,9 @@ LESSONS = RowSpec(
             "short",
             (
                 Query(f"max({metric('replay_lessons')})", "in the memory"),
-                Query(f"sum({metric('replay_lessons_written_total')})", "written since the stages started"),
+                Query(f"sum({metric('replay_lessons_written_total')})", "written since the stage started"),
             ),
-            "grows up to lessons.capacity; the stages share one memory. 0 in the memory with lessons.source: reme.",
+            "grows up to lessons.capacity. 0 in the memory with lessons.source: reme.",
             "stands still: groups give nothing new, or their writer fails.",
             runbook="LessonWriterFailing",
         ),
@@ -64,7 +64,7 @@ LESSONS = RowSpec(
             runbook="LessonSearchFailing",
         ),
         PanelSpec(
-            "Searches in the stages",
+            "Searches in the stage",
             "cps",
             (by_label("outcome", "replay_lesson_searches_total", window=WINDOW),),
             "what the actors ask; all 0 with lessons.source: reme.",

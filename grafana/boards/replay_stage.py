@@ -1,4 +1,4 @@
-"""The dashboard of the replay stages: fill, back-pressure, drops, service, scores."""
+"""The dashboard of the replay stage: fill, back-pressure, drops, service, scores."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ SERVICE = RowSpec(
             "s",
             (Query(q.buckets("replay_score_duration_seconds")),),
             "far below an episode. Empty without reward functions in the run file.",
-            "slow: groups wait for their scores; make the function faster, or several stages.",
+            "slow: groups wait for their scores; make the function faster.",
             "heatmap",
         ),
         PanelSpec(

@@ -102,15 +102,12 @@ def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 
 @replay_app.command(START)
-def replay(file: File, index: Index = 0, sets: Sets = None) -> None:
+def replay(file: File, sets: Sets = None) -> None:
     """Plan what is played; keep, score and group what comes back. The one process that binds a socket for the others.
 
-    With replay.shards=N there are N of them; --index says which this is.
-
-      afterplay replay configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
-      afterplay replay configs/tiny.yaml --index 1 --set replay.shards=2 --set replay.address=tcp://127.0.0.1:5555
+    afterplay replay configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
     """
-    _role("replay", index, "pipeline.replay.role:main", file, sets)
+    _role("replay", 0, "pipeline.replay.role:main", file, sets)
 
 
 @app.command()
@@ -246,7 +243,7 @@ def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) 
     from pipeline.role import load_main, role_name, run_role
 
     config = _load(file, sets)
-    code = run_role(role_name(role, index, config), index, config, load_main(main))
+    code = run_role(role_name(role, index), index, config, load_main(main))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

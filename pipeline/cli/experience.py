@@ -94,12 +94,10 @@ def _states(found: Experience, states: dict[str, dict[str, int]], console: Conso
 
 
 def _guard(guard: dict[str, Any], config: RunConfig, console: Console) -> None:
-    shares = ", ".join(f"{share:.2f}" for share in guard["share"])
-    factors = ", ".join(f"{factor:.2f}" for factor in guard["factor"])
     console.print(
-        f"mixing {'has begun' if any(guard['mixing']) else 'has not begun'}; ESS guard "
-        f"{'on' if guard['enabled'] else 'off'}, factor {factors}; replay share now {shares} of task_ratio "
-        f"{config.replay.task_ratio:.2f}",
+        f"mixing {'has begun' if guard['mixing'] else 'has not begun'}; ESS guard "
+        f"{'on' if guard['enabled'] else 'off'}, factor {guard['factor']:.2f}; replay share now "
+        f"{guard['share']:.2f} of task_ratio {config.replay.task_ratio:.2f}",
         soft_wrap=True,
     )
 

@@ -75,12 +75,12 @@ def inspect_command(
     from pipeline.cli.experience import show, show_rescored
     from pipeline.replay import rescoring
     from pipeline.replay.examine import dumps, examine_run
-    from pipeline.replay.sharding import store_paths
+    from pipeline.replay.store import store_path
 
     config, directory = open_run(run)
-    paths = store_paths(config, directory)
-    found = examine_run(paths)
-    rescored = None if rescore is None else rescoring.rescore(config, paths, rescore)
+    path = store_path(config, directory)
+    found = examine_run(path)
+    rescored = None if rescore is None else rescoring.rescore(config, path, rescore)
     if as_json:
         typer.echo(dumps(found, config, **({} if rescored is None else {"rescored": rescored.json()})))
     else:

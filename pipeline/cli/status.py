@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.replay.accounts import audit, read_ledgers, total
 from pipeline.replay.evaluation.log import read_results
-from pipeline.replay.ledger import Ledger
-from pipeline.replay.sharding import store_paths
+from pipeline.replay.ledger import Ledger, read_ledger
+from pipeline.replay.store import store_path
 from pipeline.role import ExitCode
 from pipeline.rundir import RunDirectory, read_json
 from pipeline.supervisor.claim import RunIsAlive, claim
@@ -38,11 +37,11 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
         show_time(directory.metrics_file, console)
     _evaluations(directory, console)
     try:
-        ledgers = read_ledgers(store_paths(config, directory))
+        ledger = read_ledger(store_path(config, directory))
     except StoreError as error:
         console.print(f"no accounts: {error}", style="yellow", soft_wrap=True)
         return ExitCode.FINISHED
-    return _accounts(ledgers, console)
+    return _accounts(ledger, console)
 
 
 def _evaluations(directory: RunDirectory, console: Console) -> None:
@@ -79,8 +78,7 @@ def _processes(directory: RunDirectory, console: Console) -> None:
     console.print(table)
 
 
-def _accounts(ledgers: Sequence[Ledger], console: Console) -> ExitCode:
-    ledger = total(ledgers)
+def _accounts(ledger: Ledger, console: Console) -> ExitCode:
     table = Table("account", "state", "count", box=None, header_style="dim")
     accounts: dict[str, Mapping[str, int]] = {
         "orders": ledger.orders,
@@ -97,9 +95,8 @@ def _accounts(ledgers: Sequence[Ledger], console: Console) -> ExitCode:
         for position, (state, count) in enumerate(counts.items()):
             table.add_row(account if position == 0 else "", state, str(count))
     console.print(table)
-    stages = f", {len(ledgers)} replay stages" if len(ledgers) > 1 else ""
-    console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}{stages}")
-    wrong = audit(ledgers)
+    console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}")
+    wrong = ledger.audit()
     for problem in wrong:
         console.print(f"does not add up: {problem}", style="red", soft_wrap=True)
     if not wrong:

@@ -47,13 +47,9 @@ class ReplayConfig(Section):
 
     address: str = "tcp://127.0.0.1:0"
     """Where the stage binds. Port 0 takes a free one (``afterplay run`` tells the others). Other than loopback needs
-    ``transport.curve``. Shard i of several binds to port + i."""
-    shards: int = Field(1, ge=1, le=64)
-    """Replay stages; each owns the tasks whose id hashes to it and gives its share of every batch, so
-    ``groups.groups_per_step`` must be a multiple."""
+    ``transport.curve``."""
     store: str | None = None
-    """Path of the SQLite file; None: ``replay.sqlite`` in the run directory (``replay-1.sqlite`` ... for more
-    shards)."""
+    """Path of the SQLite file; None: ``replay.sqlite`` in the run directory."""
     memory_only: bool = False
     """Keep everything in memory and write a whole copy to the store file every ``checkpoint_seconds`` and at the end.
     Faster where disks are slow; a killed stage goes back to its last copy."""
@@ -78,7 +74,7 @@ class ReplayConfig(Section):
     max_trajectories_per_task: int = Field(5, ge=1)
     """Stored trajectories of one task; over it, one is evicted as ``select`` says (first in, first out for random)."""
     capacity: int = Field(50_000, ge=1)
-    """Stored trajectories in all; over it the oldest go. Each of several stages holds its share of it."""
+    """Stored trajectories in all; over it the oldest go."""
     success_threshold: float = 1.0
     """A reward of at least this is a success: for difficulty, retirement and saving."""
     success_lower: int = Field(0, ge=0)
@@ -118,11 +114,6 @@ class ReplayConfig(Section):
     """Multiply replayed weight by the source group's success rate: replaying only successes over-weights them by
     1/P(success)."""
     ess_guard: EssGuardConfig = EssGuardConfig()
-
-    @property
-    def capacity_of_stage(self) -> int:
-        """Trajectories that one of ``shards`` stages may store."""
-        return -(-self.capacity // self.shards)
 
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> ReplayConfig:

@@ -29,13 +29,12 @@ def resolve(config: RunConfig) -> RunConfig:
         engine = engine.model_copy(update={"port": port})
     host, port = split_address(replay.address)
     if port == 0:
-        port = free_ports(host, replay.shards)
+        port = free_ports(host, 1)
         replay = replay.model_copy(update={"address": f"tcp://{_bracketed(host)}:{port}"})
     else:
-        for i in range(replay.shards):
-            _require_free(host, port + i, f"replay.address (shard {i})" if i else "replay.address")
+        _require_free(host, port, "replay.address")
     if config.metrics.port:
-        for i in range(1 + config.actor.replicas + replay.shards):
+        for i in range(2 + config.actor.replicas):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
     run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
     warm = _at_home(config.learner.warm_start)
@@ -74,19 +73,6 @@ def split_address(address: str) -> tuple[str, int]:
             f"replay.address: expected tcp://host:port, for example tcp://127.0.0.1:5555, got {address!r}"
         )
     return host.strip("[]"), int(port)
-
-
-def shard_address(address: str, shard: int) -> str:
-    """Where replay stage ``shard`` is, of several: port + shard (any free port stays that). Raises
-    :class:`ConfigurationError`."""
-    if shard == 0:
-        return address
-    host, port = split_address(address)
-    if port + shard > 65535:
-        raise ConfigurationError(
-            f"replay.address: expected a port up to {65535 - shard}, so that shard {shard} has one, got {port}"
-        )
-    return f"tcp://{_bracketed(host)}:{port + shard if port else 0}"
 
 
 def free_ports(host: str, count: int) -> int:

@@ -63,9 +63,8 @@ class TransportConfig(Section):
 class MetricsConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
-    """First port of ``/metrics`` and ``/healthz``: replay port, learner port + 1, actor i port + 2 + i, replay shard
-    i >= 1 behind the last actor: port + 1 + ``actor.replicas`` + i. 0 takes free ports (written to ``processes.json``
-    in the run directory)."""
+    """First port of ``/metrics`` and ``/healthz``: replay port, learner port + 1, actor i port + 2 + i. 0 takes free
+    ports (written to ``processes.json`` in the run directory)."""
 
 
 class SupervisorConfig(Section):
@@ -238,16 +237,6 @@ class RunConfig(Section):
 
     def _check_replay(self) -> None:
         replay, n = self.replay, self.groups.n_rollout
-        if self.groups.groups_per_step % replay.shards:
-            raise ValueError(
-                f"groups.groups_per_step ({self.groups.groups_per_step}) must be a multiple of replay.shards "
-                f"({replay.shards}): each shard gives its share of every batch"
-            )
-        if self.actor.concurrency < replay.shards:
-            raise ValueError(
-                f"actor.concurrency ({self.actor.concurrency}) must be at least replay.shards ({replay.shards}): every "
-                "actor plays for every shard"
-            )
         if not replay.enabled:
             return
         if replay.trajectories_per_task >= n:

@@ -1,7 +1,6 @@
 """The memory of lessons: task text and lesson in one SQLite file, found again by full-text search (FTS5, bm25).
 
-What was added is there after ``kill -9``: each :meth:`Memory.add` is one transaction in write-ahead mode. Several
-stages of one machine may share a file.
+What was added is there after ``kill -9``: each :meth:`Memory.add` is one transaction in write-ahead mode.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from pipeline.replay.records import CancelReason, GroupRecord, TrajectoryRecord
 from pipeline.replay.replays import Replays
 from pipeline.replay.report import UpdateReport
 from pipeline.replay.restarting import reconcile, restore_batches
-from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.replay.snapshot import Snapshot
 from pipeline.replay.state import StageState, log
 from pipeline.replay.tasks import TaskSampler
@@ -44,7 +43,7 @@ class StageCore:
     ``score_now`` scores without waiting (no user functions); None sends :class:`Score` effects instead.
     ``sources``: the train splits of environments with ``tasks_from``, ``held_out`` those that are evaluated; the core
     reads a row when its task is ordered.
-    Raises :class:`ConfigurationError` when the snapshot is that of another ``shard`` or of other data.
+    Raises :class:`ConfigurationError` when the snapshot is that of other data.
     """
 
     def __init__(
@@ -55,14 +54,12 @@ class StageCore:
         now: float = 0.0,
         wall: float = 0.0,
         score_now: ScoreNow | None = None,
-        shard: Shard = WHOLE,
         sources: Mapping[str, TaskSplit] | None = None,
         held_out: Mapping[str, TaskSplit] | None = None,
     ) -> None:
         snapshot = snapshot or Snapshot()
         meta = snapshot.meta
-        shard.check_store(meta)
-        rule = StalenessRule(config.staleness.max, shard.groups_per_step(config), config.run.total_steps)
+        rule = StalenessRule(config.staleness.max, config.groups.groups_per_step, config.run.total_steps)
         batches = Batches(rule, meta.get("consumed", 0), meta.get("live"))
         journal = Journal(snapshot.counters)
         self._s = StageState(
@@ -71,20 +68,18 @@ class StageCore:
             journal=journal,
             payloads=PayloadHolds(journal),
             groups=snapshot.groups,
-            next_group=meta.get("next_group", shard.index),
+            next_group=meta.get("next_group", 0),
             next_seq=snapshot.next_seq,
             policy_version=meta.get("policy_version", -1),
             now=now,
             wall=wall,
-            shard=shard,
         )
-        self.sampler = TaskSampler(config.trained_environments, config.run.seed, meta.get("sampler"), shard, sources)
+        self.sampler = TaskSampler(config.trained_environments, config.run.seed, meta.get("sampler"), sources)
         self.experience = Experience(
             config,
             entries=snapshot.entries,
             tasks=snapshot.tasks,
             state=meta.get("experience"),
-            shard=shard.index,
             sizes=self.sampler.sizes,
         )
         self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """Sums over one population; means come from them, so that shards add up."""
+    """Sums over one population."""
 
     count: int = 0
     tokens: float = 0.0
@@ -74,7 +74,7 @@ class Population:
 
 @dataclass(slots=True)
 class Experience:
-    """What the stores of a run hold, summed over the shards."""
+    """What the store of a run holds."""
 
     policy_version: int = -1
     updates: int = 0
@@ -94,18 +94,14 @@ class Experience:
     orders: Counter[str] = field(default_factory=Counter)
     counters: Counter[str] = field(default_factory=Counter)
     """``pool.*``, ``replays.*`` and ``tasks.*`` of the ledger."""
-    started: list[bool] = field(default_factory=list)
-    """By shard: whether mixing has begun."""
-    factors: list[float] = field(default_factory=list)
-    """By shard: what the guard has left of ``task_ratio``."""
+    started: bool = False
+    """Whether mixing has begun."""
+    factor: float = 1.0
+    """What the guard has left of ``task_ratio``."""
     audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in _POPULATION})
 
     def json(self, config: RunConfig) -> dict[str, Any]:
         """For machines."""
-        shares = [
-            config.replay.task_ratio * factor if started else 0.0
-            for started, factor in zip(self.started, self.factors, strict=True)
-        ]
         return {
             "enabled": config.replay.enabled,
             "policy_version": self.policy_version,
@@ -135,34 +131,29 @@ class Experience:
             "guard": {
                 "enabled": config.replay.ess_guard.enabled,
                 "mixing": self.started,
-                "factor": self.factors,
-                "share": shares,
+                "factor": self.factor,
+                "share": config.replay.task_ratio * self.factor if self.started else 0.0,
             },
             "audit": {name: population.means() for name, population in self.audit.items()},
         }  # fmt: skip
 
 
-def examine_run(paths: Sequence[Path]) -> Experience:
-    """Read the stores of all shards, each in one read-only transaction; a run may be using them.
+def examine_run(path: Path) -> Experience:
+    """Read the store in one read-only transaction; a run may be using it.
 
-    Raises :class:`StoreError` when one is missing or not ours.
+    Raises :class:`StoreError` when it is missing or not ours.
     """
-    found = Experience()
-    for path in paths:
-        with reading(path) as connection:
-            _add(found, connection, meta(connection))
-    found.shelves.sort(key=lambda shelf: (-shelf.trajectories, shelf.task_id))
-    return found
+    with reading(path) as connection:
+        return _examine(connection, meta(connection))
 
 
-def _add(found: Experience, connection: sqlite3.Connection, state: Mapping[str, Any]) -> None:
+def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experience:
     read = connection.execute
     version = state.get("policy_version", -1)
-    found.policy_version = max(found.policy_version, version)
-    found.updates = max(found.updates, state.get("consumed", 0))
+    found = Experience(policy_version=version, updates=state.get("consumed", 0))
     experience = state.get("experience") or {}
-    found.started.append(bool((experience.get("mixing") or {}).get("started", False)))
-    found.factors.append(float(experience.get("factor", 1.0)))
+    found.started = bool((experience.get("mixing") or {}).get("started", False))
+    found.factor = float(experience.get("factor", 1.0))
     tasks = {}
     for task_id, bucket, retired, visits in read("SELECT task_id, bucket, retired, visits FROM tasks"):
         tasks[task_id] = (bucket, visits)
@@ -175,6 +166,7 @@ def _add(found: Experience, connection: sqlite3.Connection, state: Mapping[str, 
         found.shelves.append(Shelf(task_id, count, n_bytes, *tasks.get(task_id, (None, 0))))
         found.entries += count
         found.n_bytes += n_bytes
+    found.shelves.sort(key=lambda shelf: (-shelf.trajectories, shelf.task_id))
     for version_min, recorded, uses in read(f"SELECT t.version_min, p.recorded, p.uses {pool}"):
         age = max(0, version - version_min) if recorded else 0
         found.ages[max(bound for bound in AGES if bound <= age)] += 1
@@ -198,6 +190,7 @@ def _add(found: Experience, connection: sqlite3.Connection, state: Mapping[str, 
         at = versions.at(update) if update is not None else None
         # of updates that an older Afterplay recorded only the age at arrival is known
         found.audit["trained"] += Population(age=age_insert if at is None else count * max(0, at - version_min))
+    return found
 
 
 def dumps(found: Experience, config: RunConfig, **more: Any) -> str:

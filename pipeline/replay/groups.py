@@ -55,7 +55,7 @@ class Groups:
         """Admit a new group (the caller has checked the capacity)."""
         s = self._s
         number = s.next_group
-        s.next_group += s.shard.count
+        s.next_group += 1
         admitted = s.batches.admit(number)
         slots = [Slot() for _ in range(s.config.groups.n_rollout - planned.k)]
         group = s.groups[number] = GroupRecord(number, planned.task, admitted, s.wall, slots)

@@ -1,4 +1,4 @@
-"""Experience from files into the pools of a run that is not running.
+"""Experience from files into the pool of a run that is not running.
 
 Everything in the file is read and checked first; only then is a store opened for writing. Trajectories are committed a
 few hundred at a time, each transaction leaving a whole store; an import that was killed is finished by doing it again,
@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +28,7 @@ from pipeline.replay.payloads import PayloadHolds
 from pipeline.replay.portable import Portable, is_portable, read_portable
 from pipeline.replay.reading import meta, origin, reading
 from pipeline.replay.records import OrderKey, TrajectoryRecord, TrajectoryState
-from pipeline.replay.sharding import Shard, store_paths
-from pipeline.replay.store import ReplayStore
+from pipeline.replay.store import ReplayStore, store_path
 from pipeline.rundir import RunDirectory, read_json
 from pipeline.schema import TokenSpan, Trajectory, Turn, VersionSpan
 from pipeline.transport.base import Frames, Limits
@@ -39,9 +38,9 @@ CHUNK = 256
 
 
 class Importer:
-    """Brings trajectories into the stores of one run, by task id to the shard that owns them.
+    """Brings trajectories into the store of one run.
 
-    Raises :class:`ConfigurationError` for a run that cannot take any, :class:`StoreError` for files or stores that are
+    Raises :class:`ConfigurationError` for a run that cannot take any, :class:`StoreError` for a file or store that is
     not whole. Until :meth:`run` has read the whole file nothing is changed.
     """
 
@@ -52,10 +51,10 @@ class Importer:
                 "run file (or with --set replay.enabled=true)"
             )
         self._config, self._directory, self._render = config, directory, render
-        self._paths = store_paths(config, directory)
+        self._path = store_path(config, directory)
         self._limits = Limits(tokens_max=config.transport.tokens_max)
         self._vocabulary = (read_json(directory.model / "config.json") or {}).get("vocab_size")
-        self._origins, self._version = self._look()
+        self._origin, self._version = self._look()
 
     def run(self, file: Path) -> Counter[str]:
         """What became of the trajectories of ``file``: ``imported``, ``duplicate``, ``failure`` (a reward below
@@ -63,39 +62,25 @@ class Importer:
         for trajectory, portable in self._trajectories(file):
             self._check(file, trajectory, portable)
         counts: Counter[str] = Counter()
-        with ExitStack() as stack:
-            stores = [stack.enter_context(ReplayStore(path, self._config.replay.synchronous)) for path in self._paths]
-            shards = [
-                PoolWriter(self._config, Shard.of(self._config, i), store, self._version)
-                for i, store in enumerate(stores)
-            ]
-            waiting: list[list[tuple[Trajectory, Portable | None]]] = [[] for _ in shards]
-            for trajectory, portable in self._trajectories(file):
-                index = next(i for i, pool in enumerate(shards) if pool.shard.owns(trajectory.task.task_id))
-                waiting[index].append((trajectory, portable))
-                if len(waiting[index]) == CHUNK:
-                    counts += shards[index].add(waiting[index])
-                    waiting[index] = []
-            for pool, rest in zip(shards, waiting, strict=True):
-                counts += pool.add(rest)
+        with ReplayStore(self._path, self._config.replay.synchronous) as store:
+            pool = PoolWriter(self._config, store, self._version)
+            trajectories = self._trajectories(file)
+            while chunk := list(islice(trajectories, CHUNK)):
+                counts += pool.add(chunk)
         return counts
 
-    def _look(self) -> tuple[set[str], int]:
-        """Histories of the stores that are there, and the newest policy version. Changes nothing."""
-        origins, version = set(), 0
-        for index, path in enumerate(self._paths):
-            if path.exists():
-                with reading(path) as connection:
-                    found = meta(connection)
-                    Shard.of(self._config, index).check_store(found)
-                    if found.get("clean") is False:
-                        raise StoreError(
-                            f"{path} is of a stage that was killed or is running (replay.memory_only): start the "
-                            "run and let it end once, then import"
-                        )
-                    origins.add(origin(connection))
-                    version = max(version, found.get("policy_version", -1))
-        return origins - {""}, version
+    def _look(self) -> tuple[str, int]:
+        """History of the store (empty: it has none), and the newest policy version. Changes nothing."""
+        if not self._path.exists():
+            return "", 0
+        with reading(self._path) as connection:
+            found = meta(connection)
+            if found.get("clean") is False:
+                raise StoreError(
+                    f"{self._path} is of a stage that was killed or is running (replay.memory_only): start the run and "
+                    "let it end once, then import"
+                )
+            return origin(connection), max(0, found.get("policy_version", -1))
 
     def _trajectories(self, file: Path) -> Iterator[tuple[Trajectory, Portable | None]]:
         if not is_portable(file):
@@ -117,7 +102,7 @@ class Importer:
             if not isinstance(reward, int | float):
                 raise StoreError(f"{file}: expected {trajectory.trajectory_id} with its reward, got {reward!r}")
             trajectory = trajectory.scored(float(reward), {})
-            if portable.marks.get("origin") not in self._origins:
+            if not self._origin or portable.marks.get("origin") != self._origin:
                 trajectory = _foreign(trajectory, portable.frames, self._version)
             yield trajectory, portable
 
@@ -145,22 +130,14 @@ class Importer:
 class PoolWriter:
     """The pool of one store, and the rows that adding to it makes."""
 
-    def __init__(self, config: RunConfig, shard: Shard, store: ReplayStore, version: int) -> None:
-        self.shard = shard
+    def __init__(self, config: RunConfig, store: ReplayStore, version: int) -> None:
         self._store = store
         self._version = version
         self._threshold = config.replay.success_threshold
         snapshot = store.load()
-        shard.check_store(snapshot.meta)
         self._journal = Journal(snapshot.counters)
-        if "shard" not in snapshot.meta:
-            self._journal.meta("shard", shard.record())
         self._experience = Experience(
-            config,
-            entries=snapshot.entries,
-            tasks=snapshot.tasks,
-            state=snapshot.meta.get("experience"),
-            shard=shard.index,
+            config, entries=snapshot.entries, tasks=snapshot.tasks, state=snapshot.meta.get("experience")
         )
         self._holds = PayloadHolds(self._journal)
         self._holds.restore(snapshot.groups.values(), snapshot.entries)

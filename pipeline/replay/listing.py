@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,8 +96,6 @@ class Filters:
 class Listed:
     """One trajectory as the store knows it."""
 
-    stage: int
-    """Index of the replay stage."""
     seq: int
     trajectory_id: str
     group_number: int
@@ -128,13 +126,9 @@ class Listed:
     """Updates in the weights that it was played to evaluate; None: it was played for training."""
     replays: tuple[int, ...] = ()
     """Steps that trained it again."""
-    rank: Any = field(default=None, compare=False)
-    """Value that it is sorted by."""
 
 
-def list_store(
-    path: Path, stage: int, filters: Filters, sort: Sort, reverse: bool, limit: int
-) -> tuple[list[Listed], int]:
+def list_store(path: Path, filters: Filters, sort: Sort, reverse: bool, limit: int) -> tuple[list[Listed], int]:
     """The first ``limit`` that fit, and how many fit. Raises :class:`StoreError`."""
     column, largest_first = _ORDER[sort]
     where, values = _conditions(filters)
@@ -142,22 +136,10 @@ def list_store(
     with reading(path) as connection:
         (count,) = connection.execute(f"{_ROWS} SELECT count(*) FROM rows {where}", values).fetchone()
         rows = connection.execute(
-            f"{_ROWS} SELECT *, {column} AS rank FROM rows {where} "
-            f"ORDER BY {column} IS NULL, {column} {down}, seq {down} LIMIT ?",
+            f"{_ROWS} SELECT * FROM rows {where} ORDER BY {column} IS NULL, {column} {down}, seq {down} LIMIT ?",
             (*values, limit),
         )
-        return [_listed(stage, row) for row in rows], int(count)
-
-
-def sort_key(sort: Sort, reverse: bool) -> Any:
-    """Merges lists of several stores, each sorted by :func:`list_store`."""
-    down = _ORDER[sort][1] != reverse
-
-    def key(one: Listed) -> tuple[bool, float]:
-        rank = 0.0 if one.rank is None else float(one.rank)
-        return one.rank is None, -rank if down else rank
-
-    return key
+        return [_listed(row) for row in rows], int(count)
 
 
 def stored_frames(path: Path, seqs: Sequence[int]) -> Iterator[tuple[int, Frames]]:
@@ -230,13 +212,13 @@ def _bounds(span: Span) -> tuple[int, int]:
     return (-1 if span.low is None else span.low), (2**62 if span.high is None else span.high)
 
 
-def _listed(stage: int, row: sqlite3.Row | tuple[Any, ...]) -> Listed:
+def _listed(row: sqlite3.Row | tuple[Any, ...]) -> Listed:
     (seq, name, group, state, reason, status, reward, rewards, n_turns, n_tokens, n_sampled, low, high, seconds, actor,
-     received_at, failure, entropy, age, n_bytes, task, step, evaluation, _, steps, rank) = row  # fmt: skip
+     received_at, failure, entropy, age, n_bytes, task, step, evaluation, _, steps) = row  # fmt: skip
     about = orjson.loads(task) if task else {}
     return Listed(
-        stage, seq, name, group, state, reason, status, reward, orjson.loads(rewards), n_turns, n_tokens, n_sampled,
+        seq, name, group, state, reason, status, reward, orjson.loads(rewards), n_turns, n_tokens, n_sampled,
         low, high, seconds, actor, received_at, orjson.loads(failure) if failure else None, entropy, age, n_bytes,
         str(about.get("task_id", "")), str(about.get("environment", "")), step, evaluation,
-        tuple(sorted(int(s) for s in steps.split(","))) if steps else (), rank,
+        tuple(sorted(int(s) for s in steps.split(","))) if steps else (),
     )  # fmt: skip

@@ -157,7 +157,7 @@ class Observer:
         m, experience, replay = self._m, core.experience, core.config.replay
         m.experience_pool_entries.set(len(experience))
         m.experience_pool_bytes.set(experience.bytes)
-        m.experience_pool_capacity.set(replay.capacity_of_stage if replay.enabled else 0)
+        m.experience_pool_capacity.set(replay.capacity if replay.enabled else 0)
         m.retired_tasks.set(experience.retired)
         m.planned_share_ratio.set(experience.share)
         m.guard_factor_ratio.set(experience.factor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class Rescored:
     """What came of it."""
 
     pooled: int
-    """Trajectories in the pools."""
+    """Trajectories in the pool."""
     checked: int
     different: tuple[Disagreement, ...] = ()
     """Scored otherwise, largest difference first."""
@@ -61,11 +60,11 @@ class Rescored:
         return {**asdict(self), "agreed": self.agreed}
 
 
-def rescore(config: RunConfig, paths: Sequence[Path], n: int) -> Rescored:
-    """Score ``n`` trajectories of the pools anew (all where there are fewer), drawn by ``run.seed``: the same pools
-    give the same ones. A run may be using the stores.
+def rescore(config: RunConfig, path: Path, n: int) -> Rescored:
+    """Score ``n`` trajectories of the pool anew (all where there are fewer), drawn by ``run.seed``: the same pool
+    gives the same ones. A run may be using the store.
 
-    Raises :class:`StoreError` for stores that are missing, not ours or hold what is no trajectory,
+    Raises :class:`StoreError` for a store that is missing, not ours or holds what is no trajectory,
     :class:`ConfigurationError` where a path leads to no score function, or one must see whole groups.
     """
     if config.scorer.by_group:
@@ -75,7 +74,7 @@ def rescore(config: RunConfig, paths: Sequence[Path], n: int) -> Rescored:
         )
     scorer = Scorer(config.scorer)
     limits = Limits(tokens_max=config.transport.tokens_max)
-    pooled, chosen = _read(paths, n, random.Random(f"{config.run.seed}/rescore"), limits)
+    pooled, chosen = _read(path, n, random.Random(f"{config.run.seed}/rescore"), limits)
     verdicts: dict[int, tuple[float | None, str]] = {}
 
     async def one(position: int, trajectory: Trajectory) -> None:
@@ -100,21 +99,14 @@ def rescore(config: RunConfig, paths: Sequence[Path], n: int) -> Rescored:
     return Rescored(pooled, len(chosen), tuple(different), tuple(unscored))
 
 
-def _read(
-    paths: Sequence[Path], n: int, rng: random.Random, limits: Limits
-) -> tuple[int, list[tuple[Trajectory, float]]]:
+def _read(path: Path, n: int, rng: random.Random, limits: Limits) -> tuple[int, list[tuple[Trajectory, float]]]:
     """How many are pooled, and the chosen ones with their stored rewards."""
-    held = []
-    for shard, path in enumerate(paths):
-        with reading(path) as connection:
-            held += [(shard, seq) for seq in pooled_seqs(connection)]
-    picked = sorted(rng.sample(held, min(n, len(held))))
     chosen = []
-    for shard, path in enumerate(paths):
-        with reading(path) as connection:
-            for reward, frames in pooled_rewards(connection, [seq for s, seq in picked if s == shard]):
-                try:
-                    chosen.append((decode_trajectory(frames, limits), reward))
-                except AfterplayError as error:
-                    raise StoreError(f"{path} holds a trajectory that is not understood: {error}") from error
+    with reading(path) as connection:
+        held = pooled_seqs(connection)
+        for reward, frames in pooled_rewards(connection, sorted(rng.sample(held, min(n, len(held))))):
+            try:
+                chosen.append((decode_trajectory(frames, limits), reward))
+            except AfterplayError as error:
+                raise StoreError(f"{path} holds a trajectory that is not understood: {error}") from error
     return len(held), chosen

@@ -30,8 +30,6 @@ def reconcile(
     """Cancel what cannot be trained any more, and have scored what has no reward yet.
 
     ``lost``: the stage went back to an older copy, so what became of open groups is not known."""
-    if meta.get("shard") != state.shard.record():
-        state.journal.meta("shard", state.shard.record())
     config = state.config
     shape = {"n_rollout": config.groups.n_rollout, "groups_per_step": config.groups.groups_per_step}
     if meta.get("shape") not in (None, shape):

@@ -24,9 +24,8 @@ from pipeline.replay.outgoing import Outgoing, PayloadCache
 from pipeline.replay.records import TrajectoryRecord
 from pipeline.replay.rounds import Item, Rounds, Scored
 from pipeline.replay.scoring import Scoring
-from pipeline.replay.sharding import Shard, store_path
 from pipeline.replay.state import log
-from pipeline.replay.store import ReplayStore
+from pipeline.replay.store import ReplayStore, store_path
 from pipeline.replay.unfit import UnfitTraces, unfit_traces
 from pipeline.role import RoleContext
 from pipeline.scorer.scorer import Scorer
@@ -43,13 +42,12 @@ DRAIN_SECONDS_MAX = 1.0
 async def main(ctx: RoleContext) -> None:
     """Serve until ``ctx.stopping``. Raises :class:`ConfigurationError` for a bad score function or address,
     :class:`StoreError` for a store that cannot be used."""
-    shard = Shard.of(ctx.config, ctx.index)
-    await serve(ctx, open_hub(ctx.config, shard.index))
+    await serve(ctx, open_hub(ctx.config))
 
 
 async def serve(ctx: RoleContext, hub: Hub) -> None:
     """The stage on a given hub (tests use one in memory)."""
-    config, shard = ctx.config, Shard.of(ctx.config, ctx.index)
+    config = ctx.config
     metrics = ReplayMetrics(
         ctx.registry,
         environments=tuple(config.environments),
@@ -59,7 +57,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     )
     scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
     sources = await _open_sources(ctx, metrics)
-    path = store_path(config, ctx.directory, shard.index)
+    path = store_path(config, ctx.directory)
     ctx.report("starting", f"the store {path}")
     store = await anyio.to_thread.run_sync(open_store, config.replay, path)
     try:
@@ -70,7 +68,6 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             now=time.monotonic(),
             wall=time.time(),
             score_now=scorer.score_now if scorer.immediate else None,
-            shard=shard,
             sources={n: source.splits[TRAIN] for n, source in sources.items() if n in config.trained_environments},
             held_out={
                 name: source.splits[config.evaluation.split]
@@ -82,8 +79,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             # a kill may have come between the transaction and the line
             write_results(ctx.directory.evaluations_file, [core.evaluations.last])
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
-        evaluates = core.evaluations.on
-        traces = unfit_traces(config.traces, ctx.directory.traces, shard.index, evaluates=evaluates)
+        traces = unfit_traces(config.traces, ctx.directory.traces, evaluates=core.evaluations.on)
         with traces as unfit, interrupting_blocks():
             await _serve(ctx, hub, store, core, scorer, metrics, unfit)
     finally:

@@ -9,7 +9,6 @@ from pipeline.config import RunConfig
 from pipeline.replay.journal import Journal
 from pipeline.replay.payloads import PayloadHolds
 from pipeline.replay.records import GroupRecord, OrderKey, OrderRecord, OrderState, TrajectoryRecord
-from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.schema import Task
 from pipeline.staleness import Batches
 
@@ -34,7 +33,6 @@ class StageState:
     """Monotonic clock of this process, seconds."""
     wall: float = 0.0
     """Unix seconds, at the same moment."""
-    shard: Shard = WHOLE
     stopped: list[OrderRecord] = field(default_factory=list)
     """Orders that ended here and that actors must still be told of; the core empties it."""
 

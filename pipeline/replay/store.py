@@ -14,11 +14,12 @@ from pathlib import Path
 
 import orjson
 
+from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.replay import store_file
 from pipeline.replay.journal import Changes
 from pipeline.replay.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Rows, Snapshot, build
-from pipeline.rundir import read_json
+from pipeline.rundir import RunDirectory, read_json
 from pipeline.transport.base import Frames
 
 _GROUP_COLUMNS = (
@@ -42,6 +43,11 @@ _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
 
 JUMP_GROUPS = 1_000_000
 """More groups than a stage can admit between two copies of a store in memory."""
+
+
+def store_path(config: RunConfig, directory: RunDirectory) -> Path:
+    """The SQLite file of a run."""
+    return Path(config.replay.store) if config.replay.store else directory.store_file
 
 
 def version_file(path: Path) -> Path:
@@ -134,8 +140,7 @@ class ReplayStore:
         meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
         lost = meta.get("clean") is False
         if lost:
-            index, count = meta.get("shard", (0, 1))
-            self._put("next_group", meta.get("next_group", index) + JUMP_GROUPS * count)
+            self._put("next_group", meta.get("next_group", 0) + JUMP_GROUPS)
             version = (read_json(version_file(self.path)) or {}).get("policy_version", -1)
             self._put("live", None)
             self._put("policy_version", max(version, meta.get("policy_version", -1)))

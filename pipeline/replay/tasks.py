@@ -12,7 +12,6 @@ from typing import Any
 from pipeline.config.play import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
-from pipeline.replay.sharding import WHOLE, Shard
 from pipeline.replay.state import log
 from pipeline.schema import Task
 from pipeline.tasks.source import TaskSplit
@@ -53,9 +52,6 @@ class TaskSampler:
 
     Environments may have splits of their own (:meth:`learn`): then task ``i`` has the seed at place ``seed + i`` of
     their train split, round and round, and what is in any other split is never drawn.
-
-    Every ``shard`` walks the same sequence and passes over what belongs to others. Raises :class:`ConfigurationError`
-    when nothing is left for it.
     """
 
     def __init__(
@@ -63,19 +59,16 @@ class TaskSampler:
         environments: Mapping[str, EnvironmentConfig],
         seed: int,
         state: Mapping[str, Any] | None = None,
-        shard: Shard = WHOLE,
         sources: Mapping[str, TaskSplit] | None = None,
     ) -> None:
         self._environments = dict(environments)
         self._seed = seed
-        self._shard = shard
         self._sources = dict(sources or {})
         self._all_spent = False
         self._splits: dict[str, Splits] = {}
         for name, section in self._environments.items():
             if section.tasks_from is not None and name not in self._sources:
                 raise ConfigurationError(f"expected the data of environments.{name}.tasks_from to be open, got none")
-        self._check_share()
         drawn = dict((state or {}).get("drawn", {}))
         self._drawn: dict[str, int] = {name: int(drawn.get(name, 0)) for name in self._environments}
         self._epochs: dict[str, tuple[int, list[int]]] = {}
@@ -100,7 +93,6 @@ class TaskSampler:
                     f"environments.{name}: expected tasks to train on, but its splits {', '.join(own)} leave none of "
                     f"the {n} seeds from {section.seed} on: set another seed, or more tasks"
                 )
-        self._check_share()
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -109,9 +101,7 @@ class TaskSampler:
 
     def draw(self) -> Task:
         """The next task."""
-        while not self._shard.owns((drawn := self._walk(self._next_environment(self._spent()))).task_id):
-            pass
-        return drawn.task()
+        return self._walk(self._next_environment(self._spent())).task()
 
     def draw_where(
         self, verdict: Callable[[Drawn], Verdict], *, exhausted: Collection[str] = frozenset()
@@ -131,8 +121,6 @@ class TaskSampler:
             if name not in exhausted and tries[name]:
                 tries[name] -= 1
                 drawn = self._walk(name)
-                if not self._shard.owns(drawn.task_id):
-                    continue
                 found = verdict(drawn)
                 if found is Verdict.TAKE:
                     return drawn.task()
@@ -210,24 +198,6 @@ class TaskSampler:
             log.warning("environments.%s: %s is not what it was: its first pass begins", name, source.where)
             self._base[name] -= self._drawn[name]
             self._drawn[name] = 0
-
-    def _check_share(self) -> None:
-        for name, section in self._environments.items():
-            source = self._sources.get(name)
-            if source is not None:
-                if any(self._shard.owns(source.task_id(i)) for i in range(len(source))):
-                    return
-            elif section.tasks is None or any(
-                self._shard.owns(f"{name}/{seed}")
-                for i in range(section.tasks)
-                if (seed := self._seed_at(name, i)) is not None
-            ):
-                return
-        raise ConfigurationError(
-            f"expected each of replay.shards={self._shard.count} stages to own a task, got none for stage "
-            f"{self._shard.index}: tasks are divided by a hash of their ids. Give the environments more tasks, or set "
-            "fewer shards"
-        )
 
     def _next_environment(self, closed: Collection[str] = ()) -> str:
         counts = {name: self._drawn[name] - self._base[name] for name in self._environments if name not in closed}

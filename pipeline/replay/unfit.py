@@ -17,7 +17,7 @@ FAILED, EVALUATED = "failed", "evaluated"
 
 
 class UnfitTraces:
-    """Writes the traces of one stage, of each kind that has a writer. A disk that refuses ends it, with a warning."""
+    """Writes the traces of each kind that has a writer. A disk that refuses ends it, with a warning."""
 
     def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
         self._writers = {FAILED: failed, EVALUATED: evaluated}
@@ -47,16 +47,14 @@ class UnfitTraces:
 
 
 @contextmanager
-def unfit_traces(
-    config: TracesConfig, directory: Path, stage: int, *, evaluates: bool = False
-) -> Iterator[UnfitTraces]:
-    """Of stage number ``stage``, which ``evaluates`` or not."""
+def unfit_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UnfitTraces]:
+    """Of a stage that ``evaluates`` or not."""
 
     def writer(kind: str, on: bool) -> TraceWriter | None:
         if not on:
             return None
         try:
-            return TraceWriter(directory, f"{kind}-{stage}" if stage else kind, config.bytes_max)
+            return TraceWriter(directory, kind, config.bytes_max)
         except OSError as error:
             log.warning("traces of %s rollouts are not kept: %s", kind, error)
             return None

@@ -1,18 +1,16 @@
-"""The trajectories of a run, live, stopped or killed: facts from its stores, transcripts from traces and stores."""
+"""The trajectories of a run, live, stopped or killed: facts from its store, transcripts from traces and store."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from pipeline.codec import decode_trajectory
 from pipeline.config import RunConfig
 from pipeline.errors import SchemaError, StoreError, WireError
-from pipeline.replay.listing import Filters, Listed, Sort, Span, list_store, sort_key, stored_frames
-from pipeline.replay.sharding import store_paths
+from pipeline.replay.listing import Filters, Listed, Sort, Span, list_store, stored_frames
+from pipeline.replay.store import store_path
 from pipeline.rundir import RunDirectory
 from pipeline.schema import Trajectory
 from pipeline.traces import SeenTokens, TraceEntry, scan_traces, trace_files
@@ -64,7 +62,7 @@ class Listing:
 
 
 class RunReader:
-    """Reads one run. Nothing is written, and every store is read in transactions of its own, so a run may go on."""
+    """Reads one run. Nothing is written, so a run may go on."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
         self.notes: list[str] = []
@@ -72,7 +70,7 @@ class RunReader:
         self.name = directory.path.resolve().name
         self.model = directory.model
         self._limits = Limits(tokens_max=config.transport.tokens_max)
-        self._paths = self._present(store_paths(config, directory), memory_only=config.replay.memory_only)
+        self._path = self._present(store_path(config, directory), memory_only=config.replay.memory_only)
         self._traces: dict[str, list[TraceEntry]] = {}
         for entry in scan_traces(trace_files(directory.traces)):
             self._traces.setdefault(entry.trajectory_id, []).append(entry)
@@ -80,12 +78,7 @@ class RunReader:
 
     def listing(self, filters: Filters, sort: Sort = "newest", reverse: bool = False, limit: int = 50) -> Listing:
         """No payload is read. Raises :class:`StoreError`."""
-        parts, count = [], 0
-        for stage, path in self._paths:
-            rows, fit = list_store(path, stage, filters, sort, reverse, limit)
-            parts.append(rows)
-            count += fit
-        return Listing(list(islice(heapq.merge(*parts, key=sort_key(sort, reverse)), limit)), count)
+        return Listing(*list_store(self._path, filters, sort, reverse, limit))
 
     @property
     def traced(self) -> frozenset[str]:
@@ -98,13 +91,9 @@ class RunReader:
 
     def find(self, rows: Sequence[Listed], step: Span | None = None) -> Iterator[Found]:
         """Their tokens, in order. ``step``: of several traces, take that of such an update; else the newest."""
-        frames: dict[tuple[int, int], Frames] = {}
-        wanted = [row for row in rows if not self.has_trace(row)]
-        for stage, path in self._paths:
-            for seq, found in stored_frames(path, [row.seq for row in wanted if row.stage == stage]):
-                frames[stage, seq] = found
+        frames = dict(stored_frames(self._path, [row.seq for row in rows if not self.has_trace(row)]))
         for row in rows:
-            yield self._found(row, frames.pop((row.stage, row.seq), None), step)
+            yield self._found(row, frames.pop(row.seq, None), step)
 
     def _found(self, row: Listed, stored: Frames | None, step: Span | None) -> Found:
         try:
@@ -133,25 +122,20 @@ class RunReader:
         """Bytes are stored as they came, before the scorer's verdict."""
         return replace(trajectory, reward=row.reward, rewards={**trajectory.rewards, **row.rewards})
 
-    def _present(self, paths: Iterable[Path], *, memory_only: bool) -> list[tuple[int, Path]]:
-        """Stores that are there, with the index of their stage. Raises :class:`StoreError` when none is."""
-        stages = list(enumerate(paths))
-        present = [(stage, path) for stage, path in stages if path.exists()]
-        if not present and memory_only:
+    def _present(self, path: Path, *, memory_only: bool) -> Path:
+        """The store. Raises :class:`StoreError` when it is not there."""
+        if not path.exists() and memory_only:
             raise StoreError(
-                f"there is no copy of the replay store at {stages[0][1]} yet: with replay.memory_only one is written "
-                "every replay.checkpoint_seconds and at the end. Wait for it"
+                f"there is no copy of the replay store at {path} yet: with replay.memory_only one is written every "
+                "replay.checkpoint_seconds and at the end. Wait for it"
             )
-        if not present:
-            raise StoreError(f"there is no replay store at {stages[0][1]}: has the run been started?")
+        if not path.exists():
+            raise StoreError(f"there is no replay store at {path}: has the run been started?")
         if memory_only:
             self.notes.append(
                 "replay.memory_only: this is the last copy of the store, up to replay.checkpoint_seconds old"
             )
-        gone = [str(path) for stage, path in stages if (stage, path) not in present]
-        if gone:
-            self.notes.append(f"stages without a store are left out: {', '.join(gone)}")
-        return present
+        return path
 
 
 def _why_not(row: Listed) -> str:

@@ -30,7 +30,6 @@ def listed_json(row: Listed) -> Json:
     """The facts of one trajectory."""
     return {
         "trajectory_id": row.trajectory_id,
-        "stage": row.stage,
         "task_id": row.task_id,
         "environment": row.environment,
         "step": row.step,

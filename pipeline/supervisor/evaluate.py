@@ -137,7 +137,7 @@ def small_run(config: RunConfig, weights: Weights, asked: Asked, directory: RunD
         "directory": directory.path.parent, "name": directory.path.name, "total_steps": weights.updates + 1,
         "resume": "auto",
     }  # fmt: skip
-    raw["replay"] |= {"address": "tcp://127.0.0.1:0", "shards": 1, "store": None, "enabled": False}
+    raw["replay"] |= {"address": "tcp://127.0.0.1:0", "store": None, "enabled": False}
     raw["replay"]["memory_only"] = False
     raw["loss"]["supervised"]["weight"] = 0.0
     raw["metrics"]["port"] = 0

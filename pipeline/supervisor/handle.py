@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.errors import AfterplayError
-from pipeline.replay.accounts import read_ledgers, total
-from pipeline.replay.ledger import Ledger
+from pipeline.replay.ledger import Ledger, read_ledger
 from pipeline.rundir import RunDirectory, read_json
 
 LOOK_SECONDS = 0.1
@@ -45,12 +44,8 @@ class RunHandle:
         return [line for line in map(json.loads, lines) if "step" in line]
 
     def ledger(self, *, rows: bool = False) -> Ledger:
-        """The accounts of the replay stages together."""
-        return total(self.ledgers(rows=rows))
-
-    def ledgers(self, *, rows: bool = False) -> list[Ledger]:
-        """The accounts of each replay stage that has begun."""
-        return read_ledgers(self.directory.store_files or [self.directory.store_file], rows=rows)
+        """The accounts of the replay stage."""
+        return read_ledger(self.directory.store_file, rows=rows)
 
     def pid(self, name: str) -> int | None:
         """Process id of a role (``actor-0``, ``replay``, ``learner``); None while it has none."""

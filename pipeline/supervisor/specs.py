@@ -36,19 +36,14 @@ class ProcessSpec:
 
 
 def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner") -> list[ProcessSpec]:
-    """Preparation, engines, replay stages, learner, actors. Everything reads the resolved file in ``directory``.
+    """Preparation, engines, replay stage, learner, actors. Everything reads the resolved file in ``directory``.
     ``center``: the role in place of the learner, whose end is the end of the run."""
     stuck = config.supervisor.stuck_seconds_max
-    stages = tuple(role_name("replay", i, config) for i in range(config.replay.shards))
+    depends = (PREPARE, "replay")
     specs = [
         _role(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
-        *(_role("replay", i, directory, Rule(n, REPLAY, stuck_seconds_max=stuck)) for i, n in enumerate(stages)),
-        _role(
-            center,
-            0,
-            directory,
-            Rule(center, LEARNER, depends=(PREPARE, *stages), ends_run=True, stuck_seconds_max=stuck),
-        ),
+        _role("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
+        _role(center, 0, directory, Rule(center, LEARNER, depends=depends, ends_run=True, stuck_seconds_max=stuck)),
     ]
     if config.engine.kind != "external":
         for i, url in enumerate(config.engine.addresses()):
@@ -62,7 +57,7 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
             )
             specs.append(_role("engine", i, directory, rule, health_url=f"{url}/health"))
     for i in range(config.actor.replicas):
-        rule = Rule(role_name("actor", i), ACTORS, depends=(PREPARE, *stages), stuck_seconds_max=stuck)
+        rule = Rule(role_name("actor", i), ACTORS, depends=depends, stuck_seconds_max=stuck)
         specs.append(_role("actor", i, directory, rule))
     return specs
 
@@ -71,7 +66,7 @@ def _role(
     role: str, index: int, directory: RunDirectory, rule: Rule, health_url: str | None = None, probed: bool = True
 ) -> ProcessSpec:
     command = [sys.executable, "-m", "pipeline.cli", role, str(directory.config_file)]
-    if role in ("actor", "engine", "replay"):
+    if role in ("actor", "engine"):
         command += ["--index", str(index)]
     return ProcessSpec(rule, command, health_url, probed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from pipeline.config import RunConfig
-from pipeline.config.resolve import shard_address
 from pipeline.errors import ConfigurationError
 from pipeline.transport.base import Hub, Limits, Link
 from pipeline.transport.curve import CurveKeys, load_keys
@@ -24,14 +23,13 @@ def limits_of(config: RunConfig) -> Limits:
     )
 
 
-def open_hub(config: RunConfig, shard: int = 0) -> Hub:
-    """The end of replay stage ``shard``, at ``replay.address`` with its port + ``shard``. Raises
-    :class:`ConfigurationError` (also on entering)."""
-    t, address = config.transport, shard_address(config.replay.address, shard)
-    return ZmqHub(address, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
+def open_hub(config: RunConfig) -> Hub:
+    """The end of the replay stage, at ``replay.address``. Raises :class:`ConfigurationError` (also on entering)."""
+    t = config.transport
+    return ZmqHub(config.replay.address, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
 
 
-def open_link(config: RunConfig, name: str, shard: int = 0) -> Link:
+def open_link(config: RunConfig, name: str) -> Link:
     """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
     t, address = config.transport, config.replay.address
     if address.startswith("tcp://") and not urlsplit(address).port:
@@ -39,13 +37,7 @@ def open_link(config: RunConfig, name: str, shard: int = 0) -> Link:
             f"replay.address {address} has no port to connect to: give the stage's real address, for example "
             "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
         )
-    address = shard_address(address, shard)
     return ZmqLink(address, name, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
-
-
-def open_links(config: RunConfig, name: str) -> list[Link]:
-    """One link to each replay stage, by index."""
-    return [open_link(config, name, shard) for shard in range(config.replay.shards)]
 
 
 def _keys(config: RunConfig) -> CurveKeys | None:

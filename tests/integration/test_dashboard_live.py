@@ -27,13 +27,11 @@ ROLES = ("replay", "learner", "actor", "engine")
 REPLAYING = [
     "replay.enabled=true",
     "replay.start_ratio=0",
-    "replay.shards=2",
     "replay.ess_guard.enabled=true",
     "lessons.enabled=true",
     "lessons.template='{lessons} {prompt}'",
     "lessons.top_k=1",
 ]
-"""Two replay stages, so that what is summed over them is."""
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus binary on PATH")
 
@@ -71,8 +69,8 @@ class Process:
 def processes() -> Iterator[dict[str, Process]]:
     with ExitStack() as stack:
         found = {}
-        for name in (*ROLES, "replay-1"):
-            found[name] = Process(name.removesuffix("-1"))
+        for name in ROLES:
+            found[name] = Process(name)
             stack.callback(found[name].kill)
         yield found
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from learner.checkpoint import checkpoint_path, find_checkpoints, read_state
 from pipeline.config.load import load
-from pipeline.replay.accounts import read_ledgers, total
+from pipeline.replay.ledger import read_ledger
 from pipeline.replay.role import main as stage_main
 from pipeline.role import RoleContext
 from pipeline.rundir import RunDirectory
@@ -289,6 +289,6 @@ def test_a_learner_that_starts_again_ends_with_the_same_weights_moments_and_line
     assert sum("exp_avg" in name for name in expected) > 0
     assert differences(expected, came) == []
     assert told_otherwise(uninterrupted, again) == {}
-    ledger = total(read_ledgers([again.store_file], rows=True))
+    ledger = read_ledger(again.store_file, rows=True)
     assert ledger.audit() == []
     assert ledger.groups["trained"] == GROUPS * UPDATES

@@ -64,8 +64,8 @@ def test_a_stale_pool_with_the_guard_on_neither_stops_nor_wrecks_a_run_and_the_m
 
     factors = share_factors(steps, EssGuardConfig(enabled=True))
     assert min(factors) <= 0.5
-    found = examine_run([run.directory.store_file])
-    assert found.factors == pytest.approx(factors[-1:])
+    found = examine_run(run.directory.store_file)
+    assert found.factor == pytest.approx(factors[-1])
     ways = [(b > a) - (b < a) for a, b in zip([1.0, *factors], factors, strict=False)]
     ledger = run.ledger(rows=True)
     assert ledger.audit() == []

@@ -51,8 +51,8 @@ class Evaluations:
 
     @property
     def on(self) -> bool:
-        """Only the first of several stages evaluates: held-out tasks belong to nobody's share."""
-        return self._section.on and self._s.shard.index == 0
+        """Whether anything is to be evaluated."""
+        return self._section.on
 
     def learn(self, own: Mapping[str, Splits]) -> None:
         """What splits the environments have: now the tasks are known. Raises :class:`ConfigurationError`."""

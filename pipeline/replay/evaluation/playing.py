@@ -163,7 +163,7 @@ class Playing:
         s = self._s
         assert self._tasks is not None
         number = s.next_group
-        s.next_group += s.shard.count
+        s.next_group += 1
         slots = [Slot() for _ in range(self._section.samples)]
         group = GroupRecord(number, self._tasks[place], place, s.wall, slots, GroupState.EVALUATING, self._updates)
         s.groups[number] = group

@@ -50,7 +50,6 @@ class Experience:
         entries: Iterable[PoolEntry] = (),
         tasks: Iterable[TaskRecord] = (),
         state: Mapping[str, Any] | None = None,
-        shard: int = 0,
         sizes: Mapping[str, int | None] | None = None,
     ) -> None:
         state = state or {}
@@ -61,10 +60,9 @@ class Experience:
         self._pool = Pool(replay, config.staleness.max, config.environments, entries)
         finite = sizes if sizes is not None else _sizes(config)
         self._difficulty = Difficulty(finite, tasks, self._replay.retire_after)
-        self._draws = Draws(config.run.seed, shard, state.get("draws"))
+        self._draws = Draws(config.run.seed, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
-        batch = config.groups.groups_per_step // replay.shards
-        self._mixing = Mixing(replay, batch, state.get("mixing"), stage=shard)
+        self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
         self._aside = Aside(config.environments, state.get("aside"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
         self._keeper = Keeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))

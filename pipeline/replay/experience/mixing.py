@@ -1,9 +1,8 @@
 """Which admissions of a batch are replay, which retest a retired task, and which failed group is rescued.
 
-Of a batch of ``B`` groups ``floor(B * task_ratio * factor)`` are to be replay groups, ``factor`` being the guard's. At
-one of ``S`` stages a batch is ``b = B / S`` consecutive admissions, ``T`` of them replay by :func:`share_of`; T is
-fixed when the batch begins. They come first in it, so that its fresh draws do not take the tasks that could be
-replayed; one that finds nothing valid is made up for by a later admission of the batch.
+A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them to be replay groups, ``factor``
+being the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not
+take the tasks that could be replayed; one that finds nothing valid is made up for by a later admission of the batch.
 """
 
 from __future__ import annotations
@@ -18,33 +17,14 @@ SLACK = 1e-9
 """Products of a count and a ratio may fall below the whole number that is meant by so much: 100 * 0.29 < 29."""
 
 
-def share_of(whole: int, stage: int, stages: int, batch: int) -> int:
-    """How many of the ``whole`` replay groups of batch number ``batch`` are those of one stage.
-
-    Every stage gets ``whole // stages``; the remainder goes to as many stages in turn, the next ones in the next
-    batch. So the shares of all stages add up to ``whole`` in every batch although none knows of the others, and over
-    any number of batches with the same ``whole`` no stage is a group ahead of its mean share.
-
-    >>> [[share_of(5, stage, 3, batch) for stage in range(3)] for batch in range(3)]
-    [[2, 2, 1], [2, 1, 2], [1, 2, 2]]
-    """
-    each, left = divmod(whole, stages)
-    return each + ((stage - batch * left) % stages < left)
-
-
 class Mixing:
     """Counters of the batch being admitted, the latch of the start, credit for retests and rescues.
 
-    ``batch``: groups that stage ``stage`` of ``replay.shards`` gives to every batch.
+    ``batch``: groups of every batch.
     """
 
-    def __init__(
-        self, replay: ReplayConfig, batch: int, state: Mapping[str, Any] | None = None, *, stage: int = 0
-    ) -> None:
+    def __init__(self, replay: ReplayConfig, batch: int, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
-        self._stage = stage
-        self._number = int(state.get("number", 0))
-        """Batches that were begun and ended here."""
         self._replay = replay
         self._batch = batch
         self.started = bool(state.get("started", False))
@@ -109,7 +89,6 @@ class Mixing:
         """JSON that :meth:`__init__` takes back."""
         return {
             "started": self.started,
-            "number": self._number,
             "position": self._position,
             "target": self._target,
             "replays": self._replays,
@@ -121,11 +100,8 @@ class Mixing:
     def _targeted(self, factor: float) -> int:
         if not self.started or self._replay.inject == "rescue":
             return 0
-        stages = self._replay.shards
-        whole = math.floor(self._batch * stages * self._replay.task_ratio * factor + SLACK)
-        return share_of(whole, self._stage, stages, self._number)
+        return math.floor(self._batch * self._replay.task_ratio * factor + SLACK)
 
     def _end_batch(self) -> None:
-        self._number += 1
         self._position = self._replays = 0
         self._tasks.clear()

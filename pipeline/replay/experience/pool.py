@@ -109,7 +109,7 @@ class Pool:
             while len(self._shelves[task_id].entries) > self._replay.max_trajectories_per_task:
                 left.append((self._worst(self._shelves[task_id].entries), Leave.FULL))
                 self.remove(left[-1][0])
-        while len(self._order) > self._replay.capacity_of_stage:
+        while len(self._order) > self._replay.capacity:
             left.append((self._by_saved[self._order[0]], Leave.CAPACITY))
             self.remove(left[-1][0])
         return left

@@ -103,6 +103,16 @@ async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_o
     assert not stage.received
 
 
+async def test_gauges_follow_what_is_played(make_services: MakeServices, make_order: MakeOrder) -> None:
+    services = make_services([StubEngine(latency_seconds=30.0)])
+    async with playing(services, places=4) as (stage, actor, _):
+        await stage.order(*(make_order(seed) for seed in range(3)))
+        await until(lambda: actor.playing == 3)
+        assert services.metrics.inflight_episodes._value.get() == 3
+        await actor.drain(0.0)
+        assert services.metrics.inflight_episodes._value.get() == actor.playing == 0
+
+
 async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:

@@ -61,19 +61,18 @@ def store(tmp_path):
 
 
 def test_every_received_trajectory_counts_whatever_became_of_it(store):
-    assert tokens_until([store], 12.5) == 2 + 4 + 8 + 16
-    assert tokens_until([store, store], 12.5) == 2 * 30
-    assert tokens_until([store], 9.5) == 0, "imported ones were not generated here"
-    assert tokens_until([store], 1e12) == 62
-    assert first_order_at([store]) == 8.25
+    assert tokens_until(store, 12.5) == 2 + 4 + 8 + 16
+    assert tokens_until(store, 9.5) == 0, "imported ones were not generated here"
+    assert tokens_until(store, 1e12) == 62
+    assert first_order_at(store) == 8.25
 
 
 def test_store_without_orders_or_without_a_file_is_refused(tmp_path):
     store_file.create(tmp_path / "empty.sqlite")
     with pytest.raises(StoreError, match="no orders"):
-        first_order_at([tmp_path / "empty.sqlite"])
+        first_order_at(tmp_path / "empty.sqlite")
     with pytest.raises(StoreError, match="has the run been started"):
-        tokens_until([tmp_path / "none.sqlite"], 1.0)
+        tokens_until(tmp_path / "none.sqlite", 1.0)
 
 
 @pytest.mark.parametrize(

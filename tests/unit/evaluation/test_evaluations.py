@@ -13,7 +13,6 @@ from pipeline.replay.core import StageCore
 from pipeline.replay.evaluation.log import write_results
 from pipeline.replay.journal import Evaluated, Send, Unfit
 from pipeline.replay.records import GroupState
-from pipeline.replay.sharding import Shard
 from pipeline.replay.simulation import rollout
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
@@ -299,59 +298,37 @@ def test_scores_of_other_tasks_are_not_compared(tmp_path: Any) -> None:
     assert (stage.core.evaluations.best["updates"], stage.core.evaluations.best["value"]) == (2, 0.5)
 
 
-def test_only_the_first_of_several_stages_evaluates(tmp_path: Any) -> None:
-    config = RunConfig.model_validate(
-        {
-            "environments": {"a": {"held_out": {"eval": 4}}}, "replay": {"shards": 2},
-            "groups": {"n_rollout": 2, "groups_per_step": 2}, "evaluation": {"every": 1},
-        }
-    )  # fmt: skip
-    for index in (0, 1):
-        core = StageCore(config, shard=Shard(index, 2))
-        header = {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 8, "holding": []}
-        core.peer_up("actor-0", header)
-        learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
-        core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
-        core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
-        core.plan()
-        _, effects = core.collect()
-        orders = [decode_order(e.header) for e in effects if isinstance(e, Send) and e.kind is Kind.ORDER]
-        told = [e for e in effects if isinstance(e, Send) and e.kind is Kind.EVALUATION]
-        assert (any(o.evaluation for o in orders), bool(told)) == (index == 0, index == 0)
-
-
-def test_with_two_stages_every_held_out_task_is_evaluated_once_and_the_other_stage_trains() -> None:
+def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> None:
     config = RunConfig.model_validate(
         {
             "environments": {"a": {"held_out": {"eval": 7}}, "b": {"held_out": {"eval": 3}}},
-            "replay": {"shards": 2}, "groups": {"n_rollout": 2, "groups_per_step": 4}, "run": {"total_steps": 1},
+            "groups": {"n_rollout": 2, "groups_per_step": 4}, "run": {"total_steps": 1},
             "evaluation": {"every": 1, "samples": 2, "greedy": False, "strict": True},
         }
     )  # fmt: skip
     played: list[tuple[str, int]] = []
     results: list[dict[str, Any]] = []
-    for index in (0, 1):
-        core = StageCore(config, shard=Shard(index, 2), score_now=lambda t: combine(t.rewards, {"environment": 1.0}))
-        core.peer_up("actor-0", {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 5, "holding": []})
-        learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
-        core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
-        core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
-        waiting: list[Order] = []
-        trained = 0
-        for _ in range(60):
-            core.plan()
-            effects = core.collect()[1]
-            waiting += [decode_order(e.header) for e in effects if isinstance(e, Send) and e.kind is Kind.ORDER]
-            results += [e.result for e in effects if isinstance(e, Evaluated)]
-            if not waiting:
-                break
-            order = waiting.pop(0)
-            trained += not order.evaluation
-            if order.evaluation:
-                played.append((order.task.task_id, order.slot))
-            frames = encode_trajectory(rollout(order, 0, reward=float(order.slot)))
-            core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
-        assert trained > 0
+    core = StageCore(config, score_now=lambda t: combine(t.rewards, {"environment": 1.0}))
+    core.peer_up("actor-0", {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 5, "holding": []})
+    learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
+    core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
+    core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+    waiting: list[Order] = []
+    trained = 0
+    for _ in range(60):
+        core.plan()
+        effects = core.collect()[1]
+        waiting += [decode_order(e.header) for e in effects if isinstance(e, Send) and e.kind is Kind.ORDER]
+        results += [e.result for e in effects if isinstance(e, Evaluated)]
+        if not waiting:
+            break
+        order = waiting.pop(0)
+        trained += not order.evaluation
+        if order.evaluation:
+            played.append((order.task.task_id, order.slot))
+        frames = encode_trajectory(rollout(order, 0, reward=float(order.slot)))
+        core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+    assert trained > 0
     tasks = [f"a/eval/{i}" for i in range(7)] + [f"b/eval/{i}" for i in range(3)]
     assert sorted(played) == sorted((task, slot) for task in tasks for slot in (0, 1))
     (result,) = results

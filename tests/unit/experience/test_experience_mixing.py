@@ -40,30 +40,17 @@ def test_a_full_pool_gives_exactly_the_target_and_gives_it_first(batch, ratio, f
         assert due == [True] * target + [False] * (batch - target)
 
 
-@given(
-    batch=st.integers(1, 12),
-    stages=st.integers(1, 8),
-    ratio=st.floats(0, 1),
-    factor=st.floats(0, 1),
-    restart=st.booleans(),
-)
-def test_the_shares_of_all_stages_add_up_to_the_target_of_the_batch(batch, stages, ratio, factor, restart):
-    replay = ReplayConfig(enabled=True, start_ratio=0, task_ratio=ratio, retest_ratio=0, shards=stages)
-    mixing = [Mixing(replay, batch, stage=stage) for stage in range(stages)]
-    target = math.floor(batch * stages * ratio * factor + 1e-9)
-    given_by = [0] * stages
-    for number in range(1, 2 * stages + 1):
-        before = sum(given_by)
-        for stage in range(stages):
-            for i in range(batch):
-                if restart:
-                    mixing[stage] = Mixing(replay, batch, json.loads(json.dumps(mixing[stage].state())), stage=stage)
-                mixing[stage].begin(1.0, factor)
-                due = mixing[stage].replay_due
-                mixing[stage].admitted(str(i), replay=due)
-                given_by[stage] += due
-        assert sum(given_by) - before == target
-        assert all(abs(given - number * target / stages) < 1 for given in given_by)
+@given(batch=st.integers(1, 12), ratio=st.floats(0, 1), factor=st.floats(0, 1))
+def test_restarts_change_nothing_of_a_batch(batch, ratio, factor):
+    replay = ReplayConfig(enabled=True, start_ratio=0, task_ratio=ratio, retest_ratio=0)
+    mixing, due = Mixing(replay, batch), []
+    for i in range(2 * batch):
+        mixing = Mixing(replay, batch, json.loads(json.dumps(mixing.state())))
+        mixing.begin(1.0, factor)
+        due.append(mixing.replay_due)
+        mixing.admitted(str(i), replay=due[-1])
+    target = math.floor(batch * ratio * factor + 1e-9)
+    assert due == 2 * ([True] * target + [False] * (batch - target))
 
 
 def test_products_that_rounding_puts_below_a_whole_number_are_meant_as_it():
@@ -240,22 +227,14 @@ def test_a_batch_larger_than_all_tasks_repeats_them_evenly(make):
     assert sorted(Counter(p.task.seed for p in stage.draw(90)).values()) == [45, 45]
 
 
-def test_a_shard_has_its_share_of_the_batch_and_draws_of_its_own(make):
-    config = make.config(batch=8, shards=2, task_ratio=1.0)
-    entries = [make.entry(i, i) for i in range(20)]
-    plans = [[p.task.seed for p in Stage(config, entries, shard=shard).draw(8)] for shard in (0, 1)]
-    assert plans[0] != plans[1]
-    assert all(len(set(drawn[:4])) == len(set(drawn[4:])) == 4 for drawn in plans)
-
-
 def test_draws_depend_on_purpose_and_count_alone():
-    one = Draws(3, 0)
+    one = Draws(3)
     first = [one.next("task").random() for _ in range(3)]
     one.next("other")
     later = one.next("task").random()
-    assert Draws(3, 0, {"task": 3}).next("task").random() == later
-    assert [Draws(3, 0, {"task": i}).next("task").random() for i in range(3)] == first
-    assert len({Draws(seed, shard).next(p).random() for seed in (0, 1) for shard in (0, 1) for p in "ab"}) == 8
+    assert Draws(3, {"task": 3}).next("task").random() == later
+    assert [Draws(3, {"task": i}).next("task").random() for i in range(3)] == first
+    assert len({Draws(seed).next(p).random() for seed in (0, 1) for p in "ab"}) == 4
 
 
 @given(retired=st.sets(st.integers(0, 19), max_size=20), seed=st.integers(0, 3))

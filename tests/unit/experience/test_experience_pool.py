@@ -89,15 +89,6 @@ def test_over_the_capacity_of_the_pool_the_oldest_go(make):
     assert list(experience.tasks) == ["a/1"]
 
 
-def test_each_of_several_stages_holds_its_share_of_the_capacity(make):
-    config = make.config(capacity=3)
-    shared = config.model_copy(update={"replay": config.replay.model_copy(update={"shards": 2})})
-    experience = Experience(shared)
-    make.play(experience, 0, 2, 4, 0)
-    make.play(experience, 1, 3, 4, 10)
-    assert seqs(experience) == [11, 12]
-
-
 def test_an_evicted_entry_is_gone_from_every_count(make):
     experience = Experience(make.config(capacity=1))
     make.play(experience, 0, 1, 4, 0)

@@ -30,14 +30,6 @@ def test_every_live_process_and_every_engine_is_scraped_under_its_role(run: RunD
     ]
 
 
-def test_every_replay_stage_is_scraped_as_one(run: RunDirectory) -> None:
-    run.process_file("replay").unlink()
-    for name, port in (("replay-0", 44), ("replay-1", 45)):
-        run.process_file(name).write_text(json.dumps({"pid": 1, "metrics_port": port}))
-    (stages,) = [entry for entry in file_sd(targets_of_run(run.path)) if entry["labels"]["job"] == "afterplay-replay"]
-    assert stages["targets"] == ["127.0.0.1:44", "127.0.0.1:45"]
-
-
 def test_targets_file_is_written_for_file_sd(run: RunDirectory, tmp_path: Path) -> None:
     output = tmp_path / "targets.json"
     assert main([str(run.path), "-o", str(output)]) == 0

@@ -17,7 +17,7 @@ from pipeline.transport.base import Event, EventKind, Kind, Limits, Message
 
 FACTS = Trained(
     {"all": 0.5, "fresh": 0.9, "replay": 0.2},
-    {"g": TrainedGroup(("p2",), {"f0": 0.4, "p2": 0.3}, True), "elsewhere": TrainedGroup(("z",))},
+    {"g": TrainedGroup(("p2",), {"f0": 0.4, "p2": 0.3}, True)},
     policy_version=7,
 )
 TOLD = {
@@ -59,7 +59,7 @@ def deliver(wire, kit, index, name, reward, **header):
     wire.came(Kind.DELIVERY, header, encode_trajectory(t))
 
 
-async def test_facts_are_repeated_in_hello_until_acknowledged_and_only_those_of_own_groups(kit):
+async def test_facts_are_repeated_in_hello_until_acknowledged(kit):
     wire = Wire()
     session = session_on(wire)
     async with anyio.create_task_group() as tasks:
@@ -86,7 +86,7 @@ async def test_facts_are_repeated_in_hello_until_acknowledged_and_only_those_of_
 
 
 def test_a_resumed_learner_says_again_what_was_not_acknowledged(tmp_path):
-    state = CheckpointState(1, 3, {0: ["g"]}, trained={0: FACTS.of(["g"])})
+    state = CheckpointState(1, 3, {0: ["g"]}, trained={0: FACTS})
     (tmp_path / "state.json").write_bytes(orjson.dumps(state.as_json(), option=orjson.OPT_NON_STR_KEYS))
     again = read_state(tmp_path)
     assert again == state

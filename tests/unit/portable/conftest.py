@@ -16,8 +16,7 @@ from pipeline.replay.examine import examine_run
 from pipeline.replay.exporting import export_run
 from pipeline.replay.importing import Importer
 from pipeline.replay.ledger import read_ledger
-from pipeline.replay.sharding import Shard, store_paths
-from pipeline.replay.store import ReplayStore
+from pipeline.replay.store import ReplayStore, store_path
 from pipeline.rundir import RunDirectory
 
 SECTIONS: dict[str, Any] = {
@@ -41,7 +40,7 @@ class Run:
         return +Importer(self.config, self.directory, render).run(file)
 
     def examine(self) -> dict[str, Any]:
-        return examine_run(store_paths(self.config, self.directory)).json(self.config)
+        return examine_run(store_path(self.config, self.directory)).json(self.config)
 
     def files(self) -> dict[str, bytes]:
         """All but what every reader of a store leaves beside it."""
@@ -85,21 +84,20 @@ def make_run(tmp_path: Path) -> Any:
 
 
 def pooled(run: Run) -> dict[str, Any]:
-    """Trajectories of the pools by id, with their entries; every store is one that a stage would start from."""
+    """Trajectories of the pool by id, with their entries; the store is one that a stage would start from."""
+    path = store_path(run.config, run.directory)
+    if not path.exists():
+        return {}
+    assert read_ledger(path, rows=True).audit() == []
+    with ReplayStore(path) as store:
+        snapshot = store.load()
+        StageCore(run.config, snapshot)
+        frames = store.payloads([entry.seq for entry in snapshot.entries])
     found = {}
-    for index, path in enumerate(store_paths(run.config, run.directory)):
-        if not path.exists():
-            continue
-        assert read_ledger(path, rows=True).audit() == []
-        with ReplayStore(path) as store:
-            snapshot = store.load()
-            StageCore(run.config, snapshot, shard=Shard.of(run.config, index))
-            frames = store.payloads([entry.seq for entry in snapshot.entries])
-        for entry in snapshot.entries:
-            trajectory = decode_trajectory(frames[entry.seq])
-            assert trajectory.trajectory_id == entry.trajectory_id and trajectory.recorded == entry.recorded
-            assert Shard.of(run.config, index).owns(trajectory.task.task_id)
-            found[entry.trajectory_id] = (entry, trajectory)
+    for entry in snapshot.entries:
+        trajectory = decode_trajectory(frames[entry.seq])
+        assert trajectory.trajectory_id == entry.trajectory_id and trajectory.recorded == entry.recorded
+        found[entry.trajectory_id] = (entry, trajectory)
     return found
 
 

@@ -50,7 +50,7 @@ def test_an_imported_pool_is_replayed_by_the_stage(make_run, tmp_path):
 
 
 def test_what_one_run_exports_another_imports(make_run, tmp_path):
-    one, other = make_run("one"), make_run("other", shards=2)
+    one, other = make_run("one"), make_run("other")
     one.import_(write_lines(tmp_path / "d.jsonl", *(demonstration(s, s % 7, logprobs=s % 2 == 0) for s in range(20))))
     for compress in (True, False):
         file = tmp_path / f"pool-{compress}"

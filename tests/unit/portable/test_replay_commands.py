@@ -65,9 +65,7 @@ replay: {{enabled: true}}
     assert (tmp_path / "new" / "replay.sqlite").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["FILE"], ["--index", "0", "FILE"], ["start", "FILE"], ["-s", "run.seed=1", "FILE"]]
-)
+@pytest.mark.parametrize("arguments", [["FILE"], ["start", "FILE"], ["-s", "run.seed=1", "FILE"]])
 def test_what_is_no_command_is_the_run_file_of_a_stage(tmp_path, arguments):
     missing = str(tmp_path / "missing.yaml")
     result = invoke("replay", *(missing if a == "FILE" else a for a in arguments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -15,7 +14,7 @@ from pipeline.config.show import show
 from pipeline.errors import StoreError
 from pipeline.replay.importing import Importer
 from pipeline.replay.rescoring import rescore
-from pipeline.replay.sharding import store_paths
+from pipeline.replay.store import store_path
 from pipeline.rundir import RunDirectory
 
 FUNCTION = """
@@ -28,8 +27,8 @@ def score(trajectory):
 """
 
 
-@pytest.fixture(params=[1, 2], ids=["one shard", "two shards"])
-def run(tmp_path: Path, request: Any) -> tuple[RunConfig, RunDirectory]:
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[RunConfig, RunDirectory]:
     """A run with a pool of 12 trajectories of 6 tasks, stored with reward 1."""
     plugin = tmp_path / "judge.py"
     plugin.write_text(FUNCTION)
@@ -39,7 +38,7 @@ def run(tmp_path: Path, request: Any) -> tuple[RunConfig, RunDirectory]:
             "groups": {"n_rollout": 4, "groups_per_step": 2},
             "environments": {"a": {"name": "arithmetic"}},
             "scorer": {"environment_weight": 0.0, "functions": [{"path": f"{plugin}:score", "name": "judge"}]},
-            "replay": {"enabled": True, "shards": request.param},
+            "replay": {"enabled": True},
         }
     )
     directory = RunDirectory(tmp_path / "r").create()
@@ -57,27 +56,27 @@ def run(tmp_path: Path, request: Any) -> tuple[RunConfig, RunDirectory]:
 
 def test_disagreements_and_failures_are_told_and_nothing_is_changed(run: tuple[RunConfig, RunDirectory]) -> None:
     config, directory = run
-    paths = store_paths(config, directory)
-    before = [path.read_bytes() for path in paths]
-    found = rescore(config, paths, 100)
+    path = store_path(config, directory)
+    before = path.read_bytes()
+    found = rescore(config, path, 100)
     assert (found.pooled, found.checked, found.agreed) == (12, 12, 8)
     assert [(d.task_id, d.stored, d.reward) for d in found.different] == [("a/1", 1.0, 0.25)] * 2
     assert [(d.task_id, d.reward, d.reason) for d in found.unscored] == [("a/3", None, "judge: raised")] * 2
-    assert [path.read_bytes() for path in paths] == before
+    assert path.read_bytes() == before
 
 
 def test_a_part_of_the_pool_is_drawn_by_the_seed(run: tuple[RunConfig, RunDirectory]) -> None:
     config, directory = run
-    paths = store_paths(config, directory)
-    found = rescore(config, paths, 5)
+    path = store_path(config, directory)
+    found = rescore(config, path, 5)
     assert found.checked == 5 and found.pooled == 12
-    assert rescore(config, paths, 5) == found
+    assert rescore(config, path, 5) == found
 
 
 def test_the_environments_own_score_is_taken_as_it_was_recorded(run: tuple[RunConfig, RunDirectory]) -> None:
     config, directory = run
     weighed = config.model_copy(update={"scorer": config.scorer.model_copy(update={"environment_weight": 0.5})})
-    found = rescore(weighed, store_paths(config, directory), 100)
+    found = rescore(weighed, store_path(config, directory), 100)
     assert found.agreed == 0 and len(found.unscored) == 2
     assert [(d.task_id, d.reward) for d in found.different[-2:]] == [("a/1", 0.75)] * 2
     assert all(d.reward == pytest.approx(1.5) for d in found.different[:-2])
@@ -85,7 +84,7 @@ def test_the_environments_own_score_is_taken_as_it_was_recorded(run: tuple[RunCo
 
 def test_a_run_without_a_store_says_so(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="has the run been started"):
-        rescore(RunConfig(), [tmp_path / "replay.sqlite"], 3)
+        rescore(RunConfig(), tmp_path / "replay.sqlite", 3)
 
 
 def test_the_command_tells_people_and_machines(run: tuple[RunConfig, RunDirectory]) -> None:

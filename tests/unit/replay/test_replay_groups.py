@@ -165,7 +165,7 @@ def test_ages_in_the_audit_are_those_of_the_weights_that_were_updated(tmp_path: 
     assert seen["trained_age"] == [50 - record.facts.version_min for record in fresh]
     assert seen["replayed_age"][0] == group.replays[0].age == 50 - born
     stage.round()
-    audit = examine_run([stage.path]).audit
+    audit = examine_run(stage.path).audit
     known = seen["trained_age"]
     assert audit["trained"].count > len(known) and audit["trained"].age >= sum(known)
     assert audit["trained"].age - sum(known) == 0, "the updates before were trained from the weights that played them"

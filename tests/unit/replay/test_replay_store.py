@@ -18,8 +18,9 @@ from pipeline.errors import StoreError
 from pipeline.replay.core import StageCore
 from pipeline.replay.ledger import read_ledger
 from pipeline.replay.memory_store import open_store
-from pipeline.replay.store import ReplayStore
+from pipeline.replay.store import ReplayStore, store_path
 from pipeline.replay.store_file import STORE_VERSION
+from pipeline.rundir import RunDirectory
 
 CHILD = """
 import sys
@@ -193,3 +194,10 @@ def test_the_ledger_is_readable_while_the_stage_writes(tmp_path: Path) -> None:
         assert ledger.orders == {"issued": 1}
         assert "orders issued: 1, but their states add up to 0" in ledger.audit()
     assert read_ledger(path).orders == {"issued": 1}
+
+
+def test_the_store_is_in_the_run_directory_or_where_the_run_file_says(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert store_path(RunConfig(), directory) == directory.store_file == tmp_path / "replay.sqlite"
+    elsewhere = RunConfig.model_validate({"replay": {"store": str(tmp_path / "x" / "mine.db")}})
+    assert store_path(elsewhere, directory) == tmp_path / "x" / "mine.db"

@@ -118,19 +118,13 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(orjson.dumps(raw))
 
 
-def make_run(path: Path, rollouts: Sequence[Rollout], shards: int = 1, **sections: Any) -> Path:
-    """A run directory. Stage of a rollout: its group modulo ``shards``."""
+def make_run(path: Path, rollouts: Sequence[Rollout], **sections: Any) -> Path:
+    """A run directory."""
     directory = RunDirectory(path).create()
-    config = {
-        "run": {"name": path.name, "directory": str(path.parent)},
-        "replay": {"shards": shards, **sections.pop("replay", {})},
-        **sections,
-    }
+    config = {"run": {"name": path.name, "directory": str(path.parent)}, **sections}
     directory.config_file.write_text(yaml.safe_dump(config))
     write_tokenizer(directory.model)
-    for shard in range(shards):
-        file = directory.store_file if not shard else path / f"replay-{shard}.sqlite"
-        _write_store(file, [r for r in rollouts if r.group % shards == shard])
+    _write_store(directory.store_file, rollouts)
     trained, failed = (
         TraceWriter(directory.traces, "trained", 1 << 24),
         TraceWriter(directory.traces, "failed", 1 << 24),

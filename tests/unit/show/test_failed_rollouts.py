@@ -30,15 +30,11 @@ def unfit(name="g000001.0.0", evaluated=False):
     return Unfit(name, encode_trajectory(trajectory_of(Rollout())), 1e9, evaluated)
 
 
-def test_stages_keep_their_failures_apart(tmp_path):
-    for stage in (0, 1):
-        with unfit_traces(TracesConfig(), tmp_path, stage) as traces:
-            traces.keep([unfit(f"g00000{stage}.0.0"), unfit(f"g00000{stage}.1.0")])
+def test_failures_are_kept_in_the_order_they_came(tmp_path):
+    with unfit_traces(TracesConfig(), tmp_path) as traces:
+        traces.keep([unfit("g000000.0.0"), unfit("g000000.1.0")])
     found = [(e.path.name, e.trajectory_id) for e in scan_traces(trace_files(tmp_path))]
-    assert found == [
-        ("failed-00000000.traces", "g000000.0.0"), ("failed-00000000.traces", "g000000.1.0"),
-        ("failed-1-00000000.traces", "g000001.0.0"), ("failed-1-00000000.traces", "g000001.1.0"),
-    ]  # fmt: skip
+    assert found == [("failed-00000000.traces", "g000000.0.0"), ("failed-00000000.traces", "g000000.1.0")]
 
 
 def test_a_disk_that_refuses_is_said_once_and_switched_off_writes_nothing(tmp_path, caplog):
@@ -51,7 +47,7 @@ def test_a_disk_that_refuses_is_said_once_and_switched_off_writes_nothing(tmp_pa
         traces.keep([unfit()])
         traces.keep([unfit()])
     assert caplog.text.count("No space left") == 1
-    with unfit_traces(TracesConfig(failed=False), tmp_path / "off", 0) as off:
+    with unfit_traces(TracesConfig(failed=False), tmp_path / "off") as off:
         off.keep([unfit()])
     assert not (tmp_path / "off").exists()
 
@@ -60,7 +56,7 @@ def test_evaluated_rollouts_have_files_of_their_own_where_the_stage_evaluates(tm
     rollouts = [unfit("g000001.0.0"), unfit("g000002.0.0", evaluated=True)]
     for folder, evaluates, config in (("yes", True, TracesConfig(failed=False)), ("no", False, TracesConfig()),
                                       ("none", True, TracesConfig(evaluated=0))):  # fmt: skip
-        with unfit_traces(config, tmp_path / folder, 0, evaluates=evaluates) as traces:
+        with unfit_traces(config, tmp_path / folder, evaluates=evaluates) as traces:
             traces.keep(rollouts)
 
     def kept(folder):

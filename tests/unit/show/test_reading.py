@@ -29,9 +29,9 @@ ROLLOUTS = (
 )
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
-def reader(request, tmp_path_factory):
-    path = make_run(tmp_path_factory.mktemp("runs") / "some", ROLLOUTS, request.param)
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    path = make_run(tmp_path_factory.mktemp("runs") / "some", ROLLOUTS)
     return RunReader(*open_run(path))
 
 
@@ -79,7 +79,7 @@ def test_a_filter_leaves_exactly_what_fits(reader, filters, fits):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_what_has_no_value_comes_last_and_stages_are_merged(reader, reverse):
+def test_what_has_no_value_comes_last(reader, reverse):
     by_reward = [r.reward for r in reader.listing(Filters(), "reward", reverse, 100).rows]
     known = sorted((r.reward for r in ROLLOUTS if r.reward is not None), reverse=not reverse)
     assert by_reward == [*known, *[None] * 3]
@@ -154,7 +154,7 @@ def test_evaluated_rollouts_are_found_by_the_weights_and_the_split_and_are_no_tr
                 traced=i == 0)
         for i, (split, updates) in enumerate((("eval", 0), ("eval", 20), ("test", 20)))
     ]  # fmt: skip
-    reader = RunReader(*open_run(make_run(tmp_path / "evaluated", (*ROLLOUTS, *evaluated), shards=2)))
+    reader = RunReader(*open_run(make_run(tmp_path / "evaluated", (*ROLLOUTS, *evaluated))))
     first, second, third = (r.name for r in evaluated)
     assert names(reader, evaluation=Span(0, None)) == [first, second, third]
     assert names(reader, evaluation=Span(20, 20)) == [second, third]
@@ -195,10 +195,7 @@ def test_a_trace_or_payload_that_is_damaged_or_gone_hides_nothing_else(tmp_path)
 
 
 def test_a_run_without_a_store_says_what_to_do(tmp_path):
-    path = make_run(tmp_path / "run", ROLLOUTS, 2)
-    (path / "replay-1.sqlite").unlink()
-    reader = RunReader(*open_run(path))
-    assert "replay-1.sqlite" in reader.notes[0] and len(reader.listing(Filters()).rows) == 4
+    path = make_run(tmp_path / "run", ROLLOUTS)
     (path / "replay.sqlite").unlink()
     with pytest.raises(StoreError, match="has the run been started"):
         RunReader(*open_run(path))

@@ -15,7 +15,6 @@ from pipeline.config import RunConfig
 from pipeline.config.play import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.core import StageCore
-from pipeline.replay.sharding import Shard
 from pipeline.replay.snapshot import Snapshot
 from pipeline.replay.tasks import TaskSampler, Verdict
 from pipeline.schema import Task
@@ -24,9 +23,7 @@ from tests.unit.tasks.conftest import environment, questions, write_jsonl
 
 
 @contextmanager
-def sampler_of(
-    environments: dict[str, EnvironmentConfig], seed: int = 0, state: Any = None, shard: Shard | None = None
-) -> Iterator[TaskSampler]:
+def sampler_of(environments: dict[str, EnvironmentConfig], seed: int = 0, state: Any = None) -> Iterator[TaskSampler]:
     with ExitStack() as stack:
         sources = {}
         for name, section in environments.items():
@@ -34,7 +31,7 @@ def sampler_of(
                 source = open_source(name, section, seed)
                 stack.callback(source.close)
                 sources[name] = source.splits["train"]
-        yield TaskSampler(environments, seed, state, sources=sources, **({"shard": shard} if shard else {}))
+        yield TaskSampler(environments, seed, state, sources)
 
 
 @pytest.fixture(scope="module")
@@ -58,28 +55,17 @@ def test_every_row_comes_once_in_every_pass(data: Path, seed: int, shuffle: bool
 
 
 @quick
-@given(drawn=st.integers(0, 60), seed=st.integers(0, 3), weight=st.floats(0.2, 5), shards=st.integers(1, 2))
-def test_a_run_that_goes_on_draws_what_would_have_come(
-    data: Path, drawn: int, seed: int, weight: float, shards: int
-) -> None:
+@given(drawn=st.integers(0, 60), seed=st.integers(0, 3), weight=st.floats(0.2, 5))
+def test_a_run_that_goes_on_draws_what_would_have_come(data: Path, drawn: int, seed: int, weight: float) -> None:
     environments = {
         "q": environment(kind="jsonl", path=data).model_copy(update={"weight": weight}),
         "b": EnvironmentConfig(),
     }
-    shard = Shard(0, shards)
-    with sampler_of(environments, seed, shard=shard) as one:
+    with sampler_of(environments, seed) as one:
         for _ in range(drawn):
             one.draw()
-        with sampler_of(environments, seed, one.state(), shard) as two:
+        with sampler_of(environments, seed, one.state()) as two:
             assert [one.draw() for _ in range(40)] == [two.draw() for _ in range(40)]
-
-
-def test_stages_divide_the_rows(data: Path) -> None:
-    drawn: list[set[str]] = []
-    for index in range(2):
-        with sampler_of({"q": environment(kind="jsonl", path=data)}, shard=Shard(index, 2)) as sampler:
-            drawn.append({sampler.draw().task_id for _ in range(40)})
-    assert len(drawn[0] | drawn[1]) == 17 and not drawn[0] & drawn[1]
 
 
 def test_rows_that_are_passed_over_are_not_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

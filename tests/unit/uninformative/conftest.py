@@ -14,7 +14,6 @@ from pipeline.config import RunConfig
 from pipeline.replay.core import StageCore
 from pipeline.replay.journal import Send
 from pipeline.replay.ledger import Ledger, read_ledger
-from pipeline.replay.sharding import Shard
 from pipeline.replay.simulation import rollout
 from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order
@@ -25,8 +24,8 @@ from pipeline.transport.base import Kind, Message
 class Stage:
     """Messages are kept instead of sent; :meth:`restart` goes on from the store as after a kill."""
 
-    def __init__(self, path: Path, *, shard: Shard | None = None, credit: int = 64, **sections: Any) -> None:
-        self.path, self.shard, self.credit = path, shard or Shard(), credit
+    def __init__(self, path: Path, *, credit: int = 64, **sections: Any) -> None:
+        self.path, self.credit = path, credit
         self.sections = {
             "run": {"total_steps": 1000},
             "environments": {"a": {"max_seconds": 10}},
@@ -52,7 +51,7 @@ class Stage:
         config = RunConfig.model_validate(self.sections)
         self.store = ReplayStore(self.path, "NORMAL")
         score = lambda t: combine(t.rewards, {"environment": 1.0})  # noqa: E731
-        self.core = StageCore(config, self.store.load(), score_now=score, shard=self.shard)
+        self.core = StageCore(config, self.store.load(), score_now=score)
         self.round()
         actor = {"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 100, "holding": list(self.holding)}
         self.core.peer_up("actor-0", actor)

@@ -1,0 +1,34 @@
+"""Which processes a run has, who waits for whom, and in which order they drain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.rundir import RunDirectory
+from pipeline.supervisor.machine import Machine, Signal, Start
+from pipeline.supervisor.specs import specs_of
+
+CONFIG = RunConfig.model_validate({"engine": {"kind": "external", "urls": ["http://127.0.0.1:1"]}})
+
+
+def test_learner_and_actors_wait_for_the_replay_stage(tmp_path: Path) -> None:
+    specs = {spec.name: spec for spec in specs_of(CONFIG, RunDirectory(tmp_path))}
+    assert list(specs) == ["prepare", "replay", "learner", "actor-0"]
+    assert all(set(specs[name].rule.depends) == {"prepare", "replay"} for name in ("learner", "actor-0"))
+    assert list(specs["actor-0"].command)[-2:] == ["--index", "0"]
+    assert "--index" not in specs["replay"].command
+
+
+def test_the_replay_stage_restarts_alone_and_drains_after_the_learner(tmp_path: Path) -> None:
+    machine = Machine([spec.rule for spec in specs_of(CONFIG, RunDirectory(tmp_path))])
+    machine.begin(0)
+    machine.exited("prepare", 0, 1)
+    assert set(machine.healthy("replay", 2)) == {Start("learner"), Start("actor-0")}
+    for name in ("learner", "actor-0"):
+        machine.healthy(name, 3)
+    assert machine.exited("replay", -9, 4) == []
+    assert machine.tick(5) == [Start("replay")]
+    assert machine.stop(6, "done") == [Signal("actor-0")]
+    assert machine.exited("actor-0", 0, 6.1) == [Signal("learner")]
+    assert machine.exited("learner", 0, 6.2) == [Signal("replay")]
