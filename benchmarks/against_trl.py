@@ -42,7 +42,7 @@ def run_afterplay(directory: Path, steps: int) -> list[dict[str, Any]]:
         "checkpoint.at_end=false",
         "checkpoint.every=1000",
     ]
-    command = [sys.executable, "-m", "pipeline.cli", "run", "configs/quickstart.yaml", "--fresh"]
+    command = [sys.executable, "-m", "pipeline.cli.app", "run", "configs/quickstart.yaml", "--fresh"]
     for override in overrides:
         command += ["--set", override]
     subprocess.run(command, check=True, timeout=3600, stdin=subprocess.DEVNULL)

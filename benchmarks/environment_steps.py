@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from actors.adapters.catalogue import ADAPTERS
+from actors.env_commands.describe import end_environment
 from actors.environments import Reply
-from actors.environments.commands.describing import end
 from actors.environments.host import EnvironmentHost
-from actors.environments.packages.catalogue import ADAPTERS
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Task
 
 EPISODES = 20
@@ -65,7 +65,7 @@ async def measure(name: str, options: dict, reply: str) -> dict[str, float]:
             if seed >= 2:
                 starts.append(started_seconds)
     finally:
-        end(host)
+        end_environment(host)
     return {
         "start": statistics.median(starts) * 1e3,
         "step": statistics.median(steps) * 1e3,

@@ -26,25 +26,16 @@ import anyio
 import numpy as np
 import zmq
 
-from learner.assembly import GroupAssembler
-from pipeline.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
+from learner.data.assembler import GroupAssembler
 from pipeline.config import RunConfig
+from pipeline.config.explain import resolve
 from pipeline.config.load import dump, loads
-from pipeline.config.resolve import resolve
-from pipeline.schema import (
-    SCHEMA_VERSION,
-    FinishReason,
-    Message,
-    Task,
-    TokenSpan,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
-from pipeline.transport import base
-from pipeline.transport.base import EventKind, Kind
+from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
+from pipeline.transport import protocol
+from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
 from pipeline.transport.open import open_link
 from pipeline.transport.outbox import Outbox
+from pipeline.transport.protocol import EventKind, Kind
 
 GROUPS, ROLLOUTS, SLOTS = 32, 8, 1024
 
@@ -77,7 +68,7 @@ def ready_made(tokens: int, turns: int) -> Trajectory:
 async def act(config: RunConfig, tokens: int, turns: int) -> None:
     """An actor whose episodes take no time."""
     template = ready_made(tokens, turns)
-    outbox: Outbox[base.Message] = Outbox(config.actor.outbox_bytes_max)
+    outbox: Outbox[protocol.Message] = Outbox(config.actor.outbox_bytes_max)
     async with open_link(config, "actor-0") as link:
         link.describe(
             {"role": "actor", "name": "actor-0", "schema_version": SCHEMA_VERSION, "slots": SLOTS, "holding": []}
@@ -90,7 +81,7 @@ async def act(config: RunConfig, tokens: int, turns: int) -> None:
             elif event.kind is EventKind.MESSAGE and message is not None and message.kind is Kind.ORDER:
                 order = decode_order(message.header)
                 played = replace(template, trajectory_id=order.order_id, group_id=order.group_id, task=order.task)
-                answer = base.Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(played))
+                answer = protocol.Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(played))
                 outbox.add(order.order_id, answer, answer.n_bytes)
             elif event.kind is EventKind.MESSAGE and message is not None and message.kind is Kind.ACK:
                 for name in message.header["trajectory_ids"]:
@@ -125,7 +116,7 @@ async def learn(config: RunConfig) -> tuple[float, int]:
             event = await link.receive()
             message = event.message
             if event.kind is EventKind.CONNECTED:
-                await link.send(base.Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+                await link.send(protocol.Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
                 started = time.perf_counter()
             if event.kind is not EventKind.MESSAGE or message is None:
                 continue
@@ -139,16 +130,16 @@ async def learn(config: RunConfig) -> tuple[float, int]:
             while update < steps and assembler.ready(update):
                 groups = assembler.take(update)
                 names = [g.group_id for g in groups]
-                await link.send(base.Message(Kind.CONSUMED, {"update": update, "group_ids": names}))
+                await link.send(protocol.Message(Kind.CONSUMED, {"update": update, "group_ids": names}))
                 assembler.consumed(update)
                 update += 1
                 for kind, header in (
                     (Kind.VERSION, {"policy_version": update, "updates": update}),
                     (Kind.CHECKPOINTED, {"updates": update}),
                 ):
-                    await link.send(base.Message(kind, header))
+                    await link.send(protocol.Message(kind, header))
         seconds = time.perf_counter() - started
-        await link.send(base.Message(Kind.BYE, {"reason": "finished"}))
+        await link.send(protocol.Message(Kind.BYE, {"reason": "finished"}))
     return seconds, n_bytes
 
 
@@ -171,7 +162,9 @@ def through_afterplay(trajectories: int, tokens: int, turns: int) -> tuple[float
         config = resolve(loads("", overrides=overrides))
         file = Path(folder) / "config.yaml"
         file.write_text(dump(config))
-        stage = subprocess.Popen([sys.executable, "-m", "pipeline.cli", "replay", str(file)], stderr=subprocess.DEVNULL)
+        stage = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli.app", "replay", str(file)], stderr=subprocess.DEVNULL
+        )
         actor = multiprocessing.get_context("spawn").Process(
             target=run_actor, args=(config, tokens, turns), daemon=True
         )

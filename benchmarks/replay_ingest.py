@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.codec import encode_trajectory
 from pipeline.config import RunConfig
-from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Send
-from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Order, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.scorer.scorer import Scorer
-from pipeline.transport.base import Frames, Kind
-from pipeline.transport.base import Message as WireMessage
+from pipeline.stage.core import StageCore
+from pipeline.store.journal import Send
+from pipeline.store.store import ReplayStore
+from pipeline.transport.codec import encode_trajectory
+from pipeline.transport.protocol import Frames, Kind
+from pipeline.transport.protocol import Message as WireMessage
 
 TURNS, TOKENS = 8, 2000
 
@@ -69,7 +69,7 @@ def stage(path: Path, n: int, per_round: int, synchronous: str) -> tuple[float, 
     rng = np.random.default_rng(0)
     template = None
     arrivals: list[WireMessage] = []
-    from pipeline.codec import decode_order
+    from pipeline.transport.codec import decode_order
 
     for effect in effects:
         if isinstance(effect, Send) and effect.kind is Kind.ORDER:

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.replay_ingest import bare, stage, trajectory
 from pipeline.config import RunConfig
-from pipeline.replay.core import StageCore
-from pipeline.replay.importing import PoolWriter
-from pipeline.replay.store import ReplayStore
+from pipeline.experience.archive_transfer import PoolWriter
 from pipeline.schema import Order, Task
+from pipeline.stage.core import StageCore
+from pipeline.store.store import ReplayStore
 
 PER_TASK = 5
 ROOT = Path(__file__).resolve().parents[1]

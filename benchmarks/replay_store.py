@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.buffer import TrajectoryBuffer, join_steps, load
+from pipeline.store.buffer_index import join_steps
+from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
 T, B = 64, 8
 FIELDS = {"observation": 72, "next_observation": 64, "action": 7, "reward": 1, "done": 1, "logprob": 1}

@@ -35,10 +35,10 @@ import yaml
 
 from actors.environments import Environment, Episode, Reply, Step
 from pipeline.config.replay import EssGuardConfig
-from pipeline.replay.examine import examine_run
-from pipeline.replay.experience.guard import next_factor
+from pipeline.experience.mixing import next_factor
 from pipeline.schema import Message, Task
-from pipeline.supervisor.handle import RunHandle, start_run
+from pipeline.store.experience_report import examine_run
+from tests.support.run_handle import RunHandle, start_run
 
 LOCKS, NUMBERS = 8, 10
 STEPS, LAST = 60, 10
@@ -154,7 +154,7 @@ def write(directory: Path, name: str, config: dict[str, Any], pool: Path | None 
 def afterplay(*arguments: str) -> None:
     """The command line, which raises :class:`subprocess.CalledProcessError` where it fails."""
     subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *arguments], check=True, timeout=120, stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "pipeline.cli.app", *arguments], check=True, timeout=120, stdin=subprocess.DEVNULL
     )
 
 

@@ -30,11 +30,11 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.codec import decode_trajectory, encode_trajectory
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn, VersionSpan
-from pipeline.transport import base
-from pipeline.transport.base import Event, EventKind, Kind
+from pipeline.transport import protocol
+from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from pipeline.transport.outbox import Outbox
+from pipeline.transport.protocol import Event, EventKind, Kind
 from pipeline.transport.zeromq import ZmqHub, ZmqLink
 
 ADDRESS = "tcp://127.0.0.1:0"
@@ -152,7 +152,7 @@ def consume_hub(n: int, pipe: Connection, decode: bool) -> None:
         async with ZmqHub(ADDRESS) as hub:
             pipe.send(hub.address)
             up = await hub.receive()
-            await hub.send(up.peer, base.Message(Kind.WELCOME, {"credit_bytes": CREDIT_BYTES}))
+            await hub.send(up.peer, protocol.Message(Kind.WELCOME, {"credit_bytes": CREDIT_BYTES}))
             done: list[str] = []
             for i in range(1, n + 1):
                 message = (await hub.receive()).message
@@ -161,7 +161,7 @@ def consume_hub(n: int, pipe: Connection, decode: bool) -> None:
                     decode_trajectory(message.frames)
                 done.append(message.header["trajectory_id"])
                 if i % ACK_EVERY == 0 or i == n:
-                    await hub.send(up.peer, base.Message(Kind.ACK, {"trajectory_ids": done}))
+                    await hub.send(up.peer, protocol.Message(Kind.ACK, {"trajectory_ids": done}))
                     done = []
             while (await hub.receive()).kind is not EventKind.PEER_DOWN:
                 pass
@@ -174,7 +174,7 @@ def produce_link(n: int, address: str, pipe: Connection, encode: bool) -> None:
         trajectory = example()
         payload = encode_trajectory(trajectory)
         n_bytes = sum(memoryview(f).nbytes for f in payload)
-        outbox: Outbox[base.Frames] = Outbox(2 * CREDIT_BYTES)
+        outbox: Outbox[protocol.Frames] = Outbox(2 * CREDIT_BYTES)
         made = 0
 
         def settle(event: Event) -> int:
@@ -194,7 +194,7 @@ def produce_link(n: int, address: str, pipe: Connection, encode: bool) -> None:
                     outbox.add(f"g{made}", frames, n_bytes)
                     taken = outbox.take()
                     assert taken is not None
-                    await link.send(base.Message(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, taken[1]))
+                    await link.send(protocol.Message(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, taken[1]))
                 acknowledged += settle(await link.receive())
             pipe.send("done")
 

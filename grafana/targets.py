@@ -18,7 +18,7 @@ import yaml
 
 from grafana.prometheus_process import Target
 from pipeline.config import RunConfig
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 
 OUTPUT = Path(__file__).parent / "prometheus" / "targets.json"
 

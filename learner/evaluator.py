@@ -10,14 +10,14 @@ from contextlib import AsyncExitStack
 
 import anyio
 
-from learner.best import is_evaluated
-from learner.publisher.publisher import Publisher
+from learner.checkpoints.best import is_evaluated
 from learner.session import LearnerSession, Standing
+from learner.weights.publisher import Publisher
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.role import RoleContext
-from pipeline.rundir import read_json
-from pipeline.transport.base import Link
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import read_json
 from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.protocol import Link
 
 
 async def main(ctx: RoleContext) -> None:

@@ -7,10 +7,11 @@ answer, or the end of the run.
 With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner takes it before each update,
 once the version before is published, and leaves it before the new one is.
 
-Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the training
-of the next update; at most one publication is under way. The next batch is built beside the training too
-(:mod:`learner.preparing`). A checkpoint is copied in memory and written by
-:class:`learner.saving.CheckpointWriter`: the loop waits for the disk only when the write before is not through.
+Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the
+training of the next update; at most one publication is under way. The next batch is built beside the training too
+(:mod:`learner.data.prefetch`). A checkpoint is copied in memory and written by
+:class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the write before is not
+through.
 """
 
 from __future__ import annotations
@@ -25,26 +26,25 @@ import anyio.abc
 import anyio.to_thread
 from torch import Tensor
 
-from learner.best import is_evaluated
-from learner.checkpoint import CheckpointState, take_image
-from learner.choice import Choice
-from learner.device import DeviceTurn
-from learner.groups import Group
-from learner.metrics_log import MetricsLog
-from learner.preparing import Prepared, Preparer, prepare
-from learner.publisher.base import Publication
-from learner.publisher.factory import weights_to_publish
-from learner.recording import record_step, step_line, trained_facts
-from learner.report import StepReport
-from learner.rows import Batch
-from learner.saving import CheckpointWriter
+from learner.checkpoints.best import is_evaluated
+from learner.checkpoints.checkpoint import CheckpointState, take_image
+from learner.checkpoints.skipped_steps import write_skipped
+from learner.checkpoints.writer import CheckpointWriter
+from learner.data.groups import Group
+from learner.data.prefetch import Prepared, Preparer, prepare
+from learner.data.replay_choice import Choice
+from learner.data.rows import Batch
+from learner.device_turn import DeviceTurn
+from learner.observability.report import StepReport
+from learner.observability.timing import LoopClock
+from learner.recorder import MetricsLog, record_step, step_line, trained_facts
 from learner.session import LearnerSession
-from learner.skipped import write_skipped
-from learner.timing import LoopClock
-from learner.tracing import Tracer
-from learner.trainer import Trainer
+from learner.traces import Tracer
+from learner.training.trainer import Trainer
+from learner.weights.engine_keeper import Publication
+from learner.weights.publisher import weights_to_publish
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.role import RoleContext
+from pipeline.runtime.process import RoleContext
 
 log = logging.getLogger(__name__)
 EVALUATION_MARGIN_SECONDS = 60.0

@@ -11,30 +11,29 @@ import anyio.to_thread
 import torch
 from transformers.utils import logging as transformers_logging
 
-from learner.best import BestKeeper
-from learner.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, restore_training
-from learner.device import DeviceTurn, limit_memory
-from learner.folder import remove_leftovers
+from learner.build import make_trainer
+from learner.checkpoints.best import BestKeeper
+from learner.checkpoints.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, restore_training
+from learner.checkpoints.writer import STOP_SHARE, CheckpointWriter
+from learner.device_turn import DeviceTurn, limit_memory
+from learner.distributed.collectives import RankGroup
 from learner.loop import LearnerLoop
-from learner.making import make_trainer
-from learner.metrics_log import MetricsLog
 from learner.models.prepare import prepare_model
-from learner.policy import Interrupted
-from learner.publisher.factory import make_publisher
-from learner.publisher.publisher import published_versions
-from learner.publisher.quiet import quiet_engines
-from learner.ranks.group import RankGroup
-from learner.ranks.leading import Lead
-from learner.saving import STOP_SHARE, CheckpointWriter
+from learner.policy.backbone import Interrupted
+from learner.rank_zero import Lead
+from learner.recorder import MetricsLog
 from learner.session import LearnerSession, Standing
-from learner.tracing import tracing
-from learner.trainer import Trainer
+from learner.traces import tracing
+from learner.training.trainer import Trainer
+from learner.weights.colocated import quiet_engines
+from learner.weights.publisher import make_publisher, published_versions
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.role import RoleContext
-from pipeline.rundir import RunDirectory
-from pipeline.transport.base import Link
+from pipeline.runtime.atomic_folder import remove_leftovers
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.protocol import Link
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import anyio
 
-from learner.assembly import Group, GroupAssembler, Progress, Replay
-from learner.consumed import Trained
-from pipeline.codec import decode_plan, decode_trajectory
-from pipeline.config.training import GroupsConfig
+from learner.data.assembler import GroupAssembler, Progress
+from learner.data.groups import Group, Replay
+from learner.data.trained import Trained
+from pipeline.config.learner import GroupsConfig
 from pipeline.errors import TrainingError, TransportClosed, TransportError, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.base import EventKind, Kind, Limits, Link, Message
+from pipeline.transport.codec import decode_plan, decode_trajectory
+from pipeline.transport.protocol import EventKind, Kind, Limits, Link, Message
 
 log = logging.getLogger(__name__)
 

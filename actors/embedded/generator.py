@@ -1,4 +1,7 @@
-"""The model behind the routes: generate, cancel, pause, load, stamp, resume, sleep, wake."""
+"""The model behind the routes: generate, cancel, pause, load, stamp, resume, sleep, wake.
+
+Load a safetensors folder into a live model, all of it or nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,46 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from actors.embedded.batching import Batching
 from actors.embedded.options import EngineOptions
-from actors.embedded.requests import Bounds, GenerateRequest, Refused
-from actors.embedded.resting import TAGS, WEIGHTS, Rest
-from actors.embedded.versions import Span, VersionRecord
-from actors.embedded.weights import load_weights
+from actors.embedded.requests import Bounds, GenerateRequest, Refused, Span, VersionRecord
+from actors.embedded.sleep import TAGS, WEIGHTS, Rest
+
+
+def load_weights(model: Any, folder: Path) -> int:
+    """Copy the tensors of ``folder/*.safetensors`` into ``model`` in place, cast to its dtype; returns how many.
+
+    Raises :class:`Refused` (400) before anything changes when a tensor is missing, unknown or of another shape.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise Refused(400, f"weights_path: no *.safetensors files in {folder}")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            tensors.update(load_file(file))
+    except (OSError, SafetensorError) as error:
+        raise Refused(400, f"weights_path: cannot read {file}: {error}") from error
+    state: dict[str, torch.Tensor] = model.state_dict()
+    covered = {state[name].data_ptr() for name in tensors if name in state}
+    missing = sorted(name for name, tensor in state.items() if name not in tensors and tensor.data_ptr() not in covered)
+    unknown = sorted(tensors.keys() - state.keys())
+    if missing or unknown:
+        raise Refused(
+            400, f"weights_path: {folder} does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != state[name].shape:
+            raise Refused(
+                400, f"weights_path: {name} has shape {tuple(tensor.shape)}, the model has {tuple(state[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            state[name].copy_(tensor)
+    return len(tensors)
+
 
 T = TypeVar("T")
 _log = logging.getLogger("afterplay.engine")
@@ -141,7 +180,7 @@ class Generator:
 
     async def wake_up(self, tags: Sequence[str] = TAGS) -> bool:
         """Take the memory of ``tags`` back, and go on once nothing sleeps any more; whether that is so. Raises
-        :class:`Refused` (400) as :meth:`actors.embedded.resting.Rest.wake`."""
+        :class:`Refused` (400) as :meth:`actors.embedded.sleep.Rest.wake`."""
 
         def wake() -> bool:
             slept = bool(self._rest.asleep)

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if not (options.model / "config.json").exists():
-        _log.error("no model in %s: run 'python -m learner.models FILE' first", options.model)
+        _log.error("no model in %s: run 'python -m learner.models.prepare FILE' first", options.model)
         return 2
     _quiet_libraries(options.threads)
     import uvloop
@@ -89,3 +89,7 @@ def _quiet_libraries(threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,1 @@
-"""Inference engines as the actor sees them: a client for vLLM's routes, a sticky router, a stub for tests."""
+"""The client of an inference engine: HTTP, sticky routing, pool, failover."""

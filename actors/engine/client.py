@@ -3,7 +3,8 @@
 ``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the
 client goes over to ``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET
 /weight_info``, asked before and after each request. If the version changed under the request, the boundary is unknown
-and all its tokens get the older version: staleness is never understated."""
+and all its tokens get the older version: staleness is never understated.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +14,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from actors.engine.answers import read_completion, read_generate, read_prefix_cache, read_version
-from actors.engine.base import Generation, PrefixCache, Sampling
-from actors.engine.patience import Patience
+from actors.engine.base import Generation, Patience, PrefixCache, Sampling
+from actors.engine.responses import read_completion, read_generate, read_prefix_cache, read_version
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"

@@ -2,7 +2,8 @@
 
 *Consumes* requests for a lease; *produces* an engine to send to. *Waits* while no engine is fit, at most
 ``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once when
-a request failed or found only old weights."""
+a request failed or found only old weights.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from actors.engine.base import Engine, PrefixCache
-from actors.engine.patience import Patience
+from actors.engine.base import Engine, Patience, PrefixCache
 from actors.engine.router import UNSTAMPED, Lease, MoveReason, Placement, Router, RouterStatistics
 from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics

@@ -6,7 +6,8 @@ engine is *fit* for a request when it is alive and its policy version is at leas
 
 Invariants, property-tested: the in-flight count of an engine equals its unreleased leases; a session with a lease in
 flight is never forgotten; at most ``sessions_max`` idle sessions are kept; releasing twice or after ``finish``
-changes nothing."""
+changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,6 @@
 of it."""
 
 from actors.environments.base import Environment, Episode, Reply, Step, ToolUse
-from pipeline.owned import kept_running
+from pipeline.runtime.plugin_guard import kept_running
 
 __all__ = ["Environment", "Episode", "Reply", "Step", "ToolUse", "kept_running"]

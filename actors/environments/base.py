@@ -25,6 +25,8 @@ A complete environment, in a file that nobody else has to know::
 
         def step(self, reply: Reply) -> Step:
             return Step(reward=float(self.word in reply), done=True)
+
+How the built-in environments declare their options: typed, bounded, unknown ones refused.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from pydantic import ConfigDict
 
 from pipeline.schema import FinishReason, Message, Task
 
@@ -124,3 +128,6 @@ class Environment(ABC):
     def tools(self) -> Sequence[Any]:
         """Tools that all its episodes share, asked once. See :attr:`Episode.tools`."""
         return ()
+
+
+STRICT_OPTIONS = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)

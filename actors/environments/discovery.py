@@ -2,27 +2,36 @@
 
 ``arithmetic`` (built in), ``babyai`` (an adapter to a package), an entry point of the group
 ``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``. Whatever cannot be found or built is a
-:class:`ConfigurationError` that names the section and what would have worked."""
+:class:`ConfigurationError` that names the section and what would have worked.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any, cast
 
-from actors import plugins
+from actors.environments import plugins
 from actors.environments.base import Environment
-from actors.environments.packages.catalogue import ADAPTERS
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
 GROUP = "afterplay.environments"
 BUILT_IN = {
-    "arithmetic": "actors.environments.arithmetic:Arithmetic",
-    "big_sums": "actors.environments.big_sums:BigSums",
-    "number_guess": "actors.environments.number_guess:NumberGuess",
-    "passcode": "actors.environments.passcode:Passcode",
-    "program": "actors.environments.program:Program",
-    "question": "actors.environments.question:Question",
+    "arithmetic": "actors.adapters.games:Arithmetic",
+    "big_sums": "actors.adapters.big_sums:BigSums",
+    "number_guess": "actors.adapters.games:NumberGuess",
+    "passcode": "actors.adapters.games:Passcode",
+    "program": "actors.adapters.games:Program",
+    "question": "actors.adapters.question:Question",
+    "alfworld": "actors.adapters.alfworld:AlfWorld",
+    "appworld": "actors.adapters.appworld:AppWorldTasks",
+    "babyai": "actors.adapters.babyai:BabyAI",
+    "bfcl": "actors.adapters.bfcl:BFCL",
+    "gymnasium": "actors.adapters.gymnasium_text:Gymnasium",
+    "openenv": "actors.adapters.openenv:OpenEnv",
+    "reasoning_gym": "actors.adapters.reasoning:ReasoningGym",
+    "textarena": "actors.adapters.text_arena:TextArena",
+    "textworld_express": "actors.adapters.text_world:TextWorldExpress",
 }
 
 
@@ -35,19 +44,15 @@ def build(section: str, config: EnvironmentConfig) -> Environment:
 
 def names() -> list[str]:
     """Every name that can be given without a colon."""
-    return plugins.names(GROUP, _known())
+    return plugins.names(GROUP, BUILT_IN)
 
 
 def find(name: str, where: str = "environments") -> type[Environment]:
     """The class behind ``name``. Raises :class:`ConfigurationError`."""
-    found = plugins.find(name, where, GROUP, _known(), "environment")
+    found = plugins.find(name, where, GROUP, BUILT_IN, "environment")
     if not inspect.isclass(found):
         raise ConfigurationError(f"{where}: expected {name} to be a class with a method start(task), got {found!r}")
     return cast("type[Environment]", _startable(found, name, where))
-
-
-def _known() -> dict[str, str]:
-    return {**BUILT_IN, **{name: adapter.path for name, adapter in ADAPTERS.items()}}
 
 
 def _startable(found: Any, name: str, where: str) -> Any:

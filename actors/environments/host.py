@@ -2,6 +2,12 @@
 
 Everything that plug-in code raises, returns wrongly or takes too long for becomes a :class:`PlugInError` with the
 boundary ``environment start``, ``environment step`` or ``environment close``, and a message that names the section.
+
+Threads for environments that block.
+
+anyio's worker threads are joined at exit, so one hung environment would keep the process alive for ever, and an
+abandoned call gives its place back at once, so hung calls would pile up. Here threads are daemons, and a hung call
+keeps its place.
 """
 
 from __future__ import annotations
@@ -11,20 +17,66 @@ import copy
 import inspect
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import build
-from actors.environments.threads import BlockingCalls
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary
 from pipeline.schema import Message, Task
 from pipeline.tasks.splits import encode_splits
+
+T = TypeVar("T")
+
+
+class BlockingCalls:
+    """At most ``threads_max`` calls at once, hung ones included; others wait their turn (and are cancelled cleanly)."""
+
+    def __init__(self, threads_max: int) -> None:
+        self._places = asyncio.Semaphore(threads_max)
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind, still holding its place."""
+        await self._places.acquire()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(value: T | None, error: BaseException | None) -> None:
+            self._places.release()
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)  # type: ignore[arg-type]
+
+        def call() -> None:
+            value: T | None = None
+            failure: BaseException | None = None
+            try:
+                value = function(*args)
+            except Exception as error:
+                failure = RuntimeError("StopIteration escaped") if isinstance(error, StopIteration) else error
+            except BaseException as error:
+                failure = RuntimeError(f"{type(error).__name__} escaped: {error}")
+            try:
+                loop.call_soon_threadsafe(settle, value, failure)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits for this any more
+
+        try:
+            threading.Thread(target=call, daemon=True, name="environment").start()
+        except BaseException:
+            self._places.release()
+            raise
+        return await future
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,1 @@
-"""From messages to token ids, without ever tokenising again what was sampled."""
-
-from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
-
-__all__ = ["Conversation", "Renderer", "load_tokenizer"]
+"""Messages to token ids and back, without re-tokenising what was sampled."""

@@ -16,7 +16,8 @@ earlier stays.
 A tokenizer cuts its input at special tokens before it does anything else, so the rest is tokenised behind the
 end-of-turn token and the ids are those of the whole text. Only a template without special tokens around turns can
 give other ids than a tokenisation of the whole text would; the ids that are recorded are those that the engine sees
-in either case."""
+in either case.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.rendering.tooling import ToolSchema, style_of
+from actors.rendering.tool_messages import ToolSchema, style_of
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
 

@@ -1,6 +1,6 @@
 """What the policy can call. A new tool is one class or one function; see :mod:`actors.tools.base`."""
 
 from actors.tools.base import FunctionTool, Tool, ToolError, ToolResult, Toolset
-from pipeline.owned import kept_running
+from pipeline.runtime.plugin_guard import kept_running
 
 __all__ = ["FunctionTool", "Tool", "ToolError", "ToolResult", "Toolset", "kept_running"]

@@ -24,12 +24,18 @@ A complete tool, in a file that nobody else has to know::
                 raise ToolError("that country is not known") from None
 
 A plain function with type hints and a docstring is a tool too: :class:`FunctionTool`.
+
+Arguments against a tool's JSON schema, and the schema as chat templates take it.
+
+From the names in the run file to constructed tools.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import itertools
 import re
 import types
 import typing
@@ -39,7 +45,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from actors.environments.threads import BlockingCalls
+import jsonschema
+import referencing
+
+from actors.environments.host import BlockingCalls
+from actors.environments.plugins import construct, find
+from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -190,3 +201,93 @@ def _schema_of_hint(hint: Any, where: str) -> dict[str, Any]:
     if hint is dict or origin is dict:
         return {"type": "object"}
     raise TypeError(f"{where}: no JSON schema is known for the type hint {hint!r}; write a Tool with its own schema")
+
+
+Check = Callable[[Mapping[str, Any]], str | None]
+"""None where the arguments satisfy the schema, else what the policy is told."""
+FAULTS_SHOWN_MAX = 3
+
+
+def schema_of_tool(tool: Any, where: str) -> dict[str, Any]:
+    """``{"type": "function", "function": {...}}``, a copy that the tool cannot change any more.
+
+    Raises :class:`ConfigurationError` for something that is no tool."""
+    name, description = getattr(tool, "name", None), getattr(tool, "description", "")
+    if not isinstance(tool, Tool):
+        raise ConfigurationError(f"{where}: expected a Tool, got {type(tool).__qualname__}")
+    if not isinstance(name, str) or NAME_PATTERN.fullmatch(name) is None:
+        raise ConfigurationError(f"{where}: expected a tool's name of letters, digits, _, . and -, got {name!r}")
+    if not isinstance(description, str):
+        raise ConfigurationError(f"{where}: expected the description of {name} to be text, got {description!r}")
+    parameters = getattr(tool, "parameters", None)
+    if not isinstance(parameters, Mapping):
+        raise ConfigurationError(f"{where}: expected the parameters of {name} to be a JSON schema, got {parameters!r}")
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": copy.deepcopy(dict(parameters))},
+    }
+
+
+def check_of(schema: Mapping[str, Any], where: str) -> Check:
+    """What checks arguments against ``schema["function"]["parameters"]``. References to other documents are not
+    followed. Raises :class:`ConfigurationError` for a schema that is none."""
+    function = schema["function"]
+    try:
+        jsonschema.Draft202012Validator.check_schema(function["parameters"])
+    except jsonschema.SchemaError as error:
+        raise ConfigurationError(
+            f"{where}: the parameters of {function['name']} are no JSON schema: {error.message}"
+        ) from error
+    validator = jsonschema.Draft202012Validator(function["parameters"], registry=referencing.Registry())
+
+    def check(arguments: Mapping[str, Any]) -> str | None:
+        try:
+            errors = itertools.islice(validator.iter_errors(dict(arguments)), FAULTS_SHOWN_MAX)
+            faults = [_words(error) for error in errors]
+        except Exception as error:
+            return f"its arguments could not be checked: {type(error).__name__}"
+        return "; ".join(faults) or None
+
+    return check
+
+
+def _words(error: jsonschema.ValidationError) -> str:
+    place = ".".join(str(part) for part in error.absolute_path)
+    text = error.message if len(error.message) <= 200 else error.message[:200] + "..."
+    return f"{place}: {text}" if place else text
+
+
+GROUP = "afterplay.tools"
+BUILT_IN = {
+    "calculator": "actors.tools.calculator:Calculator",
+    "python": "actors.tools.python:Python",
+    "search": "actors.tools.search:Search",
+    "mcp": "actors.tools.mcp:MCP",
+}
+
+
+def build_tool(
+    name: str, options: Mapping[str, Any], where: str, threads: BlockingCalls | None = None
+) -> Tool | Toolset:
+    """A class that is constructed with ``options``, or a function as it is. Raises :class:`ConfigurationError`."""
+    found = find(name, where, GROUP, BUILT_IN, "tool")
+    if inspect.isclass(found):
+        tool = construct(found, options, where)
+        if not isinstance(tool, Tool | Toolset):
+            raise ConfigurationError(f"{where}: expected {name} to be a Tool or a function, got {found!r}")
+        return tool
+    if options:
+        raise ConfigurationError(f"{where}: {name} is a function and takes no options, got {dict(options)}")
+    return as_tool(found, where, threads)
+
+
+def as_tool(found: Any, where: str, threads: BlockingCalls | None = None) -> Tool:
+    """A tool as it is, or a function as one. Raises :class:`ConfigurationError`."""
+    if isinstance(found, Tool):
+        return found
+    if not callable(found) or not hasattr(found, "__name__"):
+        raise ConfigurationError(f"{where}: expected a Tool or a function, got {repr(found)[:200]}")
+    try:
+        return FunctionTool(found, threads=threads)
+    except (TypeError, NameError, ValueError) as error:
+        raise ConfigurationError(f"{where}: {error}") from error

@@ -2,7 +2,8 @@
 
 One connection for each actor, kept by :meth:`MCP.serve`: opened when the actor starts, pinged, and opened again (the
 process started again) when it breaks or three calls in a row get no answer. A call that was under way then fails and is
-told so; it is never made twice. Works with mcp 1.x and 2.x, whose names differ in places."""
+told so; it is never made twice. Works with mcp 1.x and 2.x, whose names differ in places.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import anyio
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from actors.environments.options import STRICT_OPTIONS
+from actors.environments.base import STRICT_OPTIONS
 from actors.tools.base import NAME_PATTERN, Tool, ToolError, ToolResult, Toolset
 from pipeline.errors import ConfigurationError
 

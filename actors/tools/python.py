@@ -22,7 +22,7 @@ import anyio
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.environments.options import STRICT_OPTIONS
+from actors.environments.base import STRICT_OPTIONS
 from actors.tools.base import Tool, ToolError, ToolResult
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task

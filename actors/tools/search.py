@@ -1,7 +1,8 @@
 """``search``: full-text search over a JSONL corpus, by SQLite's FTS5 and its BM25 ranking.
 
 The index is one file, built when the first actor needs it and used by all; without ``index`` it is a temporary file of
-this actor. Queries run in threads, one connection each, read-only."""
+this actor. Queries run in threads, one connection each, read-only.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from pathlib import Path
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.environments.options import STRICT_OPTIONS
-from actors.environments.threads import BlockingCalls
+from actors.environments.base import STRICT_OPTIONS
+from actors.environments.host import BlockingCalls
 from actors.tools.base import Tool, ToolError, ToolResult
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learner.rows import Row
+from learner.data.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The sides of ``benchmarks.learner_step``: one process trains the same rows for some steps in one way, and prints what
 it measured as a line of JSON.
 
-* ``learner``: :class:`learner.trainer.Trainer` as a run file without ``learner.packing`` has it; ``learner_padded``,
-  ``learner_packed`` and ``learner_shared`` lay the rows out in one way.
+* ``learner``: :class:`learner.training.trainer.Trainer` as a run file without ``learner.packing`` has it;
+  ``learner_padded``, ``learner_packed`` and ``learner_shared`` lay the rows out in one way.
 * ``bare``: what a short script does with transformers: padded micro-batches of rows of similar length, autocast forward
   with labels, backward, gradient clipping, AdamW. ``bare_rows``: the same one row at a time, so no padding at all.
   ``bare_selecting``: as ``bare``, and only positions with a label pass the output layer.
@@ -27,10 +27,10 @@ import torch
 
 from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.trl import trl_train
-from learner.batching import plan_microbatches
-from learner.policy import Policy
-from learner.rows import Batch, Row
-from learner.trainer import Trainer
+from learner.data.microbatch import plan_microbatches
+from learner.data.rows import Batch, Row
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 
 LEARNER: dict[str, dict[str, Any]] = {

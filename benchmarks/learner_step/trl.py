@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.learner_step.case import Case, make_rows
-from learner.rows import Row
+from learner.data.rows import Row
 
 
 def trl_train(case: Case, started: Callable[[], None], ended: Callable[[], None], directory: Path) -> None:

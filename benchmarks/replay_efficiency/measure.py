@@ -25,11 +25,11 @@ from benchmarks.replay_efficiency.records import (
     tokens_until,
     training_of,
 )
+from pipeline.cli.viewer.progress import read_lines
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
-from pipeline.rundir import write_bytes_atomically
-from pipeline.supervisor.handle import RunHandle, start_run
-from pipeline.supervisor.progress import read_lines
+from pipeline.runtime.rundir import write_bytes_atomically
+from tests.support.run_handle import RunHandle, start_run
 
 Value = TypeVar("Value")
 END_SECONDS_MAX = 90.0

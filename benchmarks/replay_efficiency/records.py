@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeline.cli.viewer.progress import Line
 from pipeline.errors import AfterplayError, StoreError
-from pipeline.replay.reading import reading
-from pipeline.rundir import read_json, write_json_atomically
-from pipeline.supervisor.progress import Line
+from pipeline.runtime.rundir import read_json, write_json_atomically
+from pipeline.store.queries import reading
 
 _SAMPLED = "SELECT coalesce(sum(n_sampled), 0) FROM trajectories WHERE group_number >= 0 AND received_at <= ?"
 """Every trajectory that was played in this run, whatever became of it; imported ones have no group."""

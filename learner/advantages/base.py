@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.advantage import AdvantageConfig
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 
 FloatArray = npt.NDArray[np.float64]

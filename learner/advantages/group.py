@@ -14,7 +14,7 @@ import numpy as np
 
 from learner.advantages.base import Estimates, Estimator, FloatArray, Played, groups_of
 from learner.advantages.rewards import group_returns
-from pipeline.config.advantage import AdvantageConfig
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 
 GroupRule = Callable[[FloatArray, AdvantageConfig], FloatArray]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from learner.advantages.base import Estimator
+from learner.advantages.cpo import cpo
 from learner.advantages.group import by_group, by_group_and_length, gpg, grpo, maxrl, opo, pass_at_k, rloo
-from learner.advantages.hints import cpo
 from learner.advantages.returns import gae, reinforce_pp, reinforce_pp_baseline, remax
-from pipeline.config.advantage import AdvantageConfig
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError
-from pipeline.scorer.resolve import resolve
+from pipeline.scorer.conversation import resolve
 
 EVIDENCE = frozenset({"logprobs", "entropies", "reference", "values", "hinted"})
-"""Fields of :class:`learner.evidence.Evidence` that the trainer can gather."""
+"""Fields of :class:`learner.data.evidence.Evidence` that the trainer can gather."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from learner.advantages.base import Estimates, Played, needed, whitened
 from learner.advantages.group import centred
 from learner.advantages.rewards import discounted, token_rewards
-from pipeline.config.advantage import AdvantageConfig
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 
 

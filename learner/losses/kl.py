@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config.loss import LossConfig
+from pipeline.config.algorithm import LossConfig
 from pipeline.errors import TrainingError
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learner.rows import Row
+from learner.data.rows import Row
 
 
 def cross_entropy(logprobs_S: Tensor, mask_S: Tensor, share: float) -> Tensor:

@@ -51,7 +51,7 @@ class ModelInfo:
         except FileNotFoundError:
             raise ConfigurationError(
                 f"expected a prepared model in {path} (with {MANIFEST}), found none: "
-                "run 'python -m learner.models FILE' "
+                "run 'python -m learner.models.prepare FILE' "
                 "with the run file, or 'afterplay run FILE', which does it first"
             ) from None
         except (ValueError, KeyError, TypeError) as error:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 from filelock import FileLock
 
 from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
-from learner.models.package import write_package_model
-from learner.models.sources import make_readable, write_folder_model, write_hub_model
+from learner.models.sources import make_readable, write_folder_model, write_hub_model, write_package_model
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError
+from pipeline.errors import AfterplayError, ConfigurationError
 
 
 def prepare_model(config: RunConfig, target: Path) -> ModelInfo:
@@ -92,3 +93,33 @@ def _replace_template(folder: Path, template: str, trust_remote_code: bool) -> N
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+
+
+def main(arguments: list[str]) -> int:
+    """``FILE [--set section.key=value ...]``. Exit code 0, or 2 with one line about what is wrong."""
+    from pipeline.config.load import load_config
+    from pipeline.runtime.rundir import RunDirectory
+
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: python -m learner.models.prepare FILE [--set section.key=value ...]", file=sys.stderr)
+        return 2
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        sets = [value for flag, value in itertools.pairwise(arguments[1:]) if flag == "--set"]
+        config = load_config(Path(arguments[0]), sets)
+        info = prepare_model(config, RunDirectory(config.run.path).model)
+    except AfterplayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{info.source}: {info.architecture}, {info.parameters:,} parameters, "
+        f"vocabulary {info.vocabulary_size}, in {info.path}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

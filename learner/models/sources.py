@@ -1,10 +1,20 @@
-"""Model folders from a local folder or from the Hugging Face hub."""
+"""Model folders from a local folder or from the Hugging Face hub.
+
+Model folders from a model inside an installed Python package (``package:NAME``), for machines without a hub.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
+import tempfile
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
 
 from pipeline.errors import ConfigurationError
 
@@ -85,3 +95,88 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:200]
+
+
+_CONVERTER = 1
+"""Raised when the conversion changes, so that cached folders of an older one are not used."""
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: ``AFTERPLAY_CACHE``, or ``~/.cache/afterplay``."""
+    return Path(os.environ.get("AFTERPLAY_CACHE") or "~/.cache/afterplay").expanduser()
+
+
+def write_package_model(name: str, folder: Path) -> None:
+    """Place the model of the installed distribution ``name``.
+
+    It carries a folder with ``config.json``, or one GGUF file, which is converted once (20 s).
+
+    Raises :class:`ConfigurationError` when the package is not installed or carries no model.
+    """
+    source = _find(name)
+    if source.is_dir():
+        write_folder_model(source, folder)
+        return
+    place(sorted(_converted(name, source).iterdir()), folder)
+
+
+def _find(name: str) -> Path:
+    try:
+        distribution = metadata.distribution(name)
+    except (metadata.PackageNotFoundError, ValueError) as error:
+        raise ConfigurationError(
+            f"model.source: the Python package {name!r} is not installed; run 'pip install {name}' in this environment"
+        ) from error
+    files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
+    folders = [file.parent for file in files if file.name == "config.json" and any(file.parent.glob("*.safetensors"))]
+    ggufs = [file for file in files if file.suffix == ".gguf" and file.exists()]
+    if len(folders) + len(ggufs) != 1:
+        raise ConfigurationError(
+            f"model.source: expected the package {name!r} to carry one model "
+            "(a GGUF file, or a folder with config.json and "
+            f"*.safetensors), found {len(folders) + len(ggufs)}"
+        )
+    return (folders + ggufs)[0]
+
+
+def _converted(name: str, gguf: Path) -> Path:
+    """The cached conversion of ``gguf``, made when it is not there."""
+    stat = gguf.stat()
+    key = hashlib.sha256(f"{_CONVERTER} {gguf.name} {stat.st_size} {metadata.version(name)}".encode()).hexdigest()[:16]
+    done = cache_folder() / "models" / f"{name}-{key}"
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(done.parent / f".{done.name}.lock"):
+        if done.is_dir():
+            return done
+        scratch = Path(tempfile.mkdtemp(prefix=f".{done.name}.", dir=done.parent))
+        try:
+            _convert(gguf, scratch)
+            make_readable(scratch)
+            os.rename(scratch, done)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+    return done
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write ``gguf`` as a plain checkpoint in bfloat16; quantisation is undone and forgotten."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    except ImportError as error:
+        raise ConfigurationError(f"reading {gguf.name} needs the packages gguf and accelerate: {error}") from error
+    except Exception as error:
+        raise ConfigurationError(f"transformers cannot read {gguf}: {type(error).__name__}: {error}") from error
+    for owner, attribute in ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "is_quantized")):
+        if hasattr(owner, attribute):
+            delattr(owner, attribute) if attribute in vars(owner) else setattr(owner, attribute, None)
+    eos = [tokenizer.eos_token_id]
+    model.generation_config.eos_token_id = eos
+    model.generation_config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,4 +1,7 @@
-"""Commands and their help. Each does its work elsewhere, imported when it is called, so that ``--help`` is quick."""
+"""Commands and their help. Each does its work elsewhere, imported when it is called, so that ``--help`` is quick.
+
+``afterplay eval``: its options. The work is in :mod:`pipeline.supervisor.evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,49 @@ from typing import Annotated, NoReturn
 import typer
 
 from pipeline.cli.env import app as env_app
-from pipeline.cli.evaluate import evaluate
-from pipeline.cli.replay import START
-from pipeline.cli.replay import app as replay_app
+from pipeline.cli.experience import START
+from pipeline.cli.experience import app as replay_app
 from pipeline.cli.show import show
 from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, ConfigurationError
+from pipeline.runtime.process import ExitCode
+
+
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run directory, or a run file.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", "-c", metavar="N|best|latest", help="Which weights: after N updates, or by name."),
+    ] = None,
+    split: Annotated[str | None, typer.Option("--split", help="The split whose tasks are played.")] = None,
+    tasks: Annotated[int | None, typer.Option("--tasks", min=1, help="Tasks of each environment.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Rollouts of each task.")] = None,
+    greedy: Annotated[
+        bool | None, typer.Option("--greedy/--sampled", help="Likeliest tokens, or sampled (pass@k needs that).")
+    ] = None,
+    pass_at: Annotated[
+        list[int] | None, typer.Option("--pass-at", metavar="K", min=1, help="A k of pass@k. May be repeated.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value. May be repeated.")
+    ] = None,
+) -> None:
+    """Play held-out tasks with the weights of a checkpoint, without training, and print a table.
+
+    What is not said here is as the section `evaluation` of the run file has it. Without --checkpoint a run directory is
+    evaluated at its newest checkpoint, and a run file (or a run without checkpoints) at its initial model. Starts
+    engines, actors and a replay stage of its own, in a folder below the run; a run that is alive may go on meanwhile.
+    Ends with 0 when every environment has a score, else with 1.
+
+      afterplay eval runs/tiny --checkpoint best
+      afterplay eval runs/tiny --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
+      afterplay eval configs/tiny.yaml --split eval
+    """
+    from pipeline.supervisor.evaluate import Asked, evaluate_checkpoint
+
+    asked = Asked(checkpoint, split, tasks, samples, greedy, tuple(pass_at or ()))
+    raise typer.Exit(evaluate_checkpoint(target, asked, sets or []))
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -87,9 +128,9 @@ def engine(file: File, index: Index = 0, sets: Sets = None) -> None:
 
     afterplay engine configs/two_engines.yaml --index 1 --set engine.port=8100
     """
-    from pipeline.role import load_main
+    from pipeline.runtime.process import load_main
 
-    raise typer.Exit(load_main("actors.engine.servers.launch:main")(_load(file, sets), index))
+    raise typer.Exit(load_main("actors.servers.launch:main")(_load(file, sets), index))
 
 
 @app.command()
@@ -107,7 +148,7 @@ def replay(file: File, sets: Sets = None) -> None:
 
     afterplay replay configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
     """
-    _role("replay", 0, "pipeline.replay.role:main", file, sets)
+    _role("replay", 0, "pipeline.stage.role:main", file, sets)
 
 
 @app.command()
@@ -118,7 +159,7 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     start them instead, also on several machines; then leave learner.ranks out.
 
       afterplay learner configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
-      torchrun --nproc-per-node 2 -m pipeline.cli learner configs/tiny.yaml
+      torchrun --nproc-per-node 2 -m pipeline.cli.app learner configs/tiny.yaml
     """
     if os.environ.get("RANK", "0") != "0":
         _follow(file, sets)
@@ -139,8 +180,8 @@ def prepare(file: File, sets: Sets = None) -> None:
 
       afterplay prepare configs/quickstart.yaml
     """
-    from pipeline.role import configure_logging, load_main
-    from pipeline.rundir import RunDirectory
+    from pipeline.runtime.process import configure_logging, load_main
+    from pipeline.runtime.rundir import RunDirectory
 
     configure_logging("prepare")
     config = _load(file, sets)
@@ -173,7 +214,7 @@ def status(run_directory: Run) -> None:
     afterplay status runs/tiny
     """
     from pipeline.cli.status import show_status
-    from pipeline.rundir import RunDirectory
+    from pipeline.runtime.rundir import RunDirectory
 
     raise typer.Exit(show_status(RunDirectory(run_directory)))
 
@@ -184,8 +225,8 @@ def plot(run_directory: Run) -> None:
 
     afterplay plot runs/tiny
     """
-    from pipeline.plots import draw
-    from pipeline.rundir import RunDirectory
+    from pipeline.cli.viewer.plots import draw
+    from pipeline.runtime.rundir import RunDirectory
 
     directory = RunDirectory(run_directory)
     problem = draw(directory.metrics_file, directory.curves_file)
@@ -228,7 +269,7 @@ def config_show(
 
     afterplay config show configs/tiny.yaml > mine.yaml
     """
-    from pipeline.config.show import show
+    from pipeline.config.explain import show
 
     typer.echo(show(_load(file, sets), plain), nl=False)
 
@@ -240,7 +281,7 @@ def _load(file: Path, sets: list[str] | None) -> RunConfig:
 
 
 def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) -> NoReturn:
-    from pipeline.role import load_main, role_name, run_role
+    from pipeline.runtime.process import load_main, role_name, run_role
 
     config = _load(file, sets)
     code = run_role(role_name(role, index), index, config, load_main(main))
@@ -253,10 +294,12 @@ def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) 
 
 def _follow(file: Path, sets: list[str] | None) -> NoReturn:
     """A rank other than 0 under torchrun."""
-    from pipeline.role import load_main
+    from pipeline.runtime.process import load_main
 
     config = _load(file, sets)
-    code = load_main("learner.ranks.follower:run")(config, load_main("learner.ranks.joining:place_of")(config.learner))
+    code = load_main("learner.rank_worker:run")(
+        config, load_main("learner.distributed.collectives:place_of")(config.learner)
+    )
     logging.shutdown()
     os._exit(code)
 
@@ -265,3 +308,18 @@ def _refuse(message: str) -> NoReturn:
     from pipeline.errors import ConfigurationError
 
     raise ConfigurationError(message)
+
+
+def entry() -> None:
+    """Console script: refusals are one message on stderr, not a traceback."""
+
+    try:
+        app(prog_name="afterplay")
+    except AfterplayError as error:
+        print(f"afterplay: {error}", file=sys.stderr)
+        wrong = isinstance(error, ConfigurationError)
+        sys.exit(ExitCode.CONFIGURATION if wrong else ExitCode.FAILED)
+
+
+if __name__ == "__main__":
+    entry()

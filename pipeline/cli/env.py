@@ -10,7 +10,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Environments: list, show, play by hand, and make your own.")
 
-_COMMANDS = "actors.environments.commands"
+_COMMANDS = "actors.env_commands"
 _COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 
 Name = Annotated[
@@ -34,10 +34,10 @@ def list_() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pipeline.role import load_main
+    from pipeline.runtime.process import load_main
 
     table = Table("name", "kind", "what it is", "ready", box=None, header_style="bold")
-    for entry in load_main(f"{_COMMANDS}.describing:entries")():
+    for entry in load_main(f"{_COMMANDS}.describe:entries")():
         table.add_row(entry.name, entry.kind, entry.summary, entry.missing or entry.server or "yes")
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
@@ -49,9 +49,9 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     afterplay env show babyai
     afterplay env show babyai --set level=BabyAI-PickupLoc-v0 --seed 3
     """
-    from pipeline.role import load_main
+    from pipeline.runtime.process import load_main
 
-    details = load_main(f"{_COMMANDS}.describing:details")(name, _options(sets), seed)
+    details = load_main(f"{_COMMANDS}.describe:details")(name, _options(sets), seed)
     say = typer.echo
     say(typer.style(details.entry.name, bold=True) + f" ({details.entry.kind})")
     if details.entry.missing is not None:
@@ -111,9 +111,9 @@ def play(
       afterplay env play babyai --expert
       afterplay env play arithmetic --engine http://127.0.0.1:8100 --model runs/quickstart/model
     """
-    from pipeline.role import load_main
+    from pipeline.runtime.process import load_main
 
-    load_main(f"{_COMMANDS}.playing:play")(
+    load_main(f"{_COMMANDS}.play:play")(
         name,
         _options(sets),
         seed,
@@ -143,9 +143,9 @@ def demonstrate(
 
     afterplay env demonstrate babyai --count 200 --out babyai.jsonl
     """
-    from pipeline.role import load_main
+    from pipeline.runtime.process import load_main
 
-    written, left_out = load_main(f"{_COMMANDS}.demonstrating:demonstrate")(
+    written, left_out = load_main(f"{_COMMANDS}.demonstrate:demonstrate")(
         name, _options(sets), section or name, range(first, first + count), out
     )
     typer.echo(f"{written} episodes in {out}" + (f"; the expert gave up {left_out}" if left_out else ""))
@@ -162,7 +162,7 @@ def new(
 
     afterplay env new colours && cd afterplay-colours && pip install -e '.[test]' && pytest
     """
-    from pipeline.role import load_main
+    from pipeline.runtime.process import load_main
 
     folder = folder or Path(f"afterplay-{name.replace('_', '-')}")
     for path in load_main(f"{_COMMANDS}.scaffold:write")(name, folder):

@@ -13,7 +13,7 @@ import typer
 from pipeline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from pipeline.replay.listing import Span
+    from pipeline.store.queries import Span
 
 LIST_LIMIT = 50
 PAGE_LIMIT = 200
@@ -113,15 +113,13 @@ def show(
     """
     from rich.console import Console
 
-    from pipeline.cli.replay import open_run
-    from pipeline.replay.listing import Filters
-    from pipeline.show.page import write_page
-    from pipeline.show.reading import RunReader
-    from pipeline.show.safe import json_line
-    from pipeline.show.table import print_list
-    from pipeline.show.terminal import print_found
-    from pipeline.show.views import found_json, listed_json
-    from pipeline.show.vocabulary import Vocabulary
+    from pipeline.cli.experience import open_run
+    from pipeline.cli.viewer.page import write_page
+    from pipeline.cli.viewer.reader import RunReader
+    from pipeline.cli.viewer.terminal import json_line, print_found, print_list
+    from pipeline.cli.viewer.views import found_json, listed_json
+    from pipeline.cli.viewer.vocabulary import Vocabulary
+    from pipeline.store.queries import Filters
 
     config, directory = open_run(run)
     reader = RunReader(config, directory)
@@ -175,7 +173,7 @@ def span(option: str, text: str | None) -> Span | None:
     >>> span("--step", "7-9"), span("--step", "-9")
     (Span(low=7, high=9), Span(low=None, high=9))
     """
-    from pipeline.replay.listing import Span
+    from pipeline.store.queries import Span
 
     if text is None:
         return None

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.cli.viewer.progress import MetricsTail, describe, describe_evaluation, show_time
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.replay.evaluation.log import read_results
-from pipeline.replay.ledger import Ledger, read_ledger
-from pipeline.replay.store import store_path
-from pipeline.role import ExitCode
-from pipeline.rundir import RunDirectory, read_json
-from pipeline.supervisor.claim import RunIsAlive, claim
-from pipeline.supervisor.progress import MetricsTail, describe, describe_evaluation
-from pipeline.supervisor.time_table import show_time
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.store.evaluation_results import read_results
+from pipeline.store.ledger import Ledger, read_ledger
+from pipeline.store.store import store_path
+from pipeline.supervisor.run import RunIsAlive, claim
 
 
 def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:

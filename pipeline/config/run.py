@@ -7,17 +7,20 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.advantage import COMPARING, AdvantageConfig
+from pipeline.config.algorithm import COMPARING, AdvantageConfig, ImportanceConfig, LossConfig
 from pipeline.config.base import Section
-from pipeline.config.colocation import check_colocation
-from pipeline.config.evaluation import EvaluationConfig
-from pipeline.config.learner import LearnerConfig
-from pipeline.config.loss import ImportanceConfig, LossConfig
-from pipeline.config.play import ActorConfig, EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig
+from pipeline.config.evaluation import EvaluationConfig, TracesConfig
+from pipeline.config.learner import CheckpointConfig, GroupsConfig, LearnerConfig, PublishConfig, StalenessConfig
 from pipeline.config.replay import LessonsConfig, ReplayConfig
 from pipeline.config.rewards import ScorerConfig
-from pipeline.config.traces import TracesConfig
-from pipeline.config.training import CheckpointConfig, GroupsConfig, PublishConfig, StalenessConfig
+from pipeline.config.rollouts import (
+    ActorConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    SamplingConfig,
+    check_colocation,
+)
 
 
 class RunSection(Section):

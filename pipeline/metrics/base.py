@@ -2,45 +2,31 @@
 
 Every label child is made when the metric is built, so ``rate()`` sees a 0 before the first event.
 ``prometheus_client`` is imported in this package and nowhere else.
+
+What every process tells about itself.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
+import os
+import platform
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from prometheus_client import CollectorRegistry as CollectorRegistry
+from prometheus_client import Counter, Gauge, ProcessCollector, disable_created_metrics
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-__all__ = [
-    "AGE",
-    "LAG",
-    "LAT",
-    "LONG",
-    "NATS",
-    "RATIO",
-    "REW",
-    "SAMPLES",
-    "SOURCES",
-    "TOK",
-    "CollectorRegistry",
-    "Counter",
-    "Gauge",
-    "Histogram",
-    "HistogramChild",
-    "Labels",
-    "counter",
-    "gauge",
-    "histogram",
-]
 
 LAT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """Seconds of one request or one stage of a step."""
@@ -204,3 +190,46 @@ class Histogram(Collector):
             family.add_sample(f"{self._name}_count", labels, int(cumulative[-1]))
             family.add_sample(f"{self._name}_sum", labels, total)
         return [family]
+
+
+class ProcessMetrics:
+    """Build, run, event loop and heartbeat, and the usual ``process_*`` numbers."""
+
+    def __init__(self, registry: CollectorRegistry, run_id: str, algorithm: str, model: str) -> None:
+        build = {"version": (version(),), "revision": (revision(),), "python": (platform.python_version(),)}
+        self.build_info = gauge(registry, "afterplay_build_info", "Constant 1; labels identify the build.", build)
+        self.build_info.labels(*(v[0] for v in build.values())).set(1)
+        run = {"run_id": (run_id,), "algorithm": (algorithm,), "model": (model,)}
+        self.run_info = gauge(
+            registry,
+            "afterplay_run_info",
+            "Constant 1; labels identify the run (join with group_left, never label other series).",
+            run,
+        )
+        self.run_info.labels(*(v[0] for v in run.values())).set(1)
+        self.event_loop_lag_seconds = histogram(
+            registry,
+            "afterplay_event_loop_lag_seconds",
+            "Delay between a scheduled and an actual event-loop wake-up.",
+            LAT,
+        )
+        self.heartbeat_timestamp_seconds = gauge(
+            registry,
+            "afterplay_heartbeat_timestamp_seconds",
+            "Unix time of the last completed main-loop iteration.",
+        )
+        self.heartbeat_timestamp_seconds.set(time.time())
+        ProcessCollector(registry=registry)
+
+
+def version() -> str:
+    """Version of the installed distribution; ``0+unknown`` when run from a folder that is not installed."""
+    try:
+        return importlib.metadata.version("afterplay")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def revision() -> str:
+    """Commit the build was made from: ``AFTERPLAY_REVISION``, set where images are built."""
+    return os.environ.get("AFTERPLAY_REVISION", "unknown")

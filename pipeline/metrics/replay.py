@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.metrics.base import (
-    AGE,
-    LAG,
-    LAT,
-    LONG,
-    REW,
-    SAMPLES,
-    TOK,
-    CollectorRegistry,
-    counter,
-    gauge,
-    histogram,
-)
+from pipeline.metrics.base import AGE, LAG, LAT, LONG, REW, SAMPLES, TOK, CollectorRegistry, counter, gauge, histogram
 
 DROPS = ("stale", "capacity", "duplicate", "corrupt", "schema")
 OPERATIONS = ("insert", "sample", "ack", "stats")

@@ -8,9 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from pipeline.errors import SchemaError
-from pipeline.schema.checks import require, require_finite, require_id
-from pipeline.schema.task import Task
-from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan
+from pipeline.schema.orders import Task
+from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan, require, require_finite, require_id
 
 SCHEMA_VERSION = 1
 """Raised when a field changes its meaning. New optional fields do not raise it; readers ignore unknown ones."""

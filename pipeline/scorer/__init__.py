@@ -1,1 +1,1 @@
-"""Rewards of trajectories: the environment's own score and user functions, weighted. A failure is ``None``, never 0."""
+"""Rewards: environment scores, graders, user functions, judges and reward models."""

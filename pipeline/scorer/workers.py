@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_process
 
-from pipeline.scorer.resolve import resolve
+from pipeline.scorer.conversation import resolve
 
 log = logging.getLogger("afterplay.scorer")
 
@@ -56,7 +56,7 @@ class Workers:
 def warm_up(path: str, needs: str | None) -> None:
     """Runs in a new process. What fails here fails again, and is told, when the function is called."""
     try:
-        importlib.import_module("pipeline.scorer.calls")
+        importlib.import_module("pipeline.scorer.functions")
         resolve(path)
         if needs is not None:
             importlib.import_module(needs)

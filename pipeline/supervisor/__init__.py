@@ -1,1 +1,1 @@
-"""``afterplay run FILE``: every process of a run on one machine, started, watched, restarted alone, drained."""
+"""``afterplay run``: starts, watches, restarts and stops the processes of a run."""

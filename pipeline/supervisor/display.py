@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cli.viewer.progress import Line, describe, facts, step_of
 from pipeline.supervisor.machine import Phase, Process
-from pipeline.supervisor.probe import Answer
-from pipeline.supervisor.progress import Line, describe, facts, step_of
+from pipeline.supervisor.processes import Answer
 
 _STYLE = {
     Phase.WAITING: "dim",

@@ -13,16 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.config import RunConfig
+from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
-from pipeline.config.resolve import resolve
 from pipeline.errors import ConfigurationError
-from pipeline.replay.evaluation.log import read_results
-from pipeline.role import ExitCode
-from pipeline.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
-from pipeline.supervisor.claim import claim
-from pipeline.supervisor.run import supervise
-from pipeline.supervisor.specs import specs_of
-from pipeline.supervisor.undertaker import Undertaker
+from pipeline.runtime.children import Undertaker
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
+from pipeline.store.evaluation_results import read_results
+from pipeline.supervisor.processes import specs_of
+from pipeline.supervisor.run import claim, supervise
 
 _NUMBER = re.compile(r"u?0*(\d+)")
 EVALUATOR = "evaluator"

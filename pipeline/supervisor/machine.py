@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pipeline.role import ExitCode
+from pipeline.runtime.process import ExitCode
 
 STEADY_SECONDS = 60.0
 """A process that ran for so long has recovered: its next back-off begins small again."""

@@ -13,14 +13,13 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from pipeline.role import ExitCode
-from pipeline.rundir import RunDirectory, write_json_atomically
+from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
+from pipeline.runtime.children import Undertaker, signal_group
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.machine import Action, Limits, Machine, Phase, Start, describe_exit
-from pipeline.supervisor.probe import Answer, ask, health_url
-from pipeline.supervisor.progress import MetricsTail, describe_evaluation
-from pipeline.supervisor.specs import ProcessSpec, child_environment
-from pipeline.supervisor.undertaker import Undertaker, signal_group
+from pipeline.supervisor.processes import Answer, ProcessSpec, ask, child_environment, health_url
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_TAIL_LINES = 15

@@ -1,1 +1,1 @@
-"""Tasks that are rows of a data set: JSONL, Parquet or a Hugging Face data set, by configuration (docs/DATA.md)."""
+"""Rows of data sets as tasks, and which task is next."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.config.tasks import TasksFromConfig
 from pipeline.errors import ConfigurationError
-from pipeline.tasks.base import BadRow, Row, Rows
+from pipeline.tasks.reader import BadRow, Row, Rows
 
 BATCH_ROWS = 1024
 

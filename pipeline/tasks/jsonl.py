@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 
 from pipeline.errors import ConfigurationError
-from pipeline.tasks.base import BadRow, Row, Rows
+from pipeline.tasks.reader import BadRow, Row, Rows
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 """A longer line is taken for something that is not JSONL."""

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN, TasksFromConfig
 from pipeline.errors import ConfigurationError
-from pipeline.tasks.base import Rows
-from pipeline.tasks.files import find_files
 from pipeline.tasks.jsonl import JsonlRows
+from pipeline.tasks.reader import Rows, find_files
 from pipeline.tasks.rows import Reading
 from pipeline.tasks.source import Indexing, TaskSource, TaskSplit
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigurationError
-from pipeline.tasks.base import BadRow, Row, Rows
+from pipeline.tasks.reader import BadRow, Row, Rows
 
 BATCH_ROWS = 1024
 

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
-from pipeline.tasks.base import BadRow, Row
+from pipeline.tasks.reader import BadRow, Row
 
 MISSING: Any = object()
 _PLACE = re.compile(r"-?[0-9]{1,9}")

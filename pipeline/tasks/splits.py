@@ -1,14 +1,21 @@
-"""Seeds of the splits that an environment has of its own, as an actor tells them to the replay stage."""
+"""Seeds of the splits that an environment has of its own, as an actor tells them to the replay stage.
+
+Held-out tasks of environments whose tasks are seeds.
+"""
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from pipeline.config.rollouts import HELD_OUT_MAX, HELD_OUT_SEED, EnvironmentConfig
 from pipeline.config.tasks import TRAIN
-from pipeline.schema.task import SEED_MAX
+from pipeline.errors import ConfigurationError
+from pipeline.schema import Task
+from pipeline.schema.orders import SEED_MAX
 
 RUNS_MAX = 50_000
 """Arithmetic runs of one split on the wire: some 30 bytes each."""
@@ -106,3 +113,37 @@ def _runs(seeds: Sequence[int]) -> Iterator[range]:
 def _run(found: list[int]) -> range:
     step = found[1] - found[0] if len(found) > 1 else 1
     return range(found[0], found[-1] + (1 if step > 0 else -1), step)
+
+
+class SeedSplit:
+    """The tasks of one split of ``held_out``; like :class:`~pipeline.tasks.source.TaskSplit`, without data.
+
+    Seeds of training end below ``HELD_OUT_SEED``; those of a split begin above it at a place that its name alone
+    decides, so no task is in two splits, and another split more changes none.
+    Raises :class:`ConfigurationError` for a split that the section does not name.
+    """
+
+    def __init__(self, environment: str, section: EnvironmentConfig, split: str) -> None:
+        if split not in section.held_out:
+            raise ConfigurationError(
+                f"expected a split of environments.{environment}.held_out ({', '.join(section.held_out) or 'none'}), "
+                f"got {split!r}"
+            )
+        self.environment, self.split = environment, split
+        self._n = section.held_out[split]
+        self._first = HELD_OUT_SEED + zlib.crc32(split.encode()) * HELD_OUT_MAX
+
+    def __len__(self) -> int:
+        return self._n
+
+    def task_id(self, index: int) -> str:
+        """``guess/eval/3`` is the fourth task."""
+        return f"{self.environment}/{self.split}/{index}"
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self._n:
+            raise IndexError(index)
+        return Task(self.task_id(index), self.environment, self._first + index)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(self._n))

@@ -1,2 +1,1 @@
-"""Acknowledged, back-pressured messages between processes. ``base`` is the contract; ``zeromq`` and ``memory`` keep
-it."""
+"""Acknowledged, bounded messages between processes."""

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.transport.base import Hub, Limits, Link
 from pipeline.transport.curve import CurveKeys, load_keys
+from pipeline.transport.protocol import Hub, Limits, Link
 from pipeline.transport.zeromq import ZmqHub, ZmqLink
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from actors.engine.servers import vllm_available
-from actors.engine.servers.process import RunningEngine, running_engine
-from learner.models import prepare_model
+from actors.servers.vllm import vllm_available
+from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
+from tests.support.running_engine import RunningEngine, running_engine
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,15 +12,16 @@ import pytest
 from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
-from actors.engine.servers.process import RunningEngine
 from actors.environments.host import EnvironmentHost
-from actors.loop import Rollout, Services
-from actors.rendering import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
 from pipeline.errors import EngineRefused
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
+from tests.support.running_engine import RunningEngine
 
 VERSION = 1_000_000
 """Above what other tests stamp on the same engine: versions never go back."""

@@ -17,19 +17,18 @@ from prometheus_client import CollectorRegistry
 
 from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
-from actors.engine.servers import vllm_available
-from actors.engine.servers.process import RunningEngine, running_engine
-from learner.passes import token_pass
-from learner.policy import Policy
-from learner.publisher.factory import make_publisher, weights_to_publish
-from learner.publisher.publisher import Publisher
-from learner.reference_server import ServerReference
-from learner.report import Stopwatch
-from learner.rows import Row
+from actors.servers.vllm import vllm_available
+from learner.data.rows import Row
+from learner.observability.report import Stopwatch
+from learner.policy.passes import token_pass
+from learner.policy.policy import Policy
+from learner.policy.reference import ServerReference
+from learner.weights.publisher import Publisher, make_publisher, weights_to_publish
 from pipeline.config.learner import ReferenceConfig
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 from tests.end_to_end.conftest import prepared, tiny_config
+from tests.support.running_engine import RunningEngine, running_engine
 
 pytestmark = pytest.mark.vllm
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]

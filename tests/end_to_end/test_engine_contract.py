@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from actors.engine.servers.process import RunningEngine, running_engine
 from pipeline.config import RunConfig
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
+from tests.support.running_engine import RunningEngine, running_engine
 
 MEAN_ERROR_MAX = 1e-3
 """Nats per token between two float32 implementations of one model."""

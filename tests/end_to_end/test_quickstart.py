@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.servers import vllm_available
-from pipeline.supervisor.handle import start_run
+from actors.servers.vllm import vllm_available
+from tests.support.run_handle import start_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

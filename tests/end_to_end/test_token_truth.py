@@ -15,25 +15,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engine.servers import vllm_available
-from learner.choice import choose_replays
-from learner.groups import Group
-from learner.policy import Policy
-from learner.report import StepReport
-from learner.rows import Batch, Row, build_batch
+from actors.servers.vllm import vllm_available
+from learner.data.groups import Group
+from learner.data.replay_choice import choose_replays
+from learner.data.rows import Batch, Row, build_batch
+from learner.observability.report import StepReport
+from learner.policy.policy import Policy
 from learner.session import LearnerSession, Standing
-from learner.trainer import Trainer
-from pipeline.codec import decode_trajectory
+from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.load import load
-from pipeline.replay import store_file
-from pipeline.replay.role import serve
-from pipeline.role import RoleContext
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
-from pipeline.supervisor.handle import RunHandle, start_run
-from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.stage.role import serve
+from pipeline.store import tables
+from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.open import limits_of
+from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
+from tests.support.run_handle import RunHandle, start_run
 
 GROUPS_PER_STEP = 2
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -120,7 +120,7 @@ def enough(run: RunHandle) -> bool:
     """Trajectories whose tokens come from more than one policy version, a trained replay, and complete groups."""
     if not run.directory.store_file.exists():
         return False
-    with closing(store_file.connect(run.directory.store_file, read_only=True)) as connection:
+    with closing(tables.connect(run.directory.store_file, read_only=True)) as connection:
         (mixed,) = connection.execute("SELECT count(*) FROM trajectories WHERE version_min < version_max").fetchone()
         (replays,) = connection.execute("SELECT count(*) FROM group_replays WHERE chosen = 1").fetchone()
         (groups,) = connection.execute(
@@ -130,7 +130,7 @@ def enough(run: RunHandle) -> bool:
 
 
 def stored(directory: RunDirectory) -> list[Trajectory]:
-    with closing(store_file.connect(directory.store_file, read_only=True)) as connection:
+    with closing(tables.connect(directory.store_file, read_only=True)) as connection:
         rows = connection.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
     return [decode_trajectory(row) for row in rows]
 

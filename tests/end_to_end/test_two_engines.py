@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.engine.answers import read_prefix_cache
 from actors.engine.base import PrefixCache
-from actors.engine.servers import vllm_available
-from pipeline.codec import decode_trajectory
+from actors.engine.responses import read_prefix_cache
+from actors.servers.vllm import vllm_available
 from pipeline.config.load import load
-from pipeline.replay import store_file
-from pipeline.supervisor.handle import RunHandle, start_run
+from pipeline.store import tables
+from pipeline.transport.codec import decode_trajectory
+from tests.support.run_handle import RunHandle, start_run
 
 TWO_ENGINES = Path(__file__).parents[2] / "configs" / "two_engines.yaml"
 
@@ -62,7 +62,7 @@ def test_turns_stay_on_their_engine_and_a_killed_engine_loses_no_order(tmp_path:
     with start_run(TWO_ENGINES, tmp_path, "two", overrides) as run:
         run.until_step(3, 600)
         hits = sum(cache.hits for cache in caches(run))
-        with closing(store_file.connect(run.directory.store_file, read_only=True)) as connection:
+        with closing(tables.connect(run.directory.store_file, read_only=True)) as connection:
             rows = connection.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
         trajectories = [decode_trajectory(row) for row in rows]
         assert {len(t.engine.engine_ids) for t in trajectories} == {1}

@@ -13,15 +13,11 @@ from typing import Any
 import numpy as np
 
 from grafana.names import VLLM_UPDATE
-from pipeline.metrics import (
-    ActorMetrics,
-    CollectorRegistry,
-    LearnerMetrics,
-    MetricsServer,
-    ProcessMetrics,
-    ReplayMetrics,
-)
-from pipeline.metrics.base import Counter, Histogram, counter, gauge, histogram
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.metrics.base import CollectorRegistry, Counter, Histogram, ProcessMetrics, counter, gauge, histogram
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.metrics.replay import ReplayMetrics
+from pipeline.metrics.server import MetricsServer
 
 ENV = "arithmetic"
 

@@ -11,13 +11,12 @@ import orjson
 import torch
 from safetensors.torch import save_file
 
-from learner.checkpoint import CheckpointState, restore_training, save_checkpoint
-from learner.making import make_trainer
-from learner.ranks.group import RankGroup
-from learner.ranks.joining import join, leave, place_of
-from learner.ranks.orders import Saver, follow
-from learner.rows import Batch
-from learner.trainer import Trainer
+from learner.build import make_trainer
+from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
+from learner.data.rows import Batch
+from learner.distributed.collectives import RankGroup, join, leave, place_of
+from learner.rank_worker import Saver, follow
+from learner.training.trainer import Trainer
 from tests.unit.learner.conftest import make_rows, run_config
 
 

@@ -10,16 +10,16 @@ import aiohttp
 import anyio
 import pytest
 
-from actors.engine.servers.process import start_engine
 from actors.role import main
-from learner.models import prepare_model
-from pipeline.codec import decode_trajectory, encode_order
+from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
-from pipeline.role import RoleContext
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
-from pipeline.transport.base import EventKind, Hub, Kind, Message
+from pipeline.transport.codec import decode_trajectory, encode_order
 from pipeline.transport.open import open_hub
+from pipeline.transport.protocol import EventKind, Hub, Kind, Message
+from tests.support.running_engine import start_engine
 
 SECONDS_MAX = 120
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.environments.packages.catalogue import ADAPTERS
-from pipeline.replay.evaluation.log import read_results
-from pipeline.supervisor.handle import start_run
+from actors.adapters.catalogue import ADAPTERS
+from pipeline.store.evaluation_results import read_results
+from tests.support.run_handle import start_run
 
 BABYAI = Path(__file__).parents[2] / "configs" / "babyai_tiny.yaml"
 SECONDS_MAX = 400

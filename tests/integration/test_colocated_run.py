@@ -7,8 +7,8 @@ import re
 import signal
 from pathlib import Path
 
-from pipeline.rundir import read_json
-from pipeline.supervisor.handle import RunHandle, start_run
+from pipeline.runtime.rundir import read_json
+from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 RUN_SECONDS_MAX = 120

@@ -17,7 +17,7 @@ from grafana.names import TOOLS_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 from grafana.prove import EVERY_DASHBOARD, FOLDER, load, prove, prove_within
 from grafana.targets import targets_of_run
-from pipeline.supervisor.handle import start_run
+from tests.support.run_handle import start_run
 
 SCRIPT = Path(__file__).with_name("metrics_process.py")
 ROOT = FOLDER.parents[1]

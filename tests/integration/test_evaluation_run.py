@@ -10,8 +10,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from pipeline.replay.evaluation.log import read_results
-from pipeline.supervisor.handle import start_run
+from pipeline.store.evaluation_results import read_results
+from tests.support.run_handle import start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 SECONDS_MAX = 400
@@ -51,7 +51,17 @@ def test_evaluations_survive_kills_and_the_best_checkpoint_can_be_evaluated_agai
         folder = (run.directory.checkpoints / "best").resolve()
         assert folder.name == f"best-u{best['updates']:06d}"
         run_folder = run.directory.path
-    command = [sys.executable, "-m", "pipeline.cli", "eval", str(run_folder), "--checkpoint", "best", "--tasks", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.cli.app",
+        "eval",
+        str(run_folder),
+        "--checkpoint",
+        "best",
+        "--tasks",
+        "8",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_MAX, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "guess" in done.stdout and "pass@2" in done.stdout

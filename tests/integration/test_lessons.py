@@ -15,10 +15,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from actors.lessons import slots
-from pipeline.codec import decode_trajectory
+from actors.rollout import memory_prompt
 from pipeline.config.replay import LessonsConfig
-from pipeline.supervisor.handle import RunHandle, start_run
+from pipeline.transport.codec import decode_trajectory
+from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 SECONDS_MAX = 240
@@ -76,7 +76,7 @@ def test_lessons_are_written_found_put_into_prompts_and_the_accounts_add_up(tmp_
             shown = " ".join(re.sub(r"<\|\w+\|>", " ", written[lesson]).split())
             assert trajectory.turns[0].context_messages[0].content == f"{shown} guess"
             slot = int(trajectory.trajectory_id.split(".")[1])
-            assert slots.guided(LessonsConfig(enabled=True), trajectory.group_id, slot)
+            assert memory_prompt.guided(LessonsConfig(enabled=True), trajectory.group_id, slot)
             assert guidance.keep == (train_mode == "keep")
             if not guidance.keep:
                 assert set(guidance.plain_contexts) == {0}
@@ -137,7 +137,7 @@ def lesson_service() -> Iterator[tuple[str, list[dict]]]:
 
 def test_an_external_service_is_told_of_groups_and_asked_for_lessons(tmp_path: Path) -> None:
     with lesson_service() as (url, told):
-        source = ["lessons.source=actors.lessons.reme:RemeSource", f"lessons.source_options.url={url}"]
+        source = ["lessons.source=actors.rollout.reme:RemeSource", f"lessons.source_options.url={url}"]
         overrides = [*LESSONS, *source, "run.total_steps=1000"]
         with start_run(TINY, tmp_path, "reme", overrides) as run:
             run.until(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from pipeline.supervisor.handle import start_run
+from tests.support.run_handle import start_run
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "configs" / "questions.yaml"

@@ -7,10 +7,10 @@ import signal
 import anyio
 import pytest
 
-from learner.checkpoint import find_checkpoints, read_state
-from learner.metrics_log import MetricsLog
-from learner.ranks.children import Children
-from pipeline.replay.evaluation.log import read_results
+from learner.checkpoints.checkpoint import find_checkpoints, read_state
+from learner.recorder import MetricsLog
+from pipeline.runtime.children import Children
+from pipeline.store.evaluation_results import read_results
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]

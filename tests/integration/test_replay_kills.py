@@ -20,17 +20,17 @@ import pytest
 import yaml
 
 from pipeline.config import RunConfig
-from pipeline.replay.fakes import InstantActor, InstantLearner
-from pipeline.replay.ledger import read_ledger
 from pipeline.schema import Order
+from pipeline.store.ledger import read_ledger
 from pipeline.transport.open import open_link
+from tests.support.instant_peers import InstantActor, InstantLearner
 
 KILLS = 50
 FORKER = """
 import os, sys
 from pipeline.config.load import load
-from pipeline.replay.role import main
-from pipeline.role import run_role
+from pipeline.stage.role import main
+from pipeline.runtime.process import run_role
 from pathlib import Path
 config = load(Path(sys.argv[1]), environment={})
 for _ in sys.stdin:

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from pipeline.config import RunConfig
-from pipeline.replay.fakes import InstantActor, InstantLearner
-from pipeline.replay.ledger import read_ledger
+from pipeline.store.ledger import read_ledger
 from pipeline.transport.open import open_link
+from tests.support.instant_peers import InstantActor, InstantLearner
 
 
 def free_port() -> int:
@@ -42,7 +42,7 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(tmp_pat
     rng = random.Random(3)
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pipeline.cli", "replay", str(run_file)]
+        command = [sys.executable, "-m", "pipeline.cli.app", "replay", str(run_file)]
         return subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
 
     process = start()

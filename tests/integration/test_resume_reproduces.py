@@ -27,14 +27,14 @@ import yaml
 from aiohttp import web
 from safetensors.torch import load_file
 
-from learner.checkpoint import checkpoint_path, find_checkpoints, read_state
+from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, read_state
+from pipeline.cli.viewer.progress import read_lines
 from pipeline.config.load import load
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.role import main as stage_main
-from pipeline.role import RoleContext
-from pipeline.rundir import RunDirectory
-from pipeline.supervisor.handle import start_run
-from pipeline.supervisor.progress import read_lines
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.stage.role import main as stage_main
+from pipeline.store.ledger import read_ledger
+from tests.support.run_handle import start_run
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -72,7 +72,7 @@ import os, sys
 from pathlib import Path
 from learner.role import main
 from pipeline.config.load import load
-from pipeline.role import run_role
+from pipeline.runtime.process import run_role
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.stale_pool import done, record, share_factors, with_pool, write
 from pipeline.config.replay import EssGuardConfig
-from pipeline.replay.examine import examine_run
-from pipeline.supervisor.handle import RunHandle, start_run
+from pipeline.store.experience_report import examine_run
+from tests.support.run_handle import RunHandle, start_run
 
 STEPS, MIXING = 36, 14
 SECONDS_MAX = 240

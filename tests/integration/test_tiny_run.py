@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.supervisor.handle import RunHandle, start_run
+from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 START_SECONDS_MAX = 90

@@ -12,8 +12,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pipeline.transport.base import EventKind, Kind, Message
 from pipeline.transport.outbox import Outbox
+from pipeline.transport.protocol import EventKind, Kind, Message
 from pipeline.transport.zeromq import ZmqHub, ZmqLink
 
 pytestmark = pytest.mark.timeout(60)
@@ -21,7 +21,7 @@ HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX = 0.1, 1.0
 
 HUB = """
 import os, sys, asyncio, uvloop
-from pipeline.transport.base import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, Message
 from pipeline.transport.zeromq import ZmqHub
 
 async def main(address, store):
@@ -44,7 +44,7 @@ uvloop.run(main(*sys.argv[1:]))
 
 LINK = """
 import sys, uvloop
-from pipeline.transport.base import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, Message
 from pipeline.transport.zeromq import ZmqLink
 
 async def main(address):

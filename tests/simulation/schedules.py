@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.config import RunConfig
-from pipeline.replay.simulation import Faults, Simulation
+from tests.support.simulated_roles import Faults
+from tests.support.simulation import Simulation
 
 PER_TEST = 20
 Found = TypeVar("Found")

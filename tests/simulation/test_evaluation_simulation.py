@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.replay.journal import Evaluated
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import Faults, Simulation
+from pipeline.store.journal import Evaluated
+from pipeline.store.ledger import read_ledger
+from tests.support.simulated_roles import Faults
+from tests.support.simulation import Simulation
 
 SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "40"))
 PER_TEST = 20

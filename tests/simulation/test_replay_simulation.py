@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import Simulation
+from pipeline.store.ledger import read_ledger
 from tests.simulation.schedules import PER_TEST, blocks, play
+from tests.support.simulation import Simulation
 
 
 def config_of(rng: random.Random, _: int) -> RunConfig:

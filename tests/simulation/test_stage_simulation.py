@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import Simulation
+from pipeline.store.ledger import read_ledger
 from tests.simulation.schedules import blocks, play
+from tests.support.simulation import Simulation
 
 
 def config_of(rng: random.Random, seed: int) -> RunConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.environments.packages.catalogue import ADAPTERS
+from actors.adapters.catalogue import ADAPTERS
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

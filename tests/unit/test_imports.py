@@ -78,10 +78,10 @@ def test_the_schema_knows_only_errors():
             (
                 "actors/engine/",
                 "actors/embedded/",
-                "actors/door/server.py",
-                "actors/lessons/reme.py",
+                "actors/gateway/server.py",
+                "actors/rollout/reme.py",
                 "learner/publisher",
-                "learner/reference_server.py",
+                "learner/policy/reference.py",
                 "pipeline/scorer/http/",
             ),
         ),
@@ -89,7 +89,7 @@ def test_the_schema_knows_only_errors():
         ("sqlite3", ("pipeline/replay/", "pipeline/lessons/", "actors/tools/search.py")),
         ("mcp", ("actors/tools/mcp.py",)),
         ("vllm", ("learner/", "actors/engine/servers/", "actors/tools/parsing/libraries.py")),
-        ("matplotlib", ("pipeline/plots.py",)),
+        ("matplotlib", ("pipeline/cli/viewer/plots.py",)),
         ("typer", ("pipeline/cli/",)),
         ("pyarrow", ("pipeline/tasks/parquet.py",)),
         ("datasets", ("pipeline/tasks/huggingface.py",)),
@@ -106,7 +106,7 @@ def test_rendering_takes_tokenizers_but_no_models():
 
 
 def test_lesson_sources_are_loaded_by_name_alone():
-    assert importers("actors.lessons.reme") == set()
+    assert importers("actors.rollout.reme") == set()
 
 
 def test_the_embedded_engine_serves_http_and_never_calls():

@@ -1,7 +1,8 @@
 """What a parser makes of a reply: text, and calls in the order in which they stand there.
 
 A parser never raises. A call that cannot be read is a :class:`CallError` at its place among the calls, with the words
-that the policy is told, so that the calls beside it still run."""
+that the policy is told, so that the calls beside it still run.
+"""
 
 from __future__ import annotations
 

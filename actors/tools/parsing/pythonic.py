@@ -10,16 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from actors.tools.parsing.base import (
-    CALLS_MAX,
-    CallError,
-    Parsed,
-    ToolCall,
-    ToolFormat,
-    ToolSchema,
-    Unreadable,
-    call,
-)
+from actors.tools.parsing.base import CALLS_MAX, CallError, Parsed, ToolCall, ToolFormat, ToolSchema, Unreadable, call
 
 CHARACTERS_MAX = 100_000
 _START, _END = "<|python_start|>", "<|python_end|>"

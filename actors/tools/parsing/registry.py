@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.tools.parsing.base import Parsed, ToolFormat, ToolSchema
-from actors.tools.parsing.hermes import HERMES, QWEN, QWEN_XML
+from actors.tools.parsing.json_formats import HERMES, LLAMA, MISTRAL, QWEN, QWEN_XML
 from actors.tools.parsing.libraries import transformers_parser, vllm_parser
-from actors.tools.parsing.llama import LLAMA
-from actors.tools.parsing.mistral import MISTRAL
 from actors.tools.parsing.pythonic import PYTHONIC
 from pipeline.errors import ConfigurationError
 
@@ -43,7 +41,7 @@ def parser_of(
 
 def format_of_template(template: str, tokenizer: Any = None) -> str:
     """By what the template says of calls; ``hermes`` for one that says nothing, because the schemas are then told in
-    that form (:mod:`actors.rendering.tooling`).
+    that form (:mod:`actors.rendering.tool_messages`).
 
     >>> format_of_template("... '<tool_call>' ..."), format_of_template("... [TOOL_CALLS] ...")
     ('qwen', 'mistral')

@@ -12,17 +12,18 @@ import anyio
 import pytest
 
 from actors.engine.pool import EnginePool
-from actors.engine.stub import StubEngine
 from actors.environments.base import Environment
 from actors.environments.host import EnvironmentHost
-from actors.lessons.recall import Search
-from actors.loop import Rollout, Services
-from actors.rendering import Renderer
+from actors.rendering.renderer import Renderer
+from actors.rollout.memory_prompt import Search
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
 from pipeline.config import RunConfig
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.schema import Order, Task, Trajectory
+from tests.support.stub_engine import StubEngine
 
 SECONDS_MAX = 20.0
 """A guard against hanging, on a machine that does other things too."""

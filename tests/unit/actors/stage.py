@@ -8,10 +8,10 @@ from typing import Any
 
 import anyio
 
-from pipeline.codec import decode_trajectory, encode_order
 from pipeline.schema import Order, Trajectory
-from pipeline.transport.base import EventKind, Kind, Message
-from pipeline.transport.memory import MemoryHub, MemoryNetwork
+from pipeline.transport.codec import decode_trajectory, encode_order
+from pipeline.transport.protocol import EventKind, Kind, Message
+from tests.support.memory_transport import MemoryHub, MemoryNetwork
 from tests.unit.actors.conftest import SECONDS_MAX
 
 

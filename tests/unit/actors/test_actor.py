@@ -10,12 +10,12 @@ import anyio
 import pytest
 
 from actors.actor import Actor
-from actors.engine.stub import StubEngine
-from actors.loop import Services
-from pipeline.codec import encode_order
+from actors.rollout.services import Services
 from pipeline.schema import Order, TrajectoryStatus
-from pipeline.transport.base import Kind, Limits, Message
-from pipeline.transport.memory import MemoryLink, MemoryNetwork
+from pipeline.transport.codec import encode_order
+from pipeline.transport.protocol import Kind, Limits, Message
+from tests.support.memory_transport import MemoryLink, MemoryNetwork
+from tests.support.stub_engine import StubEngine
 from tests.unit.actors.stage import Stage
 
 MakeServices = Callable[..., Services]

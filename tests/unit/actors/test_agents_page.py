@@ -8,13 +8,12 @@ from pathlib import Path
 
 import yaml
 
-from actors.engine.stub import StubEngine
 from actors.environments.host import EnvironmentHost
-from actors.loop import Services
-from actors.loop.build import build_loop
-from actors.tools.discovery import build_tool
-from pipeline.config.play import EnvironmentConfig
+from actors.rollout.services import Services, build_loop
+from actors.tools.base import build_tool
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Order, TrajectoryStatus
+from tests.support.stub_engine import StubEngine
 from tests.unit.actors.conftest import played, script
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "AGENTS.md").read_text()

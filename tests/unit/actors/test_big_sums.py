@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.adapters.big_sums import BigSums
 from actors.environments import Reply, Step, ToolUse
-from actors.environments.big_sums import BigSums
 from actors.environments.host import EnvironmentHost
-from actors.loop.build import build_loop
-from actors.rendering import Renderer
-from actors.tools.arguments import schema_of_tool
+from actors.rendering.renderer import Renderer
+from actors.rollout.services import build_loop
+from actors.tools.base import schema_of_tool
 from actors.tools.calculator import calculate
-from actors.tools.parsing import FORMATS, ToolCall
+from actors.tools.parsing.base import ToolCall
+from actors.tools.parsing.registry import FORMATS
 from pipeline.config.load import load
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Task

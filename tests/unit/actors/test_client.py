@@ -13,9 +13,9 @@ from aiohttp import web
 
 from actors.engine.base import PrefixCache, Sampling
 from actors.engine.client import EngineClient
-from actors.engine.stub import StubServer, good_answer
 from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.schema import FinishReason, VersionSpan
+from tests.support.stub_engine import StubServer, good_answer
 
 SAMPLING = Sampling(max_tokens=4, stop_token_ids=(2,))
 

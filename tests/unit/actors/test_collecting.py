@@ -8,11 +8,12 @@ from typing import Any
 
 import anyio
 
-from actors.collecting import YOUNG_OBJECTS_MAX, collecting_rarely
-from actors.engine.stub import StubEngine
 from actors.environments import Environment, Episode, Reply, Step
-from actors.loop import Rollout, Services
+from actors.role import YOUNG_OBJECTS_MAX, collecting_rarely
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
+from tests.support.stub_engine import StubEngine
 
 EPISODES = 20
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.desk import Desk
-from actors.environments.threads import BlockingCalls
-from actors.loop.limits import Budget, Limit
+from actors.environments.host import BlockingCalls
+from actors.order_queue import Desk
+from actors.rollout.agent_loop import Budget, Limit
 from pipeline.schema import Order, Task
 
 PLACES = 3

@@ -20,17 +20,17 @@ import anyio
 import orjson
 import pytest
 
-from actors.door import server
-from actors.door.loop import ProgramLoop
-from actors.engine.stub import StubEngine
 from actors.environments.host import EnvironmentHost
-from actors.loop import Rollout, Services
-from actors.loop.build import build_loop
-from actors.rendering import Renderer
+from actors.gateway import server
+from actors.gateway.program_loop import ProgramLoop
+from actors.rendering.renderer import Renderer
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services, build_loop
 from pipeline.config.load import load, loads
-from pipeline.config.play import LoopConfig
+from pipeline.config.rollouts import LoopConfig
 from pipeline.errors import ConfigurationError, EngineUnavailable
 from pipeline.schema import Order, Trajectory, TrajectoryStatus
+from tests.support.stub_engine import StubEngine
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]

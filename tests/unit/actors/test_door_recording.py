@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.door.recording import Pending, Recording
-from actors.door.refusals import Refusal
-from actors.door.requests import Rules, read_chat, read_generate
 from actors.engine.base import Generation, Sampling
-from actors.rendering import Renderer
-from actors.tools.parsing import FORMATS
+from actors.gateway.messages import Refusal
+from actors.gateway.recorder import Pending, Recording
+from actors.gateway.requests import Rules, read_chat, read_generate
+from actors.rendering.renderer import Renderer
+from actors.tools.parsing.registry import FORMATS
 from pipeline.schema import FinishReason, Task, Trajectory, TrajectoryStatus, VersionSpan
 
 RUN = Sampling(max_tokens=8, temperature=1.0)

@@ -10,12 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import plugins
-from actors.environments import Environment, Episode, Reply, discovery
-from actors.environments.arithmetic import Arithmetic
-from actors.environments.number_guess import NumberGuess
-from actors.environments.passcode import Passcode
-from pipeline.config.play import EnvironmentConfig
+from actors.adapters.games import Arithmetic, NumberGuess, Passcode
+from actors.environments import Environment, Episode, Reply, discovery, plugins
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
@@ -140,7 +137,7 @@ def test_environment_in_a_file_needs_no_edit_elsewhere(tmp_path: Path) -> None:
 
 
 def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "actors.environments.arithmetic:Arithmetic"
+    path = "actors.adapters.games:Arithmetic"
     assert isinstance(build(path), Arithmetic)
     points = [EntryPoint("sums", path, discovery.GROUP), EntryPoint("broken", "no_such_module:X", discovery.GROUP)]
     monkeypatch.setattr(plugins, "entry_points", lambda group: points)
@@ -157,7 +154,7 @@ def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pyt
         ("chess", {}, "environments.game: no environment is called 'chess'"),
         ("no.such.module:X", {}, "no.such"),
         ("no/such/file.py:X", {}, "no file"),
-        ("actors.environments.arithmetic:Nothing", {}, r"\['Arithmetic', 'ArithmeticEpisode'\]"),
+        ("actors.adapters.games:Nothing", {}, r"\['Arithmetic', 'ArithmeticEpisode'\]"),
         ("actors.environments.base:Step", {}, "method start"),
         ("pathlib:Path.home", {}, "pathlib"),
         ("arithmetic", {"hgih": 3}, "unknown hgih; Arithmetic takes low, high"),

@@ -14,18 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.stub import StubEngine
 from actors.environments import Environment, Episode, Reply, Step
-from actors.lessons import Guide
-from actors.lessons.guide import fill
-from actors.lessons.slots import guided, kept
-from actors.loop import Services
-from actors.rendering import Renderer
-from pipeline.codec import decode_trajectory, encode_trajectory
+from actors.rendering.renderer import Renderer
+from actors.rollout.memory_prompt import Guide, fill, guided, kept
+from actors.rollout.services import Services
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import TransportError
-from pipeline.lessons.records import Lesson, plain_conversation, task_text
+from pipeline.experience.memory import Lesson, plain_conversation, task_text
 from pipeline.schema import Message, Order, Trajectory, TrajectoryStatus
+from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from tests.support.stub_engine import StubEngine
 from tests.unit.actors.conftest import THINKING, played, rows, script
 
 MakeServices = Callable[..., Services]

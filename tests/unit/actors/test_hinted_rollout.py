@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from actors.engine.stub import StubEngine
 from actors.environments import Environment, Episode, Reply, Step
-from actors.loop import Services
-from actors.rendering import Renderer
-from pipeline.codec import decode_trajectory, encode_trajectory
+from actors.rendering.renderer import Renderer
+from actors.rollout.services import Services
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
+from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from tests.support.stub_engine import StubEngine
 from tests.unit.actors.conftest import played, rows, script
 
 MakeServices = Callable[..., Services]

@@ -12,12 +12,11 @@ import anyio
 import pytest
 
 from actors.environments import Environment, Episode, Reply, Step
-from actors.loop import Rollout, Services
-from actors.loop.base import AgentEpisode, AgentLoop, Answer, Game, Opening
+from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game, Opening
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
 from actors.tools import Tool, ToolResult, kept_running
-from pipeline.blocked import interrupting_blocks
-from pipeline.owned import watch_tasks
-from pipeline.prints import bounded_prints
+from pipeline.runtime.plugin_guard import bounded_prints, interrupting_blocks, watch_tasks
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
 from tests.unit.actors.test_tool_agent import Notes, Office, call, counted, office, play  # noqa: F401 - a fixture
 
@@ -293,7 +292,7 @@ async def test_a_loop_whose_service_fails_is_served_again_and_the_actor_lives(
     office: MakeOffice,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.loop.services.SERVE_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("actors.rollout.services.SERVE_AGAIN_SECONDS", 0.01)
     again = anyio.Event()
 
     class Failing(RudeLoop):

@@ -14,7 +14,7 @@ METADATA = "Metadata-Version: 2.1\nName: afterplay-treasure\nVersion: 0.1\n"
 PROGRAM = """
 import anyio
 from actors.engine.pool import EnginePool
-from actors.engine.stub import StubEngine
+from tests.support.stub_engine import StubEngine
 from actors.environments.host import EnvironmentHost
 from actors.loop import Rollout, Services
 from actors.rendering import Renderer

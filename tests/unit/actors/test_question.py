@@ -6,7 +6,7 @@ import pytest
 
 from actors.environments.base import Reply
 from actors.environments.discovery import build
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import PlugInError
 from pipeline.schema import Message, Task
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.rendering import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer, load_tokenizer
 from pipeline.errors import ConfigurationError, PlugInError
 from pipeline.schema import Message
 
@@ -161,7 +161,7 @@ def test_tiny_word_tokenizer_extends_by_two_tokens_a_message(words: Any) -> None
 
 
 def test_models_own_tiny_tokenizer_satisfies_the_prefix_property() -> None:
-    build_tokenizer = pytest.importorskip("learner.models.words").build_tokenizer
+    build_tokenizer = pytest.importorskip("learner.models.tiny").build_tokenizer
     tokenizer = build_tokenizer(16)
     renderer = Renderer(tokenizer)
     conversation = renderer.start([Message("user", "guess")])

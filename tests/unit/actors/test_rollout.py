@@ -14,11 +14,12 @@ import anyio
 import numpy as np
 import pytest
 
-from actors.engine.stub import RefusingEngine, StubEngine
 from actors.environments import Environment, Episode, Reply, Step
-from actors.loop import Rollout, Services
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
 from pipeline.errors import EngineProtocolError
 from pipeline.schema import FinishReason, Message, Order, Task, Trajectory, TrajectoryStatus
+from tests.support.stub_engine import RefusingEngine, StubEngine
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]

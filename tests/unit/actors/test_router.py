@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actors.engine.pool import EnginePool, NoEngineFit
 from actors.engine.router import Lease, MoveReason, Placement, Router
-from actors.engine.stub import StubEngine
 from pipeline.errors import ConfigurationError, EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics
+from tests.support.stub_engine import StubEngine
 
 ENGINES = ("a", "b", "c")
 SESSIONS_MAX = 4

@@ -10,13 +10,14 @@ import anyio
 import numpy as np
 import pytest
 
-from actors.engine.stub import StubEngine
 from actors.environments import Environment, Episode, Reply, Step
-from actors.loop import Rollout, Services
-from actors.loop.base import AgentEpisode, AgentLoop, Answer, Game
+from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
 from actors.tools import Tool, ToolError, ToolResult
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Order, Task, Trajectory, TrajectoryStatus
+from tests.support.stub_engine import StubEngine
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
@@ -317,7 +318,7 @@ async def test_a_loop_by_import_path_decides_what_is_said_next(
 ) -> None:
     (tmp_path / "mine.py").write_text(
         "from actors.environments import Reply\n"
-        "from actors.loop.base import AgentEpisode, AgentLoop, Answer, Game\n"
+        "from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game\n"
         "from pipeline.schema import Message\n"
         "class Reconsider(AgentLoop):\n"
         "    def begin(self, game: Game) -> AgentEpisode:\n"

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.tools.parsing import FORMATS, CallError, Parsed, ToolCall, format_of_template, parser_of
-from actors.tools.parsing.mistral import parse_mistral, render_mistral_named
+from actors.tools.parsing.base import CallError, Parsed, ToolCall
+from actors.tools.parsing.json_formats import parse_mistral, render_mistral_named
+from actors.tools.parsing.registry import FORMATS, format_of_template, parser_of
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True).filter(
     lambda n: n not in {"None", "True", "False"} and n.isidentifier() and not __import__("keyword").iskeyword(n)

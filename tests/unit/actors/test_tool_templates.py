@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.rendering import Conversation, Renderer
-from actors.rendering.tooling import ToolStyle
-from actors.tools.parsing import FORMATS, ToolCall, format_of_template
+from actors.rendering.renderer import Conversation, Renderer
+from actors.rendering.tool_messages import ToolStyle
+from actors.tools.parsing.base import ToolCall
+from actors.tools.parsing.registry import FORMATS, format_of_template
 from pipeline.schema import Message
 
 TOOLS = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 
-from learner.advantages import Played, estimate
-from pipeline.config.advantage import AdvantageConfig
+from learner.advantages.apply import estimate
+from learner.advantages.base import Played
+from pipeline.config.algorithm import AdvantageConfig
 
 REWARD = st.floats(-3, 3, allow_nan=False, width=32)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from learner.advantages import Estimates
+from learner.advantages.base import Estimates
 from pipeline.config import RunConfig
-from pipeline.config.advantage import COMPARING, AdvantageConfig
+from pipeline.config.algorithm import COMPARING, AdvantageConfig
 from pipeline.errors import TrainingError
 from tests.unit.advantages.cases import advantages_of, make_played, options_of
 
@@ -163,7 +163,7 @@ def test_one_token_and_very_long_trajectories_stand_side_by_side():
 def test_what_a_users_estimator_returns_is_checked(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from learner.advantages import Estimates\n"
+        "from learner.advantages.apply import Estimates\n"
         "import numpy as np\n"
         "def good(played, config):\n    return Estimates(tuple(np.full(p.n_tokens, p.reward) for p in played))\n"
         "good.needs = {'entropies'}\n"
@@ -172,7 +172,7 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
         "def odd(played, config):\n    return None\n"
         "odd.needs = {'gold'}\n"
     )
-    from learner.advantages import needed_evidence
+    from learner.advantages.registry import needed_evidence
     from pipeline.errors import ConfigurationError
 
     played = [make_played(2.0)]

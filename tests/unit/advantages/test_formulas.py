@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from learner.advantages import ESTIMATORS, estimate, needed_evidence
-from pipeline.config.advantage import ESTIMATOR_NAMES, AdvantageConfig
+from learner.advantages.apply import estimate
+from learner.advantages.registry import ESTIMATORS, needed_evidence
+from pipeline.config.algorithm import ESTIMATOR_NAMES, AdvantageConfig
 from tests.unit.advantages.cases import make_played, updates
 from tests.unit.advantages.slow import SLOW, gae_raw
 

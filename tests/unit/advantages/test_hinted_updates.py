@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from learner.advantages import estimate
-from learner.estimation import played_of
-from learner.groups import Group, Replay
-from learner.hints import hinted_logprobs
-from learner.rows import build_batch, trajectory_rows, with_contexts
+from learner.advantages.apply import estimate, played_of
+from learner.advantages.cpo import hinted_logprobs
+from learner.data.groups import Group, Replay
+from learner.data.rows import build_batch, trajectory_rows, with_contexts
 from pipeline.errors import SchemaError, TrainingError
 from pipeline.schema import GroupPlan, Task
 from tests.unit.advantages.test_updates import gradients, groups_of, make_trainer

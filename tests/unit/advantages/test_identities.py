@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pipeline.config.advantage import ESTIMATOR_NAMES
+from pipeline.config.algorithm import ESTIMATOR_NAMES
 from tests.unit.advantages.cases import advantages_of, make_played, options_of, updates
 
 QUARTERS = st.integers(0, 12).map(lambda i: i / 4)

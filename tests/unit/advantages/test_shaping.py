@@ -7,24 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from learner.advantages.shaping import overlong_count, overlong_loss, shaped
-from learner.estimation import played_of, with_advantages
-from learner.evidence import Evidence
-from learner.groups import Group, Replay
-from learner.rows import build_batch
-from pipeline.codec import decode_trajectory, encode_trajectory
-from pipeline.config.advantage import AdvantageConfig
+from learner.advantages.apply import played_of, with_advantages
+from learner.advantages.rewards import overlong_count, overlong_loss, shaped
+from learner.data.evidence import Evidence
+from learner.data.groups import Group, Replay
+from learner.data.rows import build_batch
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError, SchemaError, TrainingError
-from pipeline.schema import (
-    FinishReason,
-    GroupPlan,
-    Message,
-    Task,
-    TokenSpan,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
+from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
+from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from tests.unit.advantages.cases import make_played
 
 

@@ -7,23 +7,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.estimation import with_advantages
-from learner.evidence import Evidence
-from learner.groups import Group
-from learner.policy import Policy
-from learner.rows import build_batch
-from learner.trainer import Trainer
+from learner.advantages.apply import with_advantages
+from learner.data.evidence import Evidence
+from learner.data.groups import Group
+from learner.data.rows import build_batch
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
-from pipeline.schema import (
-    FinishReason,
-    GroupPlan,
-    Message,
-    Task,
-    TokenSpan,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
+from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 
 VOCABULARY = 23
 

@@ -8,12 +8,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from actors.environments.passcode import Passcode
+from actors.adapters.games import Passcode
 from actors.rendering.renderer import Renderer
 from benchmarks.replay_efficiency.arms import BASE
 from benchmarks.replay_efficiency.examine import Examination, load_score, sample
-from learner.models.tiny import TinyOptions, write_tiny_model
-from learner.models.words import build_tokenizer
+from learner.models.tiny import TinyOptions, build_tokenizer, write_tiny_model
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task

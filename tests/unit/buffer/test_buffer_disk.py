@@ -10,8 +10,10 @@ import textwrap
 import numpy as np
 import pytest
 
-from pipeline.buffer import TrajectoryBuffer, checkpoint, join_steps, load, segments, writer
 from pipeline.errors import NotEnough, SchemaError, StoreError
+from pipeline.store import buffer_checkpoint, segments
+from pipeline.store.buffer_index import join_steps
+from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
 
 def trajectory(number, units=4):
@@ -173,7 +175,7 @@ def test_damage_is_an_error_and_changes_nothing(tmp_path):
     buffer.save()
     buffer.close()
     first, *_ = segments.segment_numbers(tmp_path / "b")
-    segment, saved = segments.segment_file(tmp_path / "b", first), tmp_path / "b" / checkpoint.NAME
+    segment, saved = segments.segment_file(tmp_path / "b", first), tmp_path / "b" / buffer_checkpoint.NAME
     for file, change in [
         (segment, lambda: segment.unlink()),
         (segment, lambda: os.truncate(segment, 300)),
@@ -227,7 +229,7 @@ def test_a_failed_write_is_told_to_whoever_waits(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer.SegmentWriter, "append", full)
+    monkeypatch.setattr(segments.SegmentWriter, "append", full)
     handle = buffer.add(trajectory(3))
     with pytest.raises(StoreError, match="No space left"):
         handle.result(10)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.engine.servers import launch, vllm
+from actors.servers import launch, vllm
 from pipeline.config import RunConfig
-from pipeline.config.colocation import learner_share
 from pipeline.config.load import load_config
-from pipeline.rundir import RunDirectory
+from pipeline.config.rollouts import learner_share
+from pipeline.runtime.rundir import RunDirectory
 
 EMBEDDED = {"kind": "embedded", "colocate": "sleep"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

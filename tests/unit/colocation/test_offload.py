@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.offload import Offload
-from learner.rows import Batch
-from learner.trainer import Trainer
+from learner.data.rows import Batch
+from learner.device_turn import Offload
+from learner.training.trainer import Trainer
 from tests.unit.models_trained.conftest import LORA
 
 CASES = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from actors.engine.base import Sampling
+from actors.engine.base import Patience, Sampling
 from actors.engine.client import EngineClient
-from actors.engine.patience import Patience
 from actors.engine.pool import EnginePool
-from actors.engine.stub import StubEngine, StubServer
 from pipeline.errors import EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
+from tests.support.stub_engine import StubEngine, StubServer
 
 SHORT = 0.15
 

@@ -9,15 +9,14 @@ import anyio
 import pytest
 from aiohttp import web
 
-from learner.publisher.colocated import SharedDevice
-from learner.publisher.publisher import Publisher
-from learner.publisher.quiet import quiet_engines
+from learner.weights.colocated import SharedDevice, quiet_engines
+from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
-from pipeline.config.training import PublishConfig
+from pipeline.config.learner import PublishConfig
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.role import RoleContext
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
 
 
 class Engine:
@@ -93,10 +92,10 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("learner.publisher.keeper.WATCH_SECONDS", 0.03)
-    monkeypatch.setattr("learner.publisher.keeper.RETRY_SECONDS", 0.02)
-    monkeypatch.setattr("learner.publisher.keeper.RETRY_SECONDS_MAX", 0.05)
-    monkeypatch.setattr("learner.publisher.quiet.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("learner.weights.engine_keeper.WATCH_SECONDS", 0.03)
+    monkeypatch.setattr("learner.weights.engine_keeper.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("learner.weights.engine_keeper.RETRY_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("learner.weights.colocated.RETRY_SECONDS", 0.02)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from learner.publisher.turns import Holder, Order, Turns
+from learner.weights.colocated import Holder, Order, Turns
 
 ENGINES = ("a", "b")
 

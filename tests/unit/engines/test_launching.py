@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from actors.engine.servers import guard, launch, vllm
+from actors.servers import guard, launch, vllm
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 
 
 def config(directory: Path, prepared: bool = True, **engine: Any) -> RunConfig:

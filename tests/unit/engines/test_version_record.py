@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.embedded.versions import FIRST_VERSION, VersionRecord
+from actors.embedded.requests import FIRST_VERSION, VersionRecord
 
 STEPS = st.lists(st.one_of(st.just("sample"), st.just("stamp"), st.just("begin"), st.just("finish")), max_size=60)
 

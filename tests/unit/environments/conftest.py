@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from actors.adapters.catalogue import ADAPTERS
 from actors.environments import Environment, Episode, Reply, Step, discovery
-from actors.environments.packages.catalogue import ADAPTERS
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Task
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from actors.adapters.babyai import action_of
 from actors.environments import Reply
-from actors.environments.packages.babyai import action_of
 
 
 @pytest.mark.parametrize(

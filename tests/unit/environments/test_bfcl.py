@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from actors.adapters import bfcl, bfcl_tasks
+from actors.adapters.bfcl import calls_of
+from actors.adapters.bfcl_tasks import parse_call
 from actors.environments import Reply
-from actors.environments.packages import bfcl, bfcl_tasks
-from actors.environments.packages.bfcl import calls_of
-from actors.environments.packages.bfcl_tasks import parse_call
 
 CATEGORIES = ["base", "miss_func", "miss_param", "long_context"]
 
@@ -133,7 +133,7 @@ def test_the_adapter_never_evaluates():
 @pytest.mark.parametrize("category", ["base", "miss_param", "long_context"])
 async def test_ground_truth_scores_one_through_the_tool_agents_running_of_tools(kit, category):
     """The agent loop's own checks of arguments and order of calls, without its templates."""
-    from actors.tools.arguments import check_of, schema_of_tool
+    from actors.tools.base import check_of, schema_of_tool
 
     environment = kit.build("bfcl", category=category, native_calls=True)
     assert environment.loop == "tool_agent"

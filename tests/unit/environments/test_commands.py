@@ -13,23 +13,22 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from actors.adapters.catalogue import ADAPTERS, Adapter, package
 from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
-from actors.engine.stub import StubServer
-from actors.environments.commands.describing import details, entries, seeds_in_words
-from actors.environments.commands.players import sampling
-from actors.environments.commands.playing import episode, play
+from actors.env_commands.describe import details, entries, seeds_in_words
+from actors.env_commands.play import episode, play, sampling
 from actors.environments.discovery import find, names
 from actors.environments.host import EnvironmentHost
-from actors.environments.packages.catalogue import ADAPTERS, Adapter, package
-from actors.loop.dialogue import MultiTurn
-from actors.rendering import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rollout.multi_turn import MultiTurn
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.cli.app import app
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
-from pipeline.replay.demonstrations import read_demonstrations
 from pipeline.schema import Task
+from pipeline.store.demonstrations import read_demonstrations
+from tests.support.stub_engine import StubServer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,7 +46,7 @@ def test_everything_that_can_be_named_is_listed_and_loads_without_its_package():
 
 
 def test_missing_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(ADAPTERS, "babyai", Adapter(ADAPTERS["babyai"].path, "no_such_module", "pip install it"))
+    monkeypatch.setitem(ADAPTERS, "babyai", Adapter("no_such_module", "pip install it"))
     with pytest.raises(ConfigurationError, match="pip install it"):
         package("babyai")
     assert "pip install it" in invoke("list").output
@@ -165,7 +164,7 @@ def test_a_new_package_is_found_by_its_name_once_installed(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "env", "play", "paint_pots", "--seed", "1"],
+        [sys.executable, "-m", "pipeline.cli.app", "env", "play", "paint_pots", "--seed", "1"],
         input="mauve\n",
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path / "site")))},
         capture_output=True,

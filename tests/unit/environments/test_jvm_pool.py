@@ -31,7 +31,7 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
         while not episode._process._lock.locked():
             hanging.join(0.01)
         with monkeypatch.context() as patch:
-            patch.setattr("actors.environments.packages.jvm_pool.CALL_SECONDS_MAX", 0.05)
+            patch.setattr("actors.adapters.jvm_pool.CALL_SECONDS_MAX", 0.05)
             with pytest.raises(TimeoutError, match="did not answer"):
                 environment.start(kit.task(2))
         hanging.join(60)

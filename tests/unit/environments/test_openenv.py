@@ -8,7 +8,7 @@ import pytest
 
 from actors.environments import Reply
 from actors.environments.host import EnvironmentHost
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import PlugInError
 from pipeline.schema import Task
 

@@ -13,18 +13,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from actors.adapters.games import NumberGuess
 from actors.engine.base import Sampling
-from actors.environments.commands.demonstrating import demonstrate
-from actors.environments.commands.describing import shown
-from actors.environments.commands.players import Typed, sampling
-from actors.environments.commands.playing import episode, play
+from actors.env_commands.demonstrate import demonstrate
+from actors.env_commands.describe import shown
+from actors.env_commands.play import Typed, episode, play, sampling
 from actors.environments.host import EnvironmentHost
-from actors.environments.number_guess import NumberGuess
-from actors.loop.build import build_loop
-from pipeline.config.play import EnvironmentConfig
+from actors.rollout.services import build_loop
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
-from pipeline.metrics import CollectorRegistry
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.metrics.base import CollectorRegistry
 from pipeline.schema import Message, Task
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,7 +139,7 @@ def test_a_demonstration_that_fails_leaves_the_file_that_was_there(monkeypatch, 
 
 def test_ctrl_c_at_the_prompt_leaves_at_once():
     keyboard, terminal = pty.openpty()
-    command = [sys.executable, "-m", "pipeline.cli", "env", "play", "number_guess"]
+    command = [sys.executable, "-m", "pipeline.cli.app", "env", "play", "number_guess"]
     pipes = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A suite that runs in the background ignores Ctrl-C, and a player that it starts would too.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)

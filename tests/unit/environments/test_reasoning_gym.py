@@ -12,14 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.adapters.reasoning import ARITHMETIC_ONLY, GLOBAL_RANDOM, READ_AS_LITERAL, answer_of, is_arithmetic
 from actors.environments import Reply
-from actors.environments.packages.reasoning import (
-    ARITHMETIC_ONLY,
-    GLOBAL_RANDOM,
-    READ_AS_LITERAL,
-    answer_of,
-    is_arithmetic,
-)
 
 SLOW = {"knight_swap", "arc_agi", "rush_hour", "word_ladder", "codeio", "intermediate_integration", "quantum_lock"}
 NEEDS_CONFIG = {"composite"}
@@ -93,7 +87,7 @@ def test_puzzles_are_the_same_in_every_process(kit):
     kit.build("reasoning_gym")
     told = "[gym.start(Task(f'x/{seed}', 'x', seed)).messages[0].content for seed in range(5)]"
     program = (
-        "from actors.environments.packages.reasoning import CHOOSES_FROM_SETS, ReasoningGym\n"
+        "from actors.adapters.reasoning import CHOOSES_FROM_SETS, ReasoningGym\n"
         "from pipeline.schema import Task\n"
         "for gym in (ReasoningGym(dataset=name) for name in sorted(CHOOSES_FROM_SETS)):\n"
         f"    print({told})"

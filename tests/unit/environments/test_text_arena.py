@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from actors.adapters.text_arena import GAMES
 from actors.environments import Reply
-from actors.environments.packages.text_arena import GAMES
 from pipeline.errors import ConfigurationError
 
 SLOW = {"Sokoban-v0", "RushHour-v0"}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from actors.adapters.text_world import ALONE, Game, TextWorldExpress, describe, fold_of
 from actors.environments import Reply
 from actors.environments.discovery import build
-from actors.environments.packages.text_world import ALONE, Game, TextWorldExpress, describe, fold_of
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
 GAMES = Game.__args__
@@ -78,7 +78,7 @@ def test_one_process_serves_many_threads(kit, express):
 
 
 def test_a_game_that_cannot_share_waits_for_a_process(kit, express, monkeypatch):
-    monkeypatch.setattr("actors.environments.packages.jvm_pool.WAIT_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("actors.adapters.jvm_pool.WAIT_SECONDS_MAX", 0.05)
     environment = express(game="sorting")
     first = environment.start(kit.task(1))
     with pytest.raises(TimeoutError, match=r"options\.jvms"):

@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from actors.adapters import catalogue
 from actors.environments import Reply
 from actors.environments.discovery import build
-from actors.environments.packages import catalogue
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
 
@@ -50,8 +50,8 @@ def alfworld(monkeypatch, tmp_path):
     for part in [*chain, module]:
         monkeypatch.setitem(sys.modules, part.__name__, part)
     adapter = catalogue.ADAPTERS["alfworld"]
-    monkeypatch.setitem(catalogue.ADAPTERS, "alfworld", catalogue.Adapter(adapter.path, None, adapter.install))
-    monkeypatch.setattr("actors.environments.packages.alfworld.package", lambda name, *modules: chain[0], raising=True)
+    monkeypatch.setitem(catalogue.ADAPTERS, "alfworld", catalogue.Adapter(None, adapter.install))
+    monkeypatch.setattr("actors.adapters.alfworld.package", lambda name, *modules: chain[0], raising=True)
     for split, games in (("train", 3), ("valid_seen", 1), ("valid_unseen", 2)):
         for i in range(games):
             folder = tmp_path / "json_2.1.1" / split / f"task-{i}"
@@ -156,7 +156,7 @@ def test_appworld_sends_code_to_its_server_and_pays_for_tests(kit, server, tmp_p
 
 
 def test_appworld_episodes_wait_for_a_server_of_their_own(kit, server, tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.environments.packages.appworld.WAIT_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("actors.adapters.appworld.WAIT_SECONDS_MAX", 0.05)
     environment = world(server, tmp_path)
     first = environment.start(kit.task(0))
     assert "Ada B" in first.messages[0].content and "Like all songs." in first.messages[0].content

@@ -10,9 +10,9 @@ import anyio
 import orjson
 from prometheus_client import CollectorRegistry
 
-from learner.best import BestKeeper, is_evaluated, keep_best
-from learner.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, is_complete
-from learner.saving import CheckpointWriter
+from learner.checkpoints.best import BestKeeper, is_evaluated, keep_best
+from learner.checkpoints.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, is_complete
+from learner.checkpoints.writer import CheckpointWriter
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.metrics.learner import LearnerMetrics
 

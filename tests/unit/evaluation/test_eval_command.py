@@ -10,14 +10,14 @@ import orjson
 import pytest
 from rich.console import Console
 
+from pipeline.cli.viewer.progress import describe_evaluation
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, loads
 from pipeline.errors import ConfigurationError
-from pipeline.role import ExitCode
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.evaluate import Asked, Weights, evaluate_checkpoint, find_weights, show_result, small_run
-from pipeline.supervisor.progress import describe_evaluation
-from pipeline.supervisor.specs import specs_of
+from pipeline.supervisor.processes import specs_of
 
 
 def checkpoint(run: RunDirectory, updates: int) -> Path:

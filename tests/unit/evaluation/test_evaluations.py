@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.codec import decode_order, encode_trajectory
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.replay.core import StageCore
-from pipeline.replay.evaluation.log import write_results
-from pipeline.replay.journal import Evaluated, Send, Unfit
-from pipeline.replay.records import GroupState
-from pipeline.replay.simulation import rollout
-from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
 from pipeline.scorer.verdict import combine
-from pipeline.transport.base import Kind, Message
+from pipeline.stage.core import StageCore
+from pipeline.store.evaluation_results import write_results
+from pipeline.store.journal import Evaluated, Send, Unfit
+from pipeline.store.records import GroupState
+from pipeline.store.store import ReplayStore
+from pipeline.transport.codec import decode_order, encode_trajectory
+from pipeline.transport.protocol import Kind, Message
+from tests.support.simulated_roles import rollout
 
 SPLITS = {"a": {"train": [[0, 10, 1]], "eval": [[10, 14, 1]]}}
 
@@ -373,7 +373,7 @@ def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_gi
 
 def test_the_curves_hold_the_evaluations(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib", reason="install matplotlib to draw curves")
-    from pipeline.plots import draw
+    from pipeline.cli.viewer.plots import draw
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "reward_mean": 0.6}\n')

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from actors.adapters.bfcl import BFCL
 from actors.environments.host import EnvironmentHost
-from actors.environments.packages.bfcl import BFCL
 from pipeline.config import RunConfig
-from pipeline.config.play import HELD_OUT_SEED, EnvironmentConfig
+from pipeline.config.rollouts import HELD_OUT_SEED, EnvironmentConfig
 from pipeline.errors import ConfigurationError
-from pipeline.replay.core import StageCore
-from pipeline.replay.evaluation.held_out import HeldOut
-from pipeline.replay.tasks import TaskSampler
+from pipeline.stage.core import StageCore
+from pipeline.stage.evaluation_rollouts import HeldOut
 from pipeline.tasks.open import open_source, open_sources
+from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.splits import Seeds, decode_splits, encode_splits
 
 SEEDS = st.one_of(

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from pipeline.config import RunConfig
 from pipeline.config.evaluation import EvaluationConfig
-from pipeline.replay.evaluation.log import read_results, write_results
-from pipeline.replay.evaluation.result import Result, TaskResult, pass_at_k, summarise
+from pipeline.store.evaluation_results import Result, TaskResult, pass_at_k, read_results, summarise, write_results
 
 
 @given(st.integers(1, 7), st.data())

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.replay.experience.facade import Experience
-from pipeline.replay.experience.records import Fresh, PoolEntry, TaskRecord
-from pipeline.replay.tasks import TaskSampler
+from pipeline.experience.experience import Experience
 from pipeline.schema import Task
+from pipeline.store.experience_records import Fresh, PoolEntry, TaskRecord
+from pipeline.tasks.sampler import TaskSampler
 
 
 def make_config(*, n=4, batch=4, tasks=None, staleness=1, seed=0, environments=None, **replay) -> RunConfig:

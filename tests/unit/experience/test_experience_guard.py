@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.replay import EssGuardConfig
-from pipeline.replay.experience.facade import Experience
-from pipeline.replay.experience.guard import next_factor
-from pipeline.replay.tasks import TaskSampler
+from pipeline.experience.experience import Experience
+from pipeline.experience.mixing import next_factor
+from pipeline.tasks.sampler import TaskSampler
 
 BATCH = 8
 GUARD = {"enabled": True}

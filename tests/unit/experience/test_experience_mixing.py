@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.replay import EssGuardConfig, ReplayConfig
-from pipeline.replay.experience.draws import Draws
-from pipeline.replay.experience.facade import Experience
-from pipeline.replay.experience.guard import next_factor
-from pipeline.replay.experience.mixing import Mixing
-from pipeline.replay.tasks import TaskSampler, Verdict
+from pipeline.experience.experience import Experience
+from pipeline.experience.mixing import Mixing, next_factor
+from pipeline.experience.selection import Draws
+from pipeline.tasks.sampler import TaskSampler, Verdict
 
 
 class Stage:

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from pipeline.errors import ConfigurationError
-from pipeline.replay.experience import difficulty
-from pipeline.replay.experience.facade import Experience
-from pipeline.replay.experience.records import HISTORY, Leave
-from pipeline.replay.tasks import TaskSampler
+from pipeline.experience import difficulty
+from pipeline.experience.experience import Experience
+from pipeline.store.experience_records import HISTORY, Leave
+from pipeline.tasks.sampler import TaskSampler
 
 
 def seqs(experience):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.replay.experience.facade import Experience
-from pipeline.replay.experience.selection import (
+from pipeline.experience.experience import Experience
+from pipeline.experience.selection import (
     TaskIndex,
     choose,
     choose_turns,
@@ -21,7 +21,7 @@ from pipeline.replay.experience.selection import (
     draw_uniform,
     log_priority,
 )
-from pipeline.replay.tasks import TaskSampler
+from pipeline.tasks.sampler import TaskSampler
 
 CHI2_999 = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88, 10: 29.59}
 """99.9 % quantiles by degrees of freedom."""

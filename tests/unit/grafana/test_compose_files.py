@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline.config.load import load
-from pipeline.role import metrics_port, role_name
+from pipeline.runtime.process import metrics_port, role_name
 
 ROOT = Path(__file__).parents[3]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())

@@ -24,7 +24,10 @@ from grafana.panels import threshold_steps
 from grafana.prove import FOLDER
 from grafana.specs import BoardSpec
 from grafana.thresholds import Band, Limit
-from pipeline.metrics import ActorMetrics, CollectorRegistry, LearnerMetrics, ProcessMetrics, ReplayMetrics
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.metrics.replay import ReplayMetrics
 
 EVERY_BOARD = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 

@@ -9,21 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.groups import Group
-from learner.policy import Policy
-from learner.rows import Row
+from learner.data.groups import Group
+from learner.data.rows import Row
+from learner.policy.policy import Policy
 from pipeline.config import RunConfig
 from pipeline.config.learner import LearnerConfig
-from pipeline.schema import (
-    FinishReason,
-    GroupPlan,
-    Message,
-    Task,
-    TokenSpan,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
+from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 
 VOCABULARY = 23
 

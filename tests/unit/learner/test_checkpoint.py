@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import learner.checkpoint as checkpoints
-from learner.checkpoint import (
+import learner.checkpoints.checkpoint as checkpoints
+from learner.checkpoints.checkpoint import (
     CheckpointState,
     find_checkpoints,
     read_state,
@@ -15,12 +15,12 @@ from learner.checkpoint import (
     save_checkpoint,
     set_random_state,
 )
-from learner.metrics_log import MetricsLog
-from learner.policy import Policy
+from learner.data.rows import Batch
+from learner.policy.policy import Policy
+from learner.recorder import MetricsLog
 from learner.role import choose_version
-from learner.rows import Batch
 from learner.session import Standing
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
 
 
@@ -105,9 +105,9 @@ def test_a_kill_at_any_moment_leaves_the_older_checkpoint_readable(kit, tmp_path
         elif moment == "training":
             patch.setattr(torch, "save", die)
         elif moment == "sync":
-            patch.setattr("learner.folder.sync_tree", die)
+            patch.setattr("pipeline.runtime.atomic_folder.sync_tree", die)
         else:
-            patch.setattr("learner.folder.os.rename", die)
+            patch.setattr("pipeline.runtime.atomic_folder.os.rename", die)
         with pytest.raises(Killed):
             save_checkpoint(root, trainer, state_of(trainer), initial, keep=2)
     assert find_checkpoints(root) == [older]

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments.arithmetic import Arithmetic
-from learner.demonstrations import Demonstrations, load_demonstrations
+from actors.adapters.games import Arithmetic
+from learner.data.demonstrations import Demonstrations, load_demonstrations
 from learner.models.prepare import prepare_model
-from pipeline.codec import encode_trajectory
 from pipeline.config import RunConfig
-from pipeline.config.resolve import resolve
+from pipeline.config.explain import resolve
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.replay.portable import Header, Portable, write_portable
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Task
+from pipeline.store.archive import Header, Portable, write_portable
+from pipeline.transport.codec import encode_trajectory
 
 SEEDS = range(24)
 TURNS = [{"context_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-0.1, -0.2]},

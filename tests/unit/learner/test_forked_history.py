@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from learner.estimation import with_advantages
-from learner.evidence import Evidence
-from learner.groups import Group
-from learner.policy import Policy
-from learner.rows import Batch, build_batch
-from learner.trainer import Trainer
-from pipeline.config.advantage import AdvantageConfig
+from learner.advantages.apply import with_advantages
+from learner.data.evidence import Evidence
+from learner.data.groups import Group
+from learner.data.rows import Batch, build_batch
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.schema import TokenSpan, Trajectory
 
 

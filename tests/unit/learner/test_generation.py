@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from learner.policy import Policy
-from learner.rows import Batch
-from learner.trainer import Trainer
+from learner.data.rows import Batch
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
 
 PROMPTS = torch.randint(0, 23, (3, 7), generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]])

@@ -13,28 +13,19 @@ import orjson
 import pytest
 from aiohttp import web
 
-from learner.checkpoint import find_checkpoints, read_state
-from learner.metrics_log import MetricsLog
+from learner.checkpoints.checkpoint import find_checkpoints, read_state
+from learner.recorder import MetricsLog
 from learner.role import serve as serve_learner
-from pipeline.codec import decode_order, encode_trajectory
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import STAGES
-from pipeline.replay.role import serve as serve_stage
-from pipeline.role import RoleContext
-from pipeline.rundir import RunDirectory
-from pipeline.schema import (
-    SCHEMA_VERSION,
-    FinishReason,
-    TokenSpan,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
-from pipeline.schema import (
-    Message as ChatMessage,
-)
-from pipeline.transport.base import EventKind, Kind, Message
-from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
+from pipeline.schema import Message as ChatMessage
+from pipeline.stage.role import serve as serve_stage
+from pipeline.transport.codec import decode_order, encode_trajectory
+from pipeline.transport.protocol import EventKind, Kind, Message
+from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 
 
 class Engine:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from learner.logprobs import Head, sampled_logprobs
+from learner.policy.logprobs import Head, sampled_logprobs
 
 
 def reference(hidden, head, targets, temperatures):

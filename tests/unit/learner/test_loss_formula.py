@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from learner.losses.policy import ClipRange, LossRules, LossTokens, policy_loss
-from pipeline.config.loss import ImportanceConfig, LossConfig
+from learner.losses.base import ClipRange
+from learner.losses.registry import LossRules
+from learner.losses.total import LossTokens, policy_loss
+from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
 
 def rules(**options) -> LossRules:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from learner.advantages import Played, estimate
-from learner.batching import collate, plan_microbatches, token_numbers, token_weights
-from learner.estimation import with_advantages
-from learner.evidence import Evidence
-from learner.rows import build_batch, trajectory_rows
-from learner.schedule import learning_rate
-from learner.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics
-from pipeline.config.advantage import AdvantageConfig
+from learner.advantages.apply import estimate, with_advantages
+from learner.advantages.base import Played
+from learner.data.evidence import Evidence
+from learner.data.microbatch import collate, plan_microbatches, token_numbers, token_weights
+from learner.data.rows import build_batch, trajectory_rows
+from learner.observability.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics
+from learner.training.optimizer import learning_rate
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import TrainingError
 

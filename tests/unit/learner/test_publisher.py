@@ -9,13 +9,12 @@ from aiohttp import web
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from learner.publisher.base import Target
-from learner.publisher.control import EngineControl
-from learner.publisher.keeper import load_needed
-from learner.publisher.publisher import Publisher, published_versions, write_weights
-from pipeline.config.training import PublishConfig
+from learner.weights.engine_control import EngineControl
+from learner.weights.engine_keeper import Target, load_needed
+from learner.weights.publisher import Publisher, published_versions, write_weights
+from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 
 
 class FakeEngine:
@@ -75,8 +74,8 @@ class FakeEngine:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("learner.publisher.keeper.WATCH_SECONDS", 0.05)
-    monkeypatch.setattr("learner.publisher.keeper.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("learner.weights.engine_keeper.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("learner.weights.engine_keeper.RETRY_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -278,7 +277,7 @@ async def test_control_errors_say_what_came(engines):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 def test_vllm_transfer_without_a_gpu_names_the_remedy():
-    from learner.publisher.vllm_transfer import VllmTransferLoader
+    from learner.weights.vllm_transfer import VllmTransferLoader
     from pipeline.errors import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="weight_transfer=files"):

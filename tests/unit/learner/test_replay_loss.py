@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from learner.losses.policy import ClipRange, LossRules, LossTokens, policy_loss
-from learner.offpolicy import second_moment_mask, step_factor, token_weights_of
-from pipeline.config.loss import ImportanceConfig, LossConfig
+from learner.losses.base import ClipRange
+from learner.losses.corrections import second_moment_mask, step_factor, token_weights_of
+from learner.losses.registry import LossRules
+from learner.losses.total import LossTokens, policy_loss
+from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
 FORMS = ("clip", "shaped", "second_moment")
 F = torch.float64

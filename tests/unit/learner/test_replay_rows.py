@@ -8,16 +8,16 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from learner.assembly import GroupAssembler
-from learner.checkpoint import CheckpointState
-from learner.choice import choose_replays, ranked
-from learner.consumed import Trained, TrainedGroup
-from learner.estimation import with_advantages
-from learner.evidence import Evidence
-from learner.groups import Group, Replay
-from learner.policy import Interrupted
-from learner.rows import build_batch, trajectory_rows
-from pipeline.config.advantage import AdvantageConfig
+from learner.advantages.apply import with_advantages
+from learner.checkpoints.checkpoint import CheckpointState
+from learner.data.assembler import GroupAssembler
+from learner.data.evidence import Evidence
+from learner.data.groups import Group, Replay
+from learner.data.replay_choice import choose_replays, ranked
+from learner.data.rows import build_batch, trajectory_rows
+from learner.data.trained import Trained, TrainedGroup
+from learner.policy.backbone import Interrupted
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import TrainingError
 from pipeline.schema import GroupPlan, Guidance, Task
@@ -140,8 +140,8 @@ def test_an_interrupt_is_no_failed_choice(kit):
 def test_the_trainer_scores_candidates_with_its_own_weights(kit):
     import torch
 
-    from learner.policy import Policy
-    from learner.trainer import Trainer
+    from learner.policy.policy import Policy
+    from learner.training.trainer import Trainer
 
     config = kit.run_config({"tokens_per_microbatch": 8})
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-import learner.optimizer_step
-from learner.policy import Policy
-from learner.rows import Batch
-from learner.trainer import Trainer
+import learner.training.optimizer_step
+from learner.data.rows import Batch
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
 
 FORMS = ("clip", "shaped", "second_moment")
 
@@ -135,13 +135,13 @@ def test_several_optimizer_steps_anchor_demonstrations_at_the_policy_before_the_
     trainer = trainer_of(kit, {"epochs": 3, "learning_rate": 0.5})
     before = trainer.score(rows)
     seen = []
-    real = learner.optimizer_step.loss_tokens
+    real = learner.training.optimizer_step.loss_tokens
 
     def watch(part, logprobs, entropy, known, loss):
         seen.append(known.today)
         return real(part, logprobs, entropy, known, loss)
 
-    monkeypatch.setattr(learner.optimizer_step, "loss_tokens", watch)
+    monkeypatch.setattr(learner.training.optimizer_step, "loss_tokens", watch)
     trainer.step(Batch(0, (), tuple(rows)), 0)
     assert len(seen) == 3
     for today in seen:

@@ -6,14 +6,14 @@ import anyio
 import orjson
 import pytest
 
-from learner.checkpoint import CheckpointState, read_state
-from learner.consumed import Trained, TrainedGroup
+from learner.checkpoints.checkpoint import CheckpointState, read_state
+from learner.data.trained import Trained, TrainedGroup
 from learner.session import LearnerSession, Standing
-from pipeline.codec import encode_plan, encode_trajectory
-from pipeline.config.training import GroupsConfig
+from pipeline.config.learner import GroupsConfig
 from pipeline.errors import WireError
 from pipeline.schema import GroupPlan, Task
-from pipeline.transport.base import Event, EventKind, Kind, Limits, Message
+from pipeline.transport.codec import encode_plan, encode_trajectory
+from pipeline.transport.protocol import Event, EventKind, Kind, Limits, Message
 
 FACTS = Trained(
     {"all": 0.5, "fresh": 0.9, "replay": 0.2},

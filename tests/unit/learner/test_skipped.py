@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-import learner.trainer
-from learner.evidence import Evidence
-from learner.policy import Policy
-from learner.rows import Batch, Row
-from learner.skipped import KEPT_MAX, read_skipped, write_skipped
-from learner.trainer import Trainer
+import learner.training.trainer
+from learner.checkpoints.skipped_steps import KEPT_MAX, read_skipped, write_skipped
+from learner.data.evidence import Evidence
+from learner.data.rows import Batch, Row
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
 from pipeline.errors import StoreError
 from tests.unit.learner.test_learner_role import world
 
@@ -68,7 +68,7 @@ def test_whatever_is_not_finite_the_batch_is_there(kit, where):
 
 
 async def test_the_learner_writes_out_what_it_skips_and_goes_on(world, monkeypatch):
-    real = learner.trainer.with_advantages
+    real = learner.training.trainer.with_advantages
 
     def poison(batch, *rest):
         batch, evidence = real(batch, *rest)
@@ -76,7 +76,7 @@ async def test_the_learner_writes_out_what_it_skips_and_goes_on(world, monkeypat
             batch.rows[0].advantages[:] = np.nan
         return batch, evidence
 
-    monkeypatch.setattr(learner.trainer, "with_advantages", poison)
+    monkeypatch.setattr(learner.training.trainer, "with_advantages", poison)
     async with world(total_steps=3) as w:
         _, run = w.learner()
         await run()

@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.demonstrations import Demonstrations
-from learner.imitation import add_gradients
+from learner.data.demonstrations import Demonstrations
+from learner.data.rows import Batch
+from learner.distributed.ranks import Alone, divide
 from learner.losses.supervised import cross_entropy, imported_share
-from learner.policy import Policy
-from learner.ranks.base import Alone
-from learner.ranks.division import divide
-from learner.report import Stopwatch
-from learner.rows import Batch
-from learner.trainer import Trainer
+from learner.observability.report import Stopwatch
+from learner.policy.policy import Policy
+from learner.training.optimizer_step import add_gradients
+from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from tests.unit.learner.test_learner_role import world
 
@@ -149,7 +148,9 @@ def test_a_step_whose_cross_entropy_is_not_finite_is_skipped_and_counted(kit, mo
     loss = {"supervised": {"weight": 1.0, "source": "file", "demonstrations": "x", "batch": 2}}
     trainer = trainer_of(kit, demonstrations=demonstrations, loss=loss)
     kept = trainer.policy.snapshot("float32")
-    monkeypatch.setattr("learner.imitation.cross_entropy", lambda logprobs, *_: logprobs.sum() * float("nan"))
+    monkeypatch.setattr(
+        "learner.training.optimizer_step.cross_entropy", lambda logprobs, *_: logprobs.sum() * float("nan")
+    )
     report = trainer.step(Batch(0, (), kit.make_rows(4)), 0)
     assert report.optimizer_steps == 0 and report.nonfinite["loss"] == sum(report.nonfinite.values()) == 1
     assert all(torch.equal(tensor, kept[name]) for name, tensor in trainer.policy.snapshot("float32").items())

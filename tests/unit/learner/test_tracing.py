@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from learner.groups import Group, Replay
-from learner.policy import Policy
-from learner.rows import build_batch
-from learner.tracing import Seen, Tracer, drawn, tracing
-from learner.trainer import Trainer
-from pipeline.codec import decode_trajectory
-from pipeline.config.traces import TracesConfig
-from pipeline.traces import Flag, TraceWriter, scan_traces, trace_files
+from learner.data.groups import Group, Replay
+from learner.data.rows import build_batch
+from learner.policy.policy import Policy
+from learner.traces import Seen, Tracer, drawn, tracing
+from learner.training.trainer import Trainer
+from pipeline.config.evaluation import TracesConfig
+from pipeline.store.traces import Flag, TraceWriter, scan_traces, trace_files
+from pipeline.transport.codec import decode_trajectory
 
 
 def trainer_of(kit, **learner) -> Trainer:

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from learner.estimation import with_advantages
-from learner.evidence import Evidence
-from learner.policy import Interrupted, Policy
-from learner.rows import Batch, build_batch, trajectory_rows
-from learner.trainer import Trainer
-from pipeline.config.advantage import AdvantageConfig
+from learner.advantages.apply import with_advantages
+from learner.data.evidence import Evidence
+from learner.data.rows import Batch, build_batch, trajectory_rows
+from learner.policy.backbone import Interrupted
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
+from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 from pipeline.schema import FinishReason, Message, TokenSpan, Turn
 
@@ -250,7 +251,7 @@ def test_dropout_never_separates_learner_and_engine(kit, dtype):
 
 def play_bandit(trainer, rng, update, pulls=32):
     """Two contexts; in context c the arms c, c + 3 … pay. One sampled token a trajectory, μ from the policy itself."""
-    from learner.assembly import Group
+    from learner.data.groups import Group
     from pipeline.schema import GroupPlan, Task, Trajectory, TrajectoryStatus
 
     groups = []

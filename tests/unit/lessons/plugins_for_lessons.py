@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from pipeline.lessons.records import Lesson
+from pipeline.experience.memory import Lesson
 
 hanging = threading.Event()
 

@@ -11,17 +11,17 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline.codec import encode_trajectory
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import TransportError
-from pipeline.lessons.memory import Memory
-from pipeline.lessons.service import GROUPS_MAX, RECALLS_MAX, Lessons
-from pipeline.lessons.writer import Writer
+from pipeline.experience.memory import Memory
+from pipeline.experience.memory_service import GROUPS_MAX, RECALLS_MAX, Lessons
+from pipeline.experience.memory_writer import Writer
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.replay import ReplayMetrics
-from pipeline.replay.journal import Finished, Send
 from pipeline.schema import Trajectory
-from pipeline.transport.base import Frames, Kind, Limits
+from pipeline.store.journal import Finished, Send
+from pipeline.transport.codec import encode_trajectory
+from pipeline.transport.protocol import Frames, Kind, Limits
 
 MakePlayed = Callable[..., Trajectory]
 PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout
-from pipeline.lessons.records import task_text
-from pipeline.lessons.writer import THREADS_MAX, Writer, contrast
+from pipeline.experience.memory import task_text
+from pipeline.experience.memory_writer import THREADS_MAX, Writer, contrast
 from pipeline.schema import Guidance, Trajectory
 
 MakePlayed = Callable[..., Trajectory]

@@ -8,8 +8,9 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import torch
 
-from learner.losses.policy import ClipRange, LossRules, LossTokens
-from learner.losses.registry import LOSSES
+from learner.losses.base import ClipRange
+from learner.losses.registry import LOSSES, LossRules
+from learner.losses.total import LossTokens
 from tests.unit.losses.slow import Token
 
 POISON = (math.nan, math.inf, -math.inf)

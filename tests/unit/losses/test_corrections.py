@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from learner.losses.corrections import REASONS
-from learner.losses.policy import policy_loss
-from pipeline.config.loss import MaskConfig
+from learner.losses.total import policy_loss
+from pipeline.config.algorithm import MaskConfig
 from tests.unit.losses.cases import rules_of, tensors
 from tests.unit.losses.slow import Token
 

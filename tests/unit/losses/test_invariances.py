@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batching import token_weights
-from learner.evidence import Evidence
+from learner.data.evidence import Evidence
+from learner.data.microbatch import token_weights
+from learner.data.rows import Batch
 from learner.losses.corrections import REASONS
 from learner.losses.registry import LOSSES
-from learner.policy import Policy
-from learner.recording import step_line
-from learner.rows import Batch
-from learner.timing import StepTimes
-from learner.trainer import Trainer
+from learner.observability.timing import StepTimes
+from learner.policy.policy import Policy
+from learner.recorder import step_line
+from learner.training.trainer import Trainer
 from pipeline.errors import TrainingError
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm")

@@ -7,9 +7,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.losses.policy import ClipRange, LossRules, policy_loss
-from learner.losses.registry import LOSSES, needed_evidence, policy_loss_of
-from pipeline.config.loss import ImportanceConfig, LossConfig
+from learner.losses.base import ClipRange
+from learner.losses.registry import LOSSES, LossRules, needed_evidence, policy_loss_of
+from learner.losses.total import policy_loss
+from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.errors import ConfigurationError, TrainingError
 from tests.unit.losses.cases import rules_of, tensors
 from tests.unit.losses.slow import Token

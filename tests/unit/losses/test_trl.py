@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from learner.losses.base import ClipRange
 from learner.losses.kl import kl_terms
-from learner.losses.policy import ClipRange, policy_loss
+from learner.losses.total import policy_loss
 from tests.unit.losses.cases import rules_of, tensors
 from tests.unit.losses.slow import Token
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.metrics import ActorMetrics, LearnerMetrics, ProcessMetrics, ReplayMetrics, base
-from pipeline.metrics.base import histogram
+from pipeline.metrics import base
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.metrics.base import ProcessMetrics, histogram
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.metrics.replay import ReplayMetrics
 
 REQUIRED = {
     "afterplay_build_info": ("gauge", {"version", "revision", "python"}),

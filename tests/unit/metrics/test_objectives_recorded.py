@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from learner.recording import record_step, step_line
-from learner.report import CriticReport, StepReport
-from learner.rows import Batch
-from learner.statistics import Mean, TokenValues, batch_statistics
-from learner.timing import StepTimes
+from learner.data.rows import Batch
+from learner.observability.report import CriticReport, StepReport
+from learner.observability.statistics import Mean, TokenValues, batch_statistics
+from learner.observability.timing import StepTimes
+from learner.recorder import record_step, step_line
 from pipeline.metrics.learner import LearnerMetrics
 
 CRITIC = CriticReport(loss=0.25, clip_ratio=0.1, grad_norm=3.0, explained_variance=0.75)

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
+from pipeline.cli.viewer.progress import spent, time_table
 from pipeline.metrics.learner import STAGES
-from pipeline.supervisor.time_table import spent, time_table
 
 
 def line(step, published=(), saved=(), **stages):

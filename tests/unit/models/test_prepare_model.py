@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.environments.number_guess import NumberGuess
-from learner.models import MANIFEST, ModelInfo, prepare_model
+from actors.adapters.games import NumberGuess
+from learner.models.info import MANIFEST, ModelInfo
+from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-import learner.checkpoint as checkpoints
-from learner.checkpoint import find_checkpoints, restore_training
-from learner.evidence import Evidence
-from learner.making import make_trainer
-from learner.policy import Policy
-from learner.rows import Batch
+import learner.checkpoints.checkpoint as checkpoints
+from learner.build import make_trainer
+from learner.checkpoints.checkpoint import find_checkpoints, restore_training
+from learner.data.evidence import Evidence
+from learner.data.rows import Batch
+from learner.policy.policy import Policy
 from pipeline.config.learner import LoraConfig
 from tests.unit.learner.conftest import _one_thread, kit, learner_config, make_rows, run_config, tiny_model
 

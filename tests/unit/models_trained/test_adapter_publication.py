@@ -7,13 +7,13 @@ from aiohttp import web
 from peft import PeftModel
 from pydantic import ValidationError
 
-from actors.engine.servers.vllm import vllm_command
-from learner.policy import Policy
-from learner.publisher.factory import make_publisher, weights_to_publish
+from actors.servers.vllm import vllm_command
+from learner.policy.policy import Policy
+from learner.weights.publisher import make_publisher, weights_to_publish
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 from tests.unit.learner.conftest import learner_config, tiny_model
 
 

@@ -6,10 +6,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from learner.batching import collate
-from learner.lora import Adapters
-from learner.policy import Policy
-from learner.publisher.publisher import write_weights
+from learner.data.microbatch import collate
+from learner.policy.lora import Adapters
+from learner.policy.policy import Policy
+from learner.weights.publisher import write_weights
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError, StoreError
 from tests.unit.learner.conftest import learner_config, make_rows, tiny_model, tiny_policy

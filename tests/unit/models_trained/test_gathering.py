@@ -8,15 +8,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.backbone import Backbone, Interrupted
-from learner.batching import PADDED, token_numbers
-from learner.critic import Critic, explained_variance
-from learner.passes import microbatches
-from learner.ranks.base import ALONE
-from learner.reference import AdaptersOff, FrozenCopy
-from learner.report import Stopwatch
-from learner.rows import Batch
-from learner.trainer import Trainer
+from learner.data.microbatch import PADDED, token_numbers
+from learner.data.rows import Batch
+from learner.distributed.ranks import ALONE
+from learner.observability.report import Stopwatch
+from learner.policy.backbone import Backbone, Interrupted
+from learner.policy.passes import microbatches
+from learner.policy.reference import AdaptersOff, FrozenCopy
+from learner.training.critic import Critic, explained_variance
+from learner.training.trainer import Trainer
 from pipeline.errors import ConfigurationError, StoreError
 from tests.unit.learner.conftest import learner_config, make_rows, run_config, tiny_model, tiny_policy
 
@@ -28,8 +28,8 @@ def needs(monkeypatch):
     """Makes estimator and loss ask for what the test wants."""
 
     def ask(*names):
-        monkeypatch.setattr("learner.gathering.needed_by", lambda config: frozenset(names))
-        monkeypatch.setattr("learner.making.needed_by", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.training.evidence_passes.needed_by", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.build.needed_by", lambda config: frozenset(names))
 
     return ask
 

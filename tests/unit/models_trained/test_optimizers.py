@@ -7,10 +7,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.ema import WeightAverage
-from learner.optimizer import (
+from learner.training.optimizer import (
     EIGHT_BIT,
     BFloat16AdamW,
+    WeightAverage,
     clip_gradients,
     make_optimizer,
     set_rate,

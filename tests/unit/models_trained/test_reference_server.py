@@ -11,9 +11,9 @@ import pytest
 import torch
 from aiohttp import web
 
-from learner.backbone import Interrupted
-from learner.reference_server import ServerReference
-from learner.report import Stopwatch
+from learner.observability.report import Stopwatch
+from learner.policy.backbone import Interrupted
+from learner.policy.reference import ServerReference
 from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable, TrainingError
 from tests.unit.learner.conftest import make_rows
@@ -97,8 +97,8 @@ def server():
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("learner.reference_server.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("learner.reference_server.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("learner.policy.reference.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("learner.policy.reference.LOOK_SECONDS", 0.05)
 
 
 def reference_of(server, interrupt=None, **options):

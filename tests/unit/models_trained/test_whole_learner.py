@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from learner.checkpoint import find_checkpoints, read_state
+from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.session import LearnerSession
 from tests.unit.learner.test_learner_role import kill_after, world
 from tests.unit.models_trained.conftest import Disk

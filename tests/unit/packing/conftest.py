@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner.packing import Form
-from learner.policy import Policy
-from learner.rows import Row
+from learner.data.packing import Form
+from learner.data.rows import Row
+from learner.policy.policy import Policy
 from tests.unit.learner.conftest import VOCABULARY, _one_thread, kit, learner_config, tiny_model
 
 __all__ = ["_one_thread", "kit"]

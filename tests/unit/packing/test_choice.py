@@ -2,9 +2,9 @@ import pytest
 import torch
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from learner.attention import NAME, packed_attention
-from learner.packing import SHARED_TOKENS_MIN, Form
-from learner.policy import Policy
+from learner.data.packing import SHARED_TOKENS_MIN, Form
+from learner.policy.attention import NAME, packed_attention
+from learner.policy.policy import Policy
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
 

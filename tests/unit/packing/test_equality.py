@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner.attention import can_varlen
-from learner.batching import collate, token_numbers
-from learner.packing import Form
-from learner.policy import Policy
-from learner.rows import Batch
-from learner.trainer import Trainer
+from learner.data.microbatch import collate, token_numbers
+from learner.data.packing import Form
+from learner.data.rows import Batch
+from learner.policy.attention import can_varlen
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows, row_of
 
 PADDED = Form()

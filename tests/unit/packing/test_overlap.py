@@ -2,8 +2,8 @@
 
 import threading
 
-from learner.preparing import Preparer
-from learner.trainer import Trainer
+from learner.data.prefetch import Preparer
+from learner.training.trainer import Trainer
 from tests.unit.learner.test_learner_role import world
 
 __all__ = ["world"]

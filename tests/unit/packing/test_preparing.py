@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from learner.choice import needs_scores
-from learner.preparing import Preparer, prepare
+from learner.data.prefetch import Preparer, prepare
+from learner.data.replay_choice import needs_scores
 from pipeline.config.replay import ReplayConfig
 
 CONFIG = ReplayConfig()

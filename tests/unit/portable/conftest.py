@@ -7,17 +7,16 @@ from typing import Any
 import orjson
 import pytest
 
-from pipeline.codec import decode_trajectory
 from pipeline.config import RunConfig
-from pipeline.config.show import show
+from pipeline.config.explain import show
 from pipeline.errors import StoreError
-from pipeline.replay.core import StageCore
-from pipeline.replay.examine import examine_run
-from pipeline.replay.exporting import export_run
-from pipeline.replay.importing import Importer
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.store import ReplayStore, store_path
-from pipeline.rundir import RunDirectory
+from pipeline.experience.archive_transfer import Importer, export_run
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.stage.core import StageCore
+from pipeline.store.experience_report import examine_run
+from pipeline.store.ledger import read_ledger
+from pipeline.store.store import ReplayStore, store_path
+from pipeline.transport.codec import decode_trajectory
 
 SECTIONS: dict[str, Any] = {
     "groups": {"n_rollout": 4, "groups_per_step": 2},

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.codec import encode_trajectory
 from pipeline.errors import ConfigurationError
-from pipeline.replay.core import StageCore
-from pipeline.replay.exporting import export_run
-from pipeline.replay.portable import Header, Portable, write_portable
-from pipeline.replay.store import ReplayStore
+from pipeline.experience.archive_transfer import export_run
 from pipeline.schema import VersionSpan
+from pipeline.stage.core import StageCore
+from pipeline.store.archive import Header, Portable, write_portable
+from pipeline.store.store import ReplayStore
+from pipeline.transport.codec import encode_trajectory
 from tests.unit.portable.conftest import build, demonstration, pooled, write_lines
 
 

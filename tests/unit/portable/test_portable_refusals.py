@@ -8,10 +8,10 @@ import orjson
 import pytest
 
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.replay import portable
-from pipeline.replay.exporting import export_run
-from pipeline.replay.portable import Header, Portable, read_portable, write_portable
-from pipeline.replay.store import ReplayStore
+from pipeline.experience.archive_transfer import export_run
+from pipeline.store import archive
+from pipeline.store.archive import Header, Portable, read_portable, write_portable
+from pipeline.store.store import ReplayStore
 from tests.unit.portable.conftest import demonstration, exported, refuses_unharmed, write_lines
 
 
@@ -33,13 +33,13 @@ def test_a_file_with_any_byte_changed_or_missing_is_refused_unharmed(make_run, t
 
 def test_a_record_left_out_or_put_twice_is_noticed(make_run, tmp_path):
     _, pool = exported(make_run, tmp_path)
-    data, blocks, at = pool.read_bytes(), [], len(portable.MAGIC)
+    data, blocks, at = pool.read_bytes(), [], len(archive.MAGIC)
     while at < len(data):
-        _, length, _ = portable._BLOCK.unpack_from(data, at)
-        blocks.append(data[at : at + portable._BLOCK.size + length])
-        at += portable._BLOCK.size + length
+        _, length, _ = archive._BLOCK.unpack_from(data, at)
+        blocks.append(data[at : at + archive._BLOCK.size + length])
+        at += archive._BLOCK.size + length
     for changed in (blocks[:2] + blocks[3:], [*blocks[:2], blocks[1], *blocks[2:]], blocks[:-1]):
-        (tmp_path / "bad").write_bytes(portable.MAGIC + b"".join(changed))
+        (tmp_path / "bad").write_bytes(archive.MAGIC + b"".join(changed))
         refuses_unharmed(make_run("other"), tmp_path / "bad", "checksum of the footer|cut off")
 
 
@@ -49,7 +49,7 @@ def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_
     records = list(read_portable(pool))
     write_portable(tmp_path / "schema", Header(schema_version=99), records)
     refuses_unharmed(run, tmp_path / "schema", "schema version 99")
-    monkeypatch.setattr(portable, "FORMAT", 2)
+    monkeypatch.setattr(archive, "FORMAT", 2)
     write_portable(tmp_path / "format", Header(), records)
     monkeypatch.undo()
     refuses_unharmed(run, tmp_path / "format", "got format 2")

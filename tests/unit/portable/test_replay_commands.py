@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.errors import ConfigurationError
-from pipeline.supervisor.claim import claim
+from pipeline.supervisor.run import claim
 from tests.unit.portable.conftest import demonstration, pooled, write_lines
 
 
@@ -18,7 +18,7 @@ def invoke(*arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def words() -> Any:
-    return pytest.importorskip("learner.models.words").build_tokenizer(16)
+    return pytest.importorskip("learner.models.tiny").build_tokenizer(16)
 
 
 def test_the_commands_import_text_inspect_and_export(make_run, tmp_path, words):

@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.passes import idle_part
-from learner.ranks.base import ALONE
-from learner.ranks.division import IDLE, divide
+from learner.distributed.ranks import ALONE, IDLE, divide
+from learner.policy.passes import idle_part
 
 lengths = st.lists(st.integers(1, 5000), max_size=60)
 ranks = st.integers(1, 9)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from learner.making import make_trainer
-from learner.ranks.joining import Place, place_of
+from learner.build import make_trainer
+from learner.distributed.collectives import Place, place_of
 from pipeline.errors import ConfigurationError
 
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from learner.evidence import Evidence
-from learner.ranks.wire import pack, pack_order, unpack, unpack_order
-from learner.rows import Row
+from learner.data.evidence import Evidence
+from learner.data.rows import Row
+from learner.distributed.messages import pack, pack_order, unpack, unpack_order
 
 kinds = st.sampled_from([np.float32, np.float64, np.int8, np.int32, np.int64, np.bool_, np.uint8])
 any_array = kinds.flatmap(lambda kind: arrays.arrays(kind, arrays.array_shapes(min_dims=0, min_side=0, max_dims=3)))

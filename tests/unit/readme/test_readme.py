@@ -10,7 +10,7 @@ import pytest
 from actors.environments.base import Reply, Step
 from actors.environments.discovery import build
 from pipeline.config.load import load
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Task
 
 ROOT = Path(__file__).parents[3]

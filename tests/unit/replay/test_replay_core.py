@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.codec import decode_order, encode_trajectory
 from pipeline.config import RunConfig
-from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Changes, Score, Send
-from pipeline.replay.ledger import Ledger, build_ledger
-from pipeline.replay.records import GroupState
-from pipeline.replay.simulation import rollout
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
 from pipeline.scorer.verdict import combine
-from pipeline.transport.base import Kind, Message
+from pipeline.stage.core import StageCore
+from pipeline.store.journal import Changes, Score, Send
+from pipeline.store.ledger import Ledger, build_ledger
+from pipeline.store.records import GroupState
+from pipeline.transport.codec import decode_order, encode_trajectory
+from pipeline.transport.protocol import Kind, Message
+from tests.support.simulated_roles import rollout
 
 
 class Stage:
@@ -375,7 +375,7 @@ def test_a_trajectory_without_a_reward_is_a_failed_rollout() -> None:
 
 
 def test_groups_of_another_shape_are_cancelled_on_restart(tmp_path: Any) -> None:
-    from pipeline.replay.store import ReplayStore
+    from pipeline.store.store import ReplayStore
 
     stage = started()
     with ReplayStore(tmp_path / "s.sqlite", "NORMAL") as store:
@@ -398,7 +398,7 @@ def test_groups_of_another_shape_are_cancelled_on_restart(tmp_path: Any) -> None
 
 
 def test_every_order_key_reads_back() -> None:
-    from pipeline.replay.records import OrderKey
+    from pipeline.store.records import OrderKey
 
     assert OrderKey.parse("g000012.3.0") == (12, 3, 0) and OrderKey(12, 3, 0).text == "g000012.3.0"
     for wrong in ("g12.3.0", "g000012.3", "g000012.03.0", "", None, 7, "g0000012.3.0"):

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.codec import decode_plan, encode_trajectory
 from pipeline.config import RunConfig
-from pipeline.replay.core import StageCore
-from pipeline.replay.examine import examine_run
-from pipeline.replay.ingest import facts_of
-from pipeline.replay.journal import Send
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.simulation import rollout
-from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
 from pipeline.schema.trajectory import Trajectory
 from pipeline.scorer.verdict import combine
-from pipeline.transport.base import Kind, Message
+from pipeline.stage.core import StageCore
+from pipeline.stage.ingest import facts_of
+from pipeline.store.experience_report import examine_run
+from pipeline.store.journal import Send
+from pipeline.store.ledger import read_ledger
+from pipeline.store.store import ReplayStore
+from pipeline.transport.codec import decode_plan, encode_trajectory
+from pipeline.transport.protocol import Kind, Message
+from tests.support.simulated_roles import rollout
 
 BASE: dict[str, Any] = {
     "run": {"total_steps": 40},

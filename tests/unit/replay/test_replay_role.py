@@ -12,12 +12,12 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.replay.fakes import InstantActor, InstantLearner
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.role import serve
-from pipeline.role import RoleContext
-from pipeline.rundir import RunDirectory
-from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.stage.role import serve
+from pipeline.store.ledger import read_ledger
+from tests.support.instant_peers import InstantActor, InstantLearner
+from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 
 PLUGINS = Path(__file__).parents[1] / "scorer" / "plugins_for_scorer.py"
 

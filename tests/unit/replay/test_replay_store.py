@@ -14,22 +14,22 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
-from pipeline.replay.core import StageCore
-from pipeline.replay.ledger import read_ledger
-from pipeline.replay.store import ReplayStore, store_path
-from pipeline.replay.store_file import STORE_VERSION
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.stage.core import StageCore
+from pipeline.store.ledger import read_ledger
+from pipeline.store.store import ReplayStore, store_path
+from pipeline.store.tables import STORE_VERSION
 
 CHILD = """
 import sys
 from pathlib import Path
-from pipeline.codec import decode_order, encode_trajectory
+from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.config import RunConfig
-from pipeline.replay.core import StageCore
-from pipeline.replay.simulation import rollout
-from pipeline.replay.store import ReplayStore
+from pipeline.stage.core import StageCore
+from tests.support.simulation import rollout
+from pipeline.store.store import ReplayStore
 from pipeline.scorer.scorer import Scorer
-from pipeline.transport.base import Kind, Message
+from pipeline.transport.protocol import Kind, Message
 
 config = RunConfig.model_validate({
     "run": {"total_steps": 10**6}, "groups": {"n_rollout": 4, "groups_per_step": 10_000}, "environments": {"a": {}},

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.play import EnvironmentConfig
-from pipeline.replay.tasks import TaskSampler
+from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.tasks.sampler import TaskSampler
 
 
 def test_tasks_without_end_are_seen_once_each_from_their_seed_on() -> None:

@@ -12,10 +12,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.replay.fakes import InstantActor, InstantLearner
-from pipeline.replay.gathering import Gathering
-from pipeline.replay.ledger import read_ledger
-from pipeline.transport.memory import MemoryNetwork
+from pipeline.stage.scoring import Gathering
+from pipeline.store.ledger import read_ledger
+from tests.support.instant_peers import InstantActor, InstantLearner
+from tests.support.memory_transport import MemoryNetwork
 from tests.unit.replay.test_replay_role import PLUGINS, configuration, links, stage
 from tests.unit.scorer.test_http_parts import serving, spoken
 

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.replay.versions import TrainedVersions
+from pipeline.store.records import TrainedVersions
 
 STEPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), max_size=60)
 """How many updates are taken back first (a learner that crashed), and how many versions it leaves out then."""

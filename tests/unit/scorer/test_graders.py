@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError, SchemaError
-from pipeline.scorer.graders import BUILT_IN
-from pipeline.scorer.graders.mathematics import last_boxed
-from pipeline.scorer.graders.text import chosen_letter, last_number
-from pipeline.scorer.resolve import resolve
+from pipeline.scorer.conversation import resolve
+from pipeline.scorer.graders import BUILT_IN, chosen_letter, last_boxed, last_number
 from pipeline.scorer.scorer import Scorer
 from tests.unit.scorer.conftest import said
 

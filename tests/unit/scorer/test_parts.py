@@ -14,9 +14,8 @@ from pydantic import ValidationError
 
 from pipeline.config import RunConfig
 from pipeline.config.rewards import ScorerConfig
-from pipeline.scorer.batches import Batches
-from pipeline.scorer.calls import Outcome
-from pipeline.scorer.scorer import Scorer
+from pipeline.scorer.functions import Outcome
+from pipeline.scorer.scorer import Batches, Scorer
 from pipeline.scorer.verdict import ScoreFailure, Verdict
 from tests.unit.scorer.conftest import said
 

@@ -10,13 +10,13 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline.blocked import interrupting_blocks
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError
-from pipeline.replay.simulation import rollout
+from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.schema import Order, Task, Trajectory
-from pipeline.scorer.resolve import resolve
+from pipeline.scorer.conversation import resolve
 from pipeline.scorer.scorer import Scorer
+from tests.support.simulated_roles import rollout
 
 PLUGINS = Path(__file__).with_name("plugins_for_scorer.py")
 

@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.cli.status import is_alive
+from pipeline.cli.viewer.plots import draw
+from pipeline.cli.viewer.progress import MetricsTail, describe, reached, read_lines
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
-from pipeline.plots import draw
-from pipeline.role import ExitCode, load_main
-from pipeline.rundir import RunDirectory
-from pipeline.supervisor.claim import claim
+from pipeline.runtime.process import ExitCode, load_main
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.machine import Machine, Rule
-from pipeline.supervisor.probe import Answer
-from pipeline.supervisor.progress import MetricsTail, describe, reached, read_lines
+from pipeline.supervisor.processes import Answer
+from pipeline.supervisor.run import claim
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -81,7 +81,7 @@ def test_what_show_prints_is_a_run_file_with_equal_meaning(tmp_path):
 
 def test_a_refusal_is_one_message_and_exit_code_2():
     result = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "run", TINY, "--set", "run.sed=1"],
+        [sys.executable, "-m", "pipeline.cli.app", "run", TINY, "--set", "run.sed=1"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import RunConfig, yamls
-from pipeline.config.load import dump, load, loads, model_at
-from pipeline.config.play import EnvironmentConfig
-from pipeline.config.resolve import free_ports, is_free, resolve, split_address
-from pipeline.config.show import show
+from pipeline.config import RunConfig
+from pipeline.config.explain import free_ports, is_free, resolve, show, split_address
+from pipeline.config.load import dump, dump_yaml, load, loads, model_at, parse_yaml
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
 
@@ -100,7 +99,7 @@ values = st.recursive(
 
 @given(values)
 def test_yaml_reads_what_it_wrote(value):
-    assert yamls.parse(yamls.dump(value), "text") == value
+    assert parse_yaml(dump_yaml(value), "text") == value
 
 
 @settings(max_examples=50)

@@ -14,15 +14,15 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.role import ExitCode, RoleContext, metrics_port, role_name
-from pipeline.rundir import RunDirectory, read_json, write_json_atomically
+from pipeline.runtime.process import ExitCode, RoleContext, metrics_port, role_name
+from pipeline.runtime.rundir import RunDirectory, read_json, write_json_atomically
 
 PROGRAM = """
 import sys, time, anyio
 from pipeline.config import RunConfig
 from pipeline.config.run import RunSection, SupervisorConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.role import run_role
+from pipeline.runtime.process import run_role
 
 config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=SupervisorConfig(drain_seconds_max=1))
 
@@ -147,7 +147,7 @@ def test_a_role_whose_loop_stands_still_is_not_well(tmp_path, monkeypatch):
     ctx.report("serving")
     assert ctx.health()[0]
     now = time.monotonic()
-    monkeypatch.setattr("pipeline.role.time.monotonic", lambda: now + 61)
+    monkeypatch.setattr("pipeline.runtime.process.time.monotonic", lambda: now + 61)
     well, details = ctx.health()
     assert (well, details["state"]) == (False, "stuck")
     ctx.beat()

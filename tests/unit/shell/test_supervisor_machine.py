@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeline.role import ExitCode
+from pipeline.runtime.process import ExitCode
 from pipeline.supervisor.machine import Limits, Machine, Phase, Rule, Signal, Start, describe_exit
 
 RULES = (

@@ -13,22 +13,22 @@ import orjson
 import pytest
 
 from pipeline.errors import ConfigurationError
-from pipeline.role import ExitCode
-from pipeline.rundir import RunDirectory, read_json
-from pipeline.supervisor.claim import RunIsAlive, claim, make_room
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.supervisor.run import RunIsAlive, claim, make_room
 
 PROGRAM = """
 import sys
 from pathlib import Path
 from rich.console import Console
 from pipeline.config.load import loads
-from pipeline.role import ExitCode
-from pipeline.rundir import RunDirectory
-from pipeline.supervisor.claim import claim
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.supervisor.run import claim
 from pipeline.supervisor.machine import Rule
 from pipeline.supervisor.run import supervise
-from pipeline.supervisor.specs import ProcessSpec
-from pipeline.supervisor.undertaker import Undertaker
+from pipeline.supervisor.processes import ProcessSpec
+from pipeline.runtime.children import Undertaker
 
 root = Path(sys.argv[1])
 config = loads("run: {total_steps: 2}\\nsupervisor: {restarts_max: 2, backoff_seconds: 0.05, drain_seconds_max: 2}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.machine import Machine, Signal, Start
-from pipeline.supervisor.specs import specs_of
+from pipeline.supervisor.processes import specs_of
 
 CONFIG = RunConfig.model_validate({"engine": {"kind": "external", "urls": ["http://127.0.0.1:1"]}})
 

@@ -11,12 +11,12 @@ import numpy as np
 import orjson
 import yaml
 
-from pipeline.codec import encode_trajectory
-from pipeline.replay import store_file
-from pipeline.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Failure, FinishReason, Message, Task, Timings, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema.tokens import VersionSpan
-from pipeline.traces import Flag, SeenTokens, TraceWriter
+from pipeline.store import tables
+from pipeline.store.traces import Flag, SeenTokens, TraceWriter
+from pipeline.transport.codec import encode_trajectory
 
 BASE = 100
 """First id of the byte tokens of :func:`write_tokenizer`."""
@@ -105,7 +105,7 @@ def seen_of(trajectory: Trajectory) -> SeenTokens:
 
 def write_tokenizer(folder: Path) -> None:
     """Byte-level: ids from :data:`BASE` on are the 256 bytes."""
-    from pipeline.show.vocabulary import _byte_level
+    from pipeline.cli.viewer.vocabulary import _byte_level
 
     table = _byte_level()
     special = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -144,8 +144,8 @@ def make_run(path: Path, rollouts: Sequence[Rollout], **sections: Any) -> Path:
 
 
 def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
-    store_file.create(path)
-    connection = store_file.connect(path, synchronous="OFF")
+    tables.create(path)
+    connection = tables.connect(path, synchronous="OFF")
     run = connection.execute
     try:
         run("BEGIN")

@@ -2,14 +2,14 @@
 
 import logging
 
-from pipeline.codec import decode_trajectory, encode_trajectory
-from pipeline.config.traces import TracesConfig
-from pipeline.replay.journal import Unfit
-from pipeline.replay.simulation import rollout
-from pipeline.replay.unfit import UnfitTraces, unfit_traces
+from pipeline.config.evaluation import TracesConfig
 from pipeline.schema import TrajectoryStatus
-from pipeline.traces import TraceWriter, scan_traces, trace_files
-from pipeline.transport.base import Kind, Message
+from pipeline.stage.failed_rollouts import UnfitTraces, unfit_traces
+from pipeline.store.journal import Unfit
+from pipeline.store.traces import TraceWriter, scan_traces, trace_files
+from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from pipeline.transport.protocol import Kind, Message
+from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import started
 from tests.unit.show.making import Rollout, trajectory_of
 

@@ -9,13 +9,13 @@ import re
 import orjson
 import pytest
 
-from pipeline.cli.replay import open_run
+from pipeline.cli.experience import open_run
+from pipeline.cli.viewer import page
+from pipeline.cli.viewer.page import LEFT_OUT, render, write_page
+from pipeline.cli.viewer.reader import RunReader
+from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.errors import ConfigurationError
-from pipeline.replay.listing import Filters
-from pipeline.show import page
-from pipeline.show.page import LEFT_OUT, render, write_page
-from pipeline.show.reading import RunReader
-from pipeline.show.vocabulary import Vocabulary
+from pipeline.store.queries import Filters
 from tests.unit.show.making import Rollout, make_run
 from tests.unit.show.test_reading import ROLLOUTS
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cli.replay import open_run
+from pipeline.cli.experience import open_run
+from pipeline.cli.viewer.reader import FREED, NOT_EVALUATED, NOT_STORED, TRACE_GONE, RunReader
 from pipeline.errors import StoreError
-from pipeline.replay import listing, store_file
-from pipeline.replay.listing import Filters, Span
-from pipeline.replay.store import ReplayStore
 from pipeline.schema import Failure
-from pipeline.show.reading import FREED, NOT_EVALUATED, NOT_STORED, TRACE_GONE, RunReader
+from pipeline.store import queries, tables
+from pipeline.store.queries import Filters, Span
+from pipeline.store.store import ReplayStore
 from tests.unit.show.making import Rollout, make_run
 
 BROKEN = Failure("environment step", "TimeoutError", "no answer [in] 5 s", "Traceback: deep inside")
@@ -100,7 +100,7 @@ def test_a_limit_takes_the_first_of_the_whole_order(reader, sort, reverse):
 
 
 def test_a_list_reads_no_payload(reader, monkeypatch):
-    whole = listing.reading
+    whole = queries.reading
 
     @contextmanager
     def watched(path):
@@ -112,7 +112,7 @@ def test_a_list_reads_no_payload(reader, monkeypatch):
             )
             yield connection
 
-    monkeypatch.setattr(listing, "reading", watched)
+    monkeypatch.setattr(queries, "reading", watched)
     for filters in (
         Filters(),
         Filters(step=Span(1, 9), reward_min=0.0, task="game", failure=""),
@@ -182,7 +182,7 @@ def test_a_run_that_lives_and_one_that_was_killed_are_read_alike(tmp_path):
 
 def test_a_trace_or_payload_that_is_damaged_or_gone_hides_nothing_else(tmp_path):
     path = make_run(tmp_path / "run", ROLLOUTS)
-    connection = store_file.connect(path / "replay.sqlite")
+    connection = tables.connect(path / "replay.sqlite")
     connection.execute("UPDATE payloads SET token_ids = x'00' WHERE seq = 6")
     connection.close()
     reader = RunReader(*open_run(path))

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.codec import encode_trajectory
 from pipeline.errors import StoreError
-from pipeline.traces import SeenTokens, TraceWriter, scan_traces, trace_files
-from pipeline.traces.file import FILES
+from pipeline.store.traces import FILES, SeenTokens, TraceWriter, scan_traces, trace_files
+from pipeline.transport.codec import encode_trajectory
 from tests.unit.show.making import Rollout, seen_of, trajectory_of
 
 

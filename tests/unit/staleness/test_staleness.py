@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.staleness import Batches, StalenessRule
+from pipeline.stage.staleness import Batches, StalenessRule
 
 
 class History:

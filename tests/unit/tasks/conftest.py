@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.tasks.open import open_source
 from pipeline.tasks.source import TaskSource
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
-from pipeline.tasks.base import BadRow
+from pipeline.tasks.reader import BadRow
 from pipeline.tasks.rows import MISSING, Reading, lookup, question_hash
 
 

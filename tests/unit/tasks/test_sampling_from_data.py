@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import RunConfig
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
-from pipeline.replay.core import StageCore
-from pipeline.replay.snapshot import Snapshot
-from pipeline.replay.tasks import TaskSampler, Verdict
 from pipeline.schema import Task
+from pipeline.stage.core import StageCore
+from pipeline.store.snapshot import Snapshot
 from pipeline.tasks.open import open_source, open_sources
+from pipeline.tasks.sampler import TaskSampler, Verdict
 from tests.unit.tasks.conftest import environment, questions, write_jsonl
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.environments.question import Question
+from actors.adapters.question import Question
 from pipeline.errors import ConfigurationError
 from tests.unit.tasks.conftest import Opened, questions, write_jsonl
 

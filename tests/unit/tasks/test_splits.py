@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.config.play import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TasksFromConfig
 from pipeline.errors import ConfigurationError
-from pipeline.replay.tasks import TaskSampler
-from pipeline.tasks.base import Row, Rows
+from pipeline.tasks.reader import Row, Rows
 from pipeline.tasks.rows import Reading
-from pipeline.tasks.seeds import SeedSplit
+from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import Indexing
+from pipeline.tasks.splits import SeedSplit
 from tests.unit.tasks.conftest import Opened, questions, write_jsonl
 
 

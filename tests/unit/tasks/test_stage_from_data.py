@@ -11,10 +11,10 @@ import orjson
 import pytest
 
 from pipeline.errors import ConfigurationError
-from pipeline.replay.fakes import InstantActor, InstantLearner
-from pipeline.replay.ledger import read_ledger
+from pipeline.store.ledger import read_ledger
 from pipeline.tasks.open import open_source
-from pipeline.transport.memory import MemoryNetwork
+from tests.support.instant_peers import InstantActor, InstantLearner
+from tests.support.memory_transport import MemoryNetwork
 from tests.unit.replay.test_replay_role import configuration, links, stage
 from tests.unit.tasks.conftest import environment, questions, write_jsonl
 

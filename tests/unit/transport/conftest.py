@@ -7,12 +7,11 @@ import pytest
 import uvloop
 import zmq
 
-from pipeline.transport.base import EventKind, Kind, Limits, Message
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.memory import MemoryHub, MemoryLink, MemoryNetwork
-from pipeline.transport.memory_wire import MemoryLinkWire
+from pipeline.transport.protocol import EventKind, Kind, Limits, Message
 from pipeline.transport.zeromq import ZmqHub, ZmqLink
+from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 
 HEARTBEAT_SECONDS = 0.05
 SILENCE_SECONDS_MAX = 1.0  # of a loaded machine: with less, a stall of the test looks like a lost peer

@@ -11,16 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.codec import (
-    decode_message,
-    decode_order,
-    decode_plan,
-    decode_trajectory,
-    encode_message,
-    encode_order,
-    encode_plan,
-    encode_trajectory,
-)
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import (
     EngineRecord,
@@ -37,8 +27,18 @@ from pipeline.schema import (
     Turn,
     VersionSpan,
 )
-from pipeline.transport import base
-from pipeline.transport.base import Kind, Limits
+from pipeline.transport import protocol
+from pipeline.transport.codec import (
+    decode_message,
+    decode_order,
+    decode_plan,
+    decode_trajectory,
+    encode_message,
+    encode_order,
+    encode_plan,
+    encode_trajectory,
+)
+from pipeline.transport.protocol import Kind, Limits
 
 names = st.text("abcxyz0189.-_/é", min_size=1, max_size=12)
 texts = st.text(max_size=20)
@@ -200,7 +200,7 @@ def test_foreign_frames_raise_wire_error(frames):
 @fast
 @given(payloads, st.lists(st.binary(max_size=30), max_size=5), st.sampled_from(Kind))
 def test_any_message_round_trips(header, frames, kind):
-    message = base.Message(kind, header, tuple(frames))
+    message = protocol.Message(kind, header, tuple(frames))
     assert decode_message(encode_message(message)) == message
 
 
@@ -233,7 +233,7 @@ def test_decoded_arrays_are_views_of_the_received_bytes():
 
 def test_encoded_arrays_are_sent_without_another_copy():
     array = np.arange(1000, dtype=np.int32)
-    assert np.shares_memory(np.frombuffer(base.array_frame(array), np.int32), array)
+    assert np.shares_memory(np.frombuffer(protocol.array_frame(array), np.int32), array)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_each_value_that_breaks_the_data_model_is_named(frame, at, value, what):
     frames = list(EXAMPLE)
     array = np.frombuffer(frames[frame], np.float32 if frame == 2 else np.int32).copy()
     array[at] = value
-    frames[frame] = base.array_frame(array)
+    frames[frame] = protocol.array_frame(array)
     with pytest.raises(SchemaError, match=what):
         decode_trajectory(frames)
 

@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TransportClosed
-from pipeline.transport.base import EventKind, Kind, Message
 from pipeline.transport.curve import load_keys, make_keys
 from pipeline.transport.open import open_hub, open_link
+from pipeline.transport.protocol import EventKind, Kind, Message
 from pipeline.transport.zeromq import ZmqHub, ZmqLink, is_local
 
 pytestmark = pytest.mark.timeout(20)

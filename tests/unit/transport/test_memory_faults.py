@@ -7,8 +7,8 @@ import anyio.lowlevel
 import pytest
 
 from pipeline.errors import ConfigurationError, PeerGone, TransportClosed
-from pipeline.transport.base import EventKind, Kind, Message
-from pipeline.transport.memory import Faults, MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.transport.protocol import EventKind, Kind, Message
+from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 
 pytestmark = pytest.mark.timeout(20)
 TIMES = {"heartbeat_seconds": 0.02, "silence_seconds_max": 0.15}

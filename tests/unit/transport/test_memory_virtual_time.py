@@ -9,8 +9,8 @@ import time
 import anyio
 import pytest
 
-from pipeline.transport.base import EventKind, Kind, Message
-from pipeline.transport.memory import Faults, MemoryHub, MemoryLink, MemoryNetwork
+from pipeline.transport.protocol import EventKind, Kind, Message
+from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -1,4 +1,4 @@
-"""What every transport promises (pipeline/transport/base.py), stated once for both."""
+"""What every transport promises (pipeline/transport/protocol.py), stated once for both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import LimitExceeded, PeerGone, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.base import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, Message
 
 pytestmark = pytest.mark.timeout(20)
 

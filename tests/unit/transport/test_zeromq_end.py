@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.transport.base import Limits
-from pipeline.transport.zeromq_wire import HubSocketWire, LinkSocketWire
+from pipeline.transport.protocol import Limits
+from pipeline.transport.zeromq import HubSocketWire, LinkSocketWire
 
 
 class StuckContext:

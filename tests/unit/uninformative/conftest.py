@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.codec import decode_order, decode_plan, encode_trajectory
 from pipeline.config import RunConfig
-from pipeline.replay.core import StageCore
-from pipeline.replay.journal import Send
-from pipeline.replay.ledger import Ledger, read_ledger
-from pipeline.replay.simulation import rollout
-from pipeline.replay.store import ReplayStore
 from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order
 from pipeline.scorer.verdict import combine
-from pipeline.transport.base import Kind, Message
+from pipeline.stage.core import StageCore
+from pipeline.store.journal import Send
+from pipeline.store.ledger import Ledger, read_ledger
+from pipeline.store.store import ReplayStore
+from pipeline.transport.codec import decode_order, decode_plan, encode_trajectory
+from pipeline.transport.protocol import Kind, Message
+from tests.support.simulated_roles import rollout
 
 
 class Stage:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.replay.equal import TOLERANCE
-from pipeline.replay.records import GroupState
-from pipeline.transport.base import Kind
+from pipeline.stage.groups import TOLERANCE
+from pipeline.store.records import GroupState
+from pipeline.transport.protocol import Kind
 
 SECTIONS = st.fixed_dictionaries(
     {

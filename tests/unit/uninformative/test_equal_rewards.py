@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.config import RunConfig
-from pipeline.replay.examine import examine_run
-from pipeline.replay.records import GroupState
-from pipeline.transport.base import Kind
+from pipeline.store.experience_report import examine_run
+from pipeline.store.records import GroupState
+from pipeline.transport.protocol import Kind
 
 
 def groups(what: str, n: int = 2, per_step: int = 2, **more: Any) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.assembly import GroupAssembler
-from learner.choice import choose_replays
-from learner.policy import Policy
-from learner.recording import record_step, step_line, trained_facts
-from learner.rows import build_batch
-from learner.timing import StepTimes
-from learner.trainer import Trainer
+from learner.data.assembler import GroupAssembler
+from learner.data.replay_choice import choose_replays
+from learner.data.rows import build_batch
+from learner.observability.timing import StepTimes
+from learner.policy.policy import Policy
+from learner.recorder import record_step, step_line, trained_facts
+from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.replay.ledger import read_ledger
+from pipeline.store.ledger import read_ledger
 from tests.unit.learner.test_learner_role import kill_after, world
 
 __all__ = ["world"]

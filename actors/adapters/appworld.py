@@ -1,0 +1,135 @@
+"""``appworld``: tasks of AppWorld, solved by writing Python that calls the APIs of nine simulated apps.
+
+AppWorld needs pydantic 1, so it runs in an environment of its own, as its server (``appworld serve environment --port
+8700``). A server holds one world at a time: give as many servers as episodes are to be played at once. The policy's
+code is executed there, never here. Written after the routes of appworld 0.1.3 and tested against a stand-in: its data
+could not be had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
+from pipeline.errors import ConfigurationError
+from pipeline.schema import Message, Task
+
+SETS = ("train", "dev", "test_normal", "test_challenge")
+FIRST_SEED = {name: i * 100_000 for i, name in enumerate(SETS)}
+"""Seeds of each set's tasks begin here."""
+WAIT_SECONDS_MAX = 30.0
+"""How long a start waits for a free server."""
+ANSWER_BYTES_MAX = 16 * 2**20
+_CODE = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
+_INSTRUCTIONS = """You are {first_name} {last_name}'s assistant ({email}, {phone_number}). Solve the task by writing \
+Python. Each reply holds one block of code between ```python and ```; you then see what it prints. \
+apis.api_docs.show_app_descriptions(), apis.api_docs.show_api_descriptions(app_name=...) and \
+apis.api_docs.show_api_doc(app_name=..., api_name=...) tell what can be called. Call apis.supervisor.complete_task() \
+when the task is done, with answer=... where one was asked for.
+
+Task: {instruction}"""
+
+
+@dataclass(config=STRICT_OPTIONS)
+class AppWorldTasks(Environment):
+    """Tasks in a simulated world of apps, solved by code (AppWorld); all tests passed pays 1.0. Needs its servers."""
+
+    blocking = True
+
+    urls: tuple[str, ...] = Field(default=("http://127.0.0.1:8700",), min_length=1)
+    """Addresses of AppWorld environment servers, one for each episode that is played at once."""
+    data: str | None = None
+    """AppWorld's ``data`` folder, for the lists of task ids. None: ``data`` in the folder APPWORLD_ROOT."""
+    replies: int = Field(default=40, ge=1, le=1000)
+    """Replies before the task ends and is judged as it stands."""
+    pay: str = Field(default="tests", pattern="^(task|tests)$")
+    """``task``: 1.0 when all tests pass, else 0. ``tests``: the share of tests that pass."""
+    output_characters: int = Field(default=4000, ge=100, le=1_000_000)
+    request_seconds_max: float = Field(default=120.0, gt=0, le=3600)
+
+    def __post_init__(self) -> None:
+        folder = Path(self.data or os.path.join(os.environ.get("APPWORLD_ROOT", "."), "data")).expanduser() / "datasets"
+        self._ids = {name: _ids(folder / f"{name}.txt") for name in SETS}
+        if not self._ids["train"]:
+            raise ConfigurationError(
+                f"expected AppWorld's task ids in {folder}/train.txt, found none: in an environment of its own, "
+                "pip install appworld && appworld install && appworld download data, then set options.data to its "
+                "data folder"
+            )
+        self.splits = {name: range(FIRST_SEED[name], FIRST_SEED[name] + len(ids)) for name, ids in self._ids.items()}
+        self._free: queue.Queue[str] = queue.Queue()
+        for url in self.urls:
+            self._free.put(url.rstrip("/"))
+
+    def start(self, task: Task) -> AppWorldEpisode:
+        name = next((n for n, seeds in self.splits.items() if task.seed in seeds), "train")
+        ids = self._ids[name]
+        try:
+            url = self._free.get(timeout=WAIT_SECONDS_MAX)
+        except queue.Empty:
+            raise TimeoutError(
+                f"no AppWorld server became free in {WAIT_SECONDS_MAX:g} s: each serves one episode at a time. "
+                "Give more options.urls, or lower actor.concurrency"
+            ) from None
+        try:
+            return AppWorldEpisode(self, url, ids[(task.seed - FIRST_SEED[name]) % len(ids)])
+        except BaseException:
+            self._free.put(url)
+            raise
+
+
+class AppWorldEpisode(Episode):
+    def __init__(self, options: AppWorldTasks, url: str, task_id: str) -> None:
+        self._options, self._url, self._task_id, self._replies = options, url, task_id, 0
+        told = self._post("initialize", experiment_name="afterplay")
+        text = _INSTRUCTIONS.format(instruction=told["instruction"], **told["supervisor"])
+        self.messages = (Message("user", text),)
+
+    def step(self, reply: Reply) -> Step:
+        self._replies += 1
+        blocks = _CODE.findall(reply)
+        code = "\n".join(blocks)
+        output = str(self._post("execute", code=code)) if code else "Write code between ```python and ```."
+        if not self._post("task_completed") and self._replies < self._options.replies:
+            limit = self._options.output_characters
+            shown = output if len(output) <= limit else f"{output[:limit]} ... ({len(output) - limit} more characters)"
+            return Step((Message("user", shown or "(no output)"),), signals={"no_code": float(not code)})
+        result = self._post("evaluate", suppress_errors=True)
+        share = len(result["passes"]) / max(1, int(result["num_tests"]))
+        solved = float(bool(result["success"]))
+        reward = solved if self._options.pay == "task" else share
+        return Step((), reward, True, {"solved": solved, "tests_passed": share})
+
+    def close(self) -> None:
+        try:
+            self._post("close")
+        finally:
+            self._options._free.put(self._url)
+
+    def _post(self, route: str, **data: Any) -> Any:
+        """What a route answers. Raises :class:`RuntimeError` that says what the server said."""
+        body = json.dumps({"task_id": self._task_id, **data}).encode()
+        request = urllib.request.Request(f"{self._url}/{route}", body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self._options.request_seconds_max) as answer:
+                return json.loads(answer.read(ANSWER_BYTES_MAX))["output"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"AppWorld {route}: {error.code} {error.read(500)!r}") from error
+        except (OSError, ValueError, KeyError) as error:
+            raise RuntimeError(
+                f"AppWorld {route} at {self._url}: {error}. Is it running? appworld serve environment --port ..."
+            ) from error
+
+
+def _ids(path: Path) -> list[str]:
+    return path.read_text().split() if path.is_file() else []

@@ -1,0 +1,137 @@
+"""Which adapters there are, and whether what they stand on is installed.
+
+Random states of their own for packages that draw from the global one.
+
+Splits of environments that have as many tasks as there are seeds.
+
+Whether an environment has to run in threads, found by trying it once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter and the package behind it."""
+
+    module: str | None
+    """What has to be importable. None: nothing, it talks to a server."""
+    install: str
+    """What installs it."""
+    program: str | None = None
+    """A program that has to be on the PATH too."""
+    server: str | None = None
+    """What has to run elsewhere while it is played."""
+
+    @property
+    def missing(self) -> str | None:
+        """What to do before it can be used; None when nothing is missing."""
+        try:
+            found = self.module is None or importlib.util.find_spec(self.module) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            return self.install
+        if self.program is not None and shutil.which(self.program) is None:
+            return f"install {self.program} and put it on the PATH"
+        return None
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "alfworld": Adapter("alfworld", "pip install 'afterplay[alfworld]' && alfworld-download"),
+    "appworld": Adapter(
+        None,
+        "pip install appworld && appworld install && appworld download data (in an environment of its own)",
+        server="needs its servers: appworld serve environment",
+    ),
+    "babyai": Adapter("minigrid", "pip install 'afterplay[minigrid]'"),
+    "bfcl": Adapter("bfcl_eval", "pip install --no-deps bfcl-eval==2026.3.23 && pip install mpmath"),
+    "gymnasium": Adapter("gymnasium", "pip install 'afterplay[gymnasium]'"),
+    "openenv": Adapter("websockets", "pip install 'afterplay[openenv]'", server="needs a server"),
+    "reasoning_gym": Adapter("reasoning_gym", "pip install 'afterplay[reasoning-gym]'"),
+    "textarena": Adapter("textarena", "pip install 'afterplay[textarena]'"),
+    "textworld_express": Adapter(
+        "textworld_express",
+        "pip install 'afterplay[textworld-express]'",
+        program="java",
+    ),
+}
+"""By the name that run files use."""
+
+
+def package(name: str, *modules: str) -> Any:
+    """The package behind the adapter ``name``, after importing ``modules`` of it too.
+
+    Raises :class:`ConfigurationError` that says what to install."""
+    adapter = ADAPTERS[name]
+    if adapter.module is None:
+        raise ConfigurationError(f"the environment {name} has no package that could be imported here")
+    if adapter.missing is not None:
+        raise ConfigurationError(f"the environment {name} needs something that is not installed: {adapter.missing}")
+    try:
+        for module in modules:
+            importlib.import_module(module)
+        return importlib.import_module(adapter.module)
+    except Exception as error:
+        raise ConfigurationError(
+            f"the environment {name}: importing {adapter.module} failed with {type(error).__name__}: {error}. "
+            f"It is installed by: {adapter.install}"
+        ) from error
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextmanager
+def own_random(mine: random.Random) -> Iterator[None]:
+    """``random``'s global state is ``mine`` inside, and what it was before after that. One at a time in a process."""
+    with _ONE_AT_A_TIME:
+        before = random.getstate()
+        random.setstate(mine.getstate())
+        try:
+            yield
+        finally:
+            mine.setstate(random.getstate())
+            random.setstate(before)
+
+
+@contextmanager
+def numpys_kept() -> Iterator[None]:
+    """NumPy's global random state is after this what it was before."""
+    numpy = sys.modules.get("numpy")
+    before = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        if numpy is not None:
+            numpy.random.set_state(before)
+
+
+def held_out(first: int) -> Mapping[str, range]:
+    """Seeds below ``first`` are for training, as many from there on are the ``eval`` split."""
+    return {"train": range(first), "eval": range(first, 2 * first)}
+
+
+BLOCKING_SECONDS = 0.005
+"""A start that takes longer would hold up the other episodes of the actor."""
+
+
+def takes_long(start: Callable[[], object]) -> bool:
+    """Whether ``start``, called once, takes longer than :data:`BLOCKING_SECONDS`."""
+    started = time.perf_counter()
+    start()
+    return time.perf_counter() - started > BLOCKING_SECONDS

@@ -1,0 +1,176 @@
+"""Java processes of TextWorldExpress, shared by many games.
+
+The package starts one process (120 MB, more later) for each of its environments; a process can hold any number of
+games though. Calls into one process are made one at a time. Games whose Java code keeps state outside of the game get a
+process to themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+WAIT_SECONDS_MAX = 30.0
+"""How long a start waits for a process of its own."""
+
+
+CALL_SECONDS_MAX = 60.0
+"""How long one call into a process may take while others wait for it."""
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """One Java process. Every call into it is made inside :meth:`call`."""
+
+    main: Any
+    """The package's environment that started it."""
+    games: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _since: float = 0.0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call at a time. A process that hangs is ended, which also frees the thread that hangs with it. Raises
+        :class:`TimeoutError`."""
+        while not self._lock.acquire(timeout=CALL_SECONDS_MAX):
+            if time.monotonic() - self._since >= CALL_SECONDS_MAX:
+                self.forget()
+                self.main._gateway.java_process.kill()
+                raise TimeoutError(
+                    f"a Java process did not answer for {CALL_SECONDS_MAX:g} s and was ended; its games are lost, "
+                    "the next one gets a new process"
+                )
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def let_go(self, java_object: Any) -> None:
+        """Java may collect the object; a dead process needs not be told. Inside :meth:`call`."""
+        self.main._gateway.detach(java_object)
+
+    def forget(self) -> None:
+        """Connect to it no more. py4j would still tell a dead process about every object that is collected."""
+        self.main._gateway._gateway_client.is_connected = False
+
+
+class Pool:
+    """At most ``processes_max`` processes, started when they are needed."""
+
+    def __init__(self, environment: type, processes_max: int, alone: bool, heap_mib: int) -> None:
+        """``environment``: the package's class. ``alone``: one game in a process at a time. ``heap_mib``: the most that
+        the objects of one process take."""
+        self._environment = environment
+        self._max = processes_max
+        self._alone = alone
+        self._heap_mib = heap_mib
+        self._processes: list[Process] = []
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what fails is raised as well
+        self._changed = threading.Condition()
+
+    def take(self) -> tuple[Process, Any]:
+        """A process and a new game in it. A process that died is replaced. Raises :class:`TimeoutError` where all stay
+        taken."""
+        with self._changed:
+            self._bury()
+            if not self._changed.wait_for(self._has_room, WAIT_SECONDS_MAX):
+                raise TimeoutError(
+                    f"no Java process became free in {WAIT_SECONDS_MAX:g} s: this game needs one for each episode. "
+                    "Raise options.jvms, or lower actor.concurrency"
+                )
+            if len(self._processes) < self._max and all(p.games for p in self._processes):
+                with _java_options(f"-Xmx{self._heap_mib}m"):
+                    self._processes.append(Process(self._environment(envStepLimit=10**9)))
+            process = min(self._processes, key=lambda p: p.games)
+            process.games += 1
+        try:
+            with process.call():
+                return process, _game_in(self._environment, process.main)
+        except BaseException:
+            self.give_back(process)
+            raise
+
+    def give_back(self, process: Process, game: Any = None) -> None:
+        """``game`` of it ended, or none was made. Java is told here, in a thread that may wait: py4j's objects are in
+        cycles, so that else Python's garbage collector would tell it, late, and on whatever thread it runs on."""
+        if game is not None:
+            with suppress(TimeoutError), process.call():
+                process.let_go(game.server)
+        with self._changed:
+            process.games -= 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End every process."""
+        with self._changed:
+            for process in self._processes:
+                _end(process.main)
+            self._processes.clear()
+
+    def _bury(self) -> None:
+        """Forget processes that died."""
+        dead = [p for p in self._processes if p.main._gateway.java_process.poll() is not None]
+        for process in dead:
+            process.forget()
+            with suppress(Exception):
+                _end(process.main)
+        self._processes = [p for p in self._processes if p not in dead]
+
+    def _has_room(self) -> bool:
+        return (
+            not self._alone
+            or len(self._processes) < self._max
+            or any(process.games == 0 for process in self._processes)
+        )
+
+
+@contextmanager
+def _java_options(options: str) -> Iterator[None]:
+    """What a Java process started inside is told, unless the person who started us tells it something themselves."""
+    mine = "JAVA_TOOL_OPTIONS" not in os.environ
+    if mine:
+        os.environ["JAVA_TOOL_OPTIONS"] = options
+    try:
+        yield
+    finally:
+        if mine:
+            os.environ.pop("JAVA_TOOL_OPTIONS", None)
+
+
+def _game_in(base: type, main: Any) -> Any:
+    """One more game in a running process: the package's own class with everything but the game shared."""
+    game: Any = object.__new__(_shared(base))
+    game.__dict__.update(main.__dict__)
+    game.server = main._gateway.jvm.textworldexpress.runtime.PythonInterface()
+    game.runHistory, game.lastStepScore = [], 0
+    game.gameName, game.gameParams, game.seed = None, "", None
+    return game
+
+
+_SHARED: dict[type, type] = {}
+
+
+def _shared(base: type) -> type:
+    """The package's class without the end of the process when a game is collected."""
+    leave: Callable[[object], None] = lambda _: None  # noqa: E731
+    return _SHARED.setdefault(base, type("SharedGame", (base,), {"close": leave, "__del__": leave}))
+
+
+def _end(main: Any) -> None:
+    """End a process, alive or not, and close its pipes and the package's scratch file."""
+    java = main._gateway.java_process
+    try:
+        main.close()
+    finally:
+        for pipe in (java.stdin, java.stdout, getattr(main, "_obj_tree_tempfile", None)):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        java.wait(timeout=5)

@@ -1,0 +1,146 @@
+"""``openenv``: environment servers that speak OpenEnv's WebSocket protocol. The package itself is not needed.
+
+One connection to ``<url>/ws`` is one episode. Messages are JSON: ``{"type": "reset", "data": {"seed": 7}}`` and
+``{"type": "step", "data": {action}}`` are answered by ``{"type": "observation", "data": {"observation": {...},
+"reward": 1.0, "done": false}}`` or ``{"type": "error", "data": {"message", "code"}}``; ``{"type": "close"}`` ends the
+session (openenv 0.10, ``core/env_server/types.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from actors.adapters.catalogue import held_out, package
+from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
+from pipeline.schema import Message, Task
+
+CLOSE_SECONDS_MAX = 1.0
+
+
+class OpenEnvError(Exception):
+    """The server answered with an error, or with something that is not the protocol."""
+
+
+@dataclass(config=STRICT_OPTIONS)
+class OpenEnv(Environment):
+    """Environment servers of the OpenEnv protocol, one WebSocket an episode."""
+
+    splits = held_out(2**30)
+
+    urls: tuple[str, ...] = Field(default=("ws://127.0.0.1:8000",), min_length=1)
+    """Servers (``ws://host:port`` or ``http://host:port``), taken in turn."""
+    action: dict[str, Any] = Field(default_factory=lambda: {"message": "{reply}"})
+    """The action of a step. ``{reply}`` in a text stands for what the policy said; a value that is exactly ``{json}``
+    for the JSON object in the reply."""
+    observation: str | None = None
+    """Key of the observation that the policy reads. None: all of it as JSON, without ``metadata``."""
+    instructions: str = ""
+    """Said before the first observation."""
+    reset: dict[str, Any] = Field(default_factory=dict)
+    """More data of the reset message. The seed of the task is always sent."""
+    message_bytes_max: int = Field(default=16 * 2**20, ge=1024, le=2**30)
+    connect_seconds_max: float = Field(default=20.0, gt=0, le=600)
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("ws://", "wss://", "http://", "https://")):
+                raise ValueError(f"urls: expected ws:// or http:// addresses, got {url!r}")
+        self._connect = package("openenv", "websockets.asyncio.client").asyncio.client.connect
+        self._turn = itertools.cycle(self.urls)
+
+    async def start(self, task: Task) -> OpenEnvEpisode:
+        url = f"{next(self._turn).rstrip('/').replace('http', 'ws', 1)}/ws"
+        socket = await self._connect(
+            url,
+            max_size=self.message_bytes_max,
+            open_timeout=self.connect_seconds_max,
+            close_timeout=CLOSE_SECONDS_MAX,
+            proxy=None,
+        )
+        try:
+            answer = await ask(socket, "reset", {**self.reset, "seed": task.seed % 2**31})
+            return OpenEnvEpisode(self, socket, answer)
+        except BaseException:
+            socket.transport.abort()
+            raise
+
+
+class OpenEnvEpisode(Episode):
+    def __init__(self, options: OpenEnv, socket: Any, first: Mapping[str, Any]) -> None:
+        self._options, self._socket = options, socket
+        self.messages = (Message("user", "\n\n".join(filter(None, (options.instructions, self._text(first))))),)
+
+    async def step(self, reply: Reply) -> Step:
+        action = _filled(self._options.action, str(reply))
+        if action is None:
+            return Step((Message("user", "Reply with a JSON object."),), signals={"unknown_action": 1.0})
+        data = await ask(self._socket, "step", action)
+        done = bool(data.get("done"))
+        reward = data.get("reward")
+        signals = {"unknown_action": 0.0}
+        return Step(() if done else (Message("user", self._text(data)),), float(reward or 0.0), done, signals)
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS_MAX):
+                await self._socket.send(orjson.dumps({"type": "close"}).decode())
+                await self._socket.close()
+        except Exception:  # the session ends with the connection in any case
+            self._socket.transport.abort()
+
+    def _text(self, data: Mapping[str, Any]) -> str:
+        observation = data["observation"]
+        key = self._options.observation
+        if key is None:
+            shown = {k: v for k, v in observation.items() if k != "metadata"}
+            return orjson.dumps(shown).decode()
+        if key not in observation:
+            raise OpenEnvError(
+                f"expected an observation with {key!r}, got {sorted(observation)}: set options.observation"
+            )
+        value = observation[key]
+        return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+async def ask(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """One request and its answer: ``{"observation", "reward", "done"}``. Raises :class:`OpenEnvError`."""
+    await socket.send(orjson.dumps({"type": kind, "data": data}).decode())
+    raw = await socket.recv()
+    try:
+        answer = orjson.loads(raw)
+        told = answer["data"]
+        if answer["type"] == "error":
+            raise OpenEnvError(f"{kind}: {told.get('message', 'no message')} ({told.get('code', 'no code')})")
+        if answer["type"] != "observation" or not isinstance(told["observation"], dict):
+            raise KeyError("observation")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OpenEnvError(
+            f"{kind}: expected an observation of the OpenEnv protocol, got {str(raw)[:200]!r}"
+        ) from error
+    return dict(told)
+
+
+def _filled(template: Mapping[str, Any], reply: str) -> dict[str, Any] | None:
+    """The action for a reply; None where the template wants JSON and there is none."""
+    filled: dict[str, Any] = {}
+    for key, value in template.items():
+        if value == "{json}":
+            try:
+                filled[key] = orjson.loads(reply[reply.index("{") : reply.rindex("}") + 1])
+            except ValueError:
+                return None
+        elif isinstance(value, dict):
+            inner = _filled(value, reply)
+            if inner is None:
+                return None
+            filled[key] = inner
+        else:
+            filled[key] = value.replace("{reply}", reply) if isinstance(value, str) else value
+    return filled

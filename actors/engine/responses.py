@@ -1,0 +1,166 @@
+"""Reads what an engine answered. Pure; believes nothing.
+
+Every fault is an :class:`EngineProtocolError` that names the engine, what was expected and what came. Policy versions
+are labels: a decimal number is a policy version; ``default`` (vLLM's label before the first stamp) is *no* version.
+An engine says ``default`` when it was just started or restarted: its weights are then those of its folder, which are
+version 0 only if the learner has not resumed from something else. So unstamped engines are not routed to, and tokens
+that bear ``default`` all the same (the engine restarted under the request) raise :class:`EngineUnavailable`: the
+request is made again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.engine.base import Generation, PrefixCache
+from pipeline.errors import EngineProtocolError, EngineUnavailable, SchemaError
+from pipeline.schema import FinishReason, VersionSpan
+
+UNSTAMPED = "default"
+LOGPROB_MAX = 1e-4
+"""Rounding can lift a log-probability of 0 a little above it."""
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "repetition": FinishReason.STOP,
+}
+
+
+def read_generate(engine: str, answer: Any, tokens_max: int, vocabulary: int | None) -> Generation:
+    """An answer of ``/inference/v1/generate``. ``tokens_max``: the ``max_tokens`` that was asked for."""
+    choice = _choice(engine, answer)
+    ids = _token_ids(engine, choice, tokens_max, vocabulary)
+    content = (choice.get("logprobs") or {}).get("content")
+    if not isinstance(content, list) or len(content) != len(ids):
+        raise _fault(engine, f"logprobs.content with {len(ids)} entries, one per token", _short(content))
+    try:
+        logprobs = [entry["logprob"] for entry in content]
+        labelled = [entry["token_id"] for entry in content]
+    except (KeyError, TypeError):
+        raise _fault(engine, "logprobs.content entries with token_id and logprob", _short(content)) from None
+    if labelled != choice["token_ids"]:
+        raise _fault(engine, "log-probabilities of the sampled tokens in order", f"those of {_short(labelled)}")
+    finish = _finish(engine, choice)
+    spans = choice.get("weight_versions")
+    versions = () if finish is FinishReason.ABORT else _version_spans(engine, spans, len(ids))
+    return Generation(ids, _logprobs(engine, logprobs, len(ids)), versions, finish)
+
+
+def read_completion(engine: str, answer: Any, tokens_max: int, vocabulary: int | None, version: int) -> Generation:
+    """An answer of ``/v1/completions``, whose tokens are all said to come from ``version``."""
+    choice = _choice(engine, answer)
+    ids = _token_ids(engine, choice, tokens_max, vocabulary)
+    logprobs = _logprobs(engine, (choice.get("logprobs") or {}).get("token_logprobs"), len(ids))
+    spans = (VersionSpan(0, len(ids), version),) if len(ids) else ()
+    return Generation(ids, logprobs, spans, _finish(engine, choice))
+
+
+def read_version(engine: str, label: Any) -> int | None:
+    """A version label; None for ``default``."""
+    if label == UNSTAMPED:
+        return None
+    if isinstance(label, int) and not isinstance(label, bool) and label >= 0:
+        return label
+    if isinstance(label, str) and label.isascii() and label.isdecimal() and len(label) < 10:
+        return int(label)
+    raise _fault(engine, "a weight version that is a number (stamped by the learner)", repr(label))
+
+
+def read_prefix_cache(text: str) -> PrefixCache | None:
+    """vLLM's counters from the text of ``/metrics``, summed over its label sets."""
+    sums = {"vllm:prefix_cache_queries_total": 0.0, "vllm:prefix_cache_hits_total": 0.0}
+    found = False
+    for line in text.splitlines():
+        if line.startswith("vllm:prefix_cache_"):
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in sums:
+                try:
+                    sums[name] += float(line.rpartition(" ")[2])
+                    found = True
+                except ValueError:
+                    continue
+    return PrefixCache(*sums.values()) if found else None
+
+
+def _choice(engine: str, answer: Any) -> dict[str, Any]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise _fault(engine, "a JSON object with exactly one choice", _short(answer))
+    choice: dict[str, Any] = choices[0]
+    return choice
+
+
+def _token_ids(engine: str, choice: dict[str, Any], tokens_max: int, vocabulary: int | None) -> npt.NDArray[np.int32]:
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise _fault(engine, "token_ids as a list of integers", _short(ids))
+    if len(ids) > tokens_max:
+        raise _fault(engine, f"at most {tokens_max} tokens (max_tokens)", f"{len(ids)}")
+    if not ids and choice.get("finish_reason") != "abort":
+        raise _fault(engine, "at least one sampled token", "none")
+    limit = vocabulary if vocabulary is not None else 2**31
+    if ids and not (min(ids) >= 0 and max(ids) < limit):
+        raise _fault(engine, f"token ids in 0..{limit - 1}", f"{min(ids)}..{max(ids)}")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _logprobs(engine: str, values: Any, length: int) -> npt.NDArray[np.float32]:
+    if not isinstance(values, list) or len(values) != length:
+        raise _fault(engine, f"{length} log-probabilities, one per token", _short(values))
+    if not all(type(v) is float or type(v) is int for v in values):
+        raise _fault(engine, "log-probabilities that are numbers", _short(values))
+    array = np.asarray(values, dtype=np.float32)
+    if not bool(np.all(np.isfinite(array) & (array <= LOGPROB_MAX))):
+        raise _fault(engine, "finite log-probabilities <= 0", _short(values))
+    return np.minimum(array, np.float32(0.0))
+
+
+def _finish(engine: str, choice: dict[str, Any]) -> FinishReason:
+    reason = choice.get("finish_reason")
+    if reason == "error":
+        raise EngineUnavailable(f"engine {engine} failed inside a request (finish_reason error)")
+    if not isinstance(reason, str) or reason not in _FINISH:
+        raise _fault(engine, f"finish_reason in {sorted(_FINISH)}", repr(reason))
+    return _FINISH[reason]
+
+
+def _version_spans(engine: str, spans: Any, length: int) -> tuple[VersionSpan, ...]:
+    """Spans that tile ``[0, length)``. Empty ones (an update before the first token) are left out."""
+    if not isinstance(spans, list):
+        raise _fault(engine, "weight_versions: the policy version of each token", _short(spans))
+    out: list[VersionSpan] = []
+    at = 0
+    for span in spans:
+        try:
+            label, start, end = span["version"], span["start"], span["end"]
+        except (KeyError, TypeError):
+            raise _fault(engine, "weight_versions entries with version, start and end", _short(spans)) from None
+        if not (type(start) is int and type(end) is int and start == at and end >= start):
+            raise _fault(engine, f"weight_versions that tile 0..{length}", _short(spans))
+        if end > start:
+            version = read_version(engine, label)
+            if version is None:
+                raise EngineUnavailable(f"engine {engine} sampled with weights that nobody stamped: it was restarted")
+            try:
+                out.append(VersionSpan(start, end, version))
+            except SchemaError as error:
+                raise _fault(engine, "version spans of the data model", str(error)) from error
+            if len(out) > 1 and out[-2].policy_version > version:
+                raise _fault(engine, "versions that never go back", _short(spans))
+        at = end
+    if at != length:
+        raise _fault(engine, f"weight_versions that tile 0..{length}", _short(spans))
+    return tuple(out)
+
+
+def _fault(engine: str, expected: str, came: str) -> EngineProtocolError:
+    return EngineProtocolError(f"engine {engine}: expected {expected}, got {came}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:160] + "…"

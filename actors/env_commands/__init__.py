@@ -1,0 +1,1 @@
+"""The commands of ``afterplay env``: list, show, play, demonstrate, new."""

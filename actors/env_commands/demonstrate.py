@@ -1,0 +1,128 @@
+"""Written conversations as the token ids that a policy would have been given, and would have had to sample.
+
+``afterplay env demonstrate``: an expert's plays as the lines that ``afterplay replay import`` and
+``loss.supervised`` read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+
+from actors.env_commands.describe import end_environment
+from actors.env_commands.play import expert_of, expert_replies
+from actors.environments.base import Reply
+from actors.environments.host import EnvironmentHost
+from actors.rendering.renderer import Completed, Renderer, load_tokenizer
+from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.errors import ConfigurationError, SchemaError
+from pipeline.schema import Message, Task
+
+
+def render(renderer: Renderer, messages: Sequence[Message]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(context ids, completion ids) of each assistant message; completions end with the template's end-of-turn token.
+
+    Raises :class:`SchemaError` for a conversation that does not alternate as a policy would see it: it begins with
+    another role, ends with the assistant, and there are never two assistant messages in a row.
+    """
+    roles = [message.role for message in messages]
+    twice = any(a == b == "assistant" for a, b in pairwise(roles))
+    if not roles or roles[0] == "assistant" or roles[-1] != "assistant" or twice:
+        raise SchemaError(
+            "expected messages that begin with another role, end with the assistant and never have it twice in a row, "
+            f"got {roles}"
+        )
+    ends = [i for i, role in enumerate(roles) if role == "assistant"]
+    conversation = renderer.start(messages[: ends[0]])
+    turns = []
+    for at, end in enumerate(ends):
+        text = messages[end].content
+        completion = renderer.completion_ids(text)
+        turns.append((conversation.added_ids, completion))
+        if at + 1 < len(ends):
+            new = messages[end + 1 : ends[at + 1]]
+            after = renderer.extend(conversation, completion, Completed(text, completion[-1]), new)
+            if after.branch != conversation.branch:
+                raise SchemaError(
+                    "the chat template changes earlier turns when the conversation goes on: give token ids instead"
+                )
+            conversation = after
+    return turns
+
+
+class Demonstrator:
+    """Renders with the tokenizer of a prepared model folder, loaded when it is first needed.
+
+    Raises :class:`ConfigurationError` when there is none.
+    """
+
+    def __init__(self, folder: Path, chat_template: str | None, trust_remote_code: bool) -> None:
+        self._arguments = (folder, chat_template, trust_remote_code)
+        self._renderer: Renderer | None = None
+
+    def __call__(self, messages: Sequence[Message]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        if self._renderer is None:
+            self._renderer = Renderer(*load_tokenizer(*self._arguments))
+        return render(self._renderer, messages)
+
+
+def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Iterable[int], path: Path) -> tuple[int, int]:
+    """Write one line for each of ``seeds`` that the expert solves; ``section`` is the environment's name in the run
+    file. Returns how many were written and how many were given up. ``path`` is written whole or not at all.
+
+    Raises :class:`ConfigurationError` for options that do not fit, an environment without an expert, or a place that
+    cannot be written."""
+    host = EnvironmentHost(section, EnvironmentConfig(name=name, options=options, step_seconds_max=600))
+    part = path.with_name(f"{path.name}.part")
+    written = left_out = 0
+    try:
+        expert_of(host.environment)
+        with part.open("wb") as file:
+            for line in _lines(host, section, seeds):
+                if line is None:
+                    left_out += 1
+                else:
+                    file.write(orjson.dumps(line) + b"\n")
+                    written += 1
+        part.replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"--out: {path} cannot be written: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+        end_environment(host)
+    return written, left_out
+
+
+def _lines(host: EnvironmentHost, section: str, seeds: Iterable[int]) -> Iterator[dict[str, Any] | None]:
+    for seed in seeds:
+        task = Task(f"{section}/{seed}", section, seed)
+        replies = expert_replies(host.environment, task)
+        yield anyio.run(_line, host, task, replies) if replies else None
+
+
+async def _line(host: EnvironmentHost, task: Task, replies: list[str]) -> dict[str, Any] | None:
+    """The play of ``replies``; None where they earn nothing."""
+    game = await host.start(task)
+    messages: list[Message] = list(game.messages)
+    score = 0.0
+    try:
+        for text in replies:
+            step = await host.step(game, Reply(text))
+            messages.append(Message("assistant", text))
+            score += step.reward
+            if step.done:
+                break
+            messages.extend(step.messages)
+    finally:
+        await host.close(game)
+    if score <= 0:
+        return None
+    while messages[-1].role != "assistant":
+        messages.pop()
+    said = [{"role": message.role, "content": message.content} for message in messages]
+    return {"environment": task.environment, "seed": task.seed, "reward": score, "messages": said}

@@ -1,0 +1,348 @@
+"""``afterplay env play``: one episode, played by somebody at the terminal, by an engine, or by an expert.
+
+It is played as an actor plays it: by the agent loop that the environment or the run file asks for, with its tools.
+
+Who says the replies in ``afterplay env play``: somebody at the terminal, an engine, or an expert.
+
+What ``afterplay env`` plays: an environment by name, or a section of a run file with its loop and data.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+
+from actors.engine.base import Sampling
+from actors.engine.client import EngineClient
+from actors.env_commands.describe import end_environment, shown
+from actors.environments.base import Reply
+from actors.environments.host import EnvironmentHost
+from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Opening, checked_answer, checked_opening
+from actors.rollout.multi_turn import HostedGame
+from actors.rollout.services import build_loop
+from pipeline.config.load import load
+from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.tasks import TRAIN
+from pipeline.errors import ConfigurationError
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.plugin_guard import StartedTasks
+from pipeline.schema import FinishReason, Message, Task
+from pipeline.tasks.open import open_source
+
+READ_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was said since the last reply."""
+
+    messages: tuple[Message, ...]
+    opening: Opening
+    """How the conversation began."""
+    reply: Message | None = None
+    """The last reply with its tool calls apart, where it had some."""
+
+
+Speak = Callable[[Said], Awaitable[Reply | None]]
+"""From what was said to the next reply; None: the player leaves."""
+
+
+class Typed:
+    """In the place of :class:`Renderer` where somebody types: no template, so tool calls are read in the hermes form,
+    and answers are shown as they are."""
+
+    template = ""
+    tokenizer = None
+
+    def without_special(self, text: str) -> str:
+        return text
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """A token is a character."""
+        return tuple(map(ord, text))
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def typing() -> Speak:
+    """Replies from standard input; a line that ends with a backslash goes on. The end of the input leaves."""
+    lines = Lines()
+
+    async def speak(_: Said) -> Reply | None:
+        parts: list[str] = []
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        while (line := await lines.next()) is not None:
+            parts.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                break
+        return Reply("\n".join(parts)) if parts else None
+
+    return speak
+
+
+class Lines:
+    """Standard input line by line. Waiting for one can be cancelled, which a thread in ``readline`` cannot."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._ended = False
+        self._fd: int | None = None
+        with suppress(OSError, ValueError):  # a stand-in without a file
+            self._fd = sys.stdin.fileno()
+
+    async def next(self) -> str | None:
+        """Without its end; None at the end of the input."""
+        if self._fd is None:
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        while b"\n" not in self._held and not self._ended:
+            with suppress(OSError, NotImplementedError):  # a file on disk never has to be waited for
+                await anyio.wait_readable(self._fd)
+            came = os.read(self._fd, READ_BYTES)
+            self._held += came
+            self._ended = not came
+        if not self._held:
+            return None
+        first, _, self._held = self._held.partition(b"\n")
+        return first.removesuffix(b"\r").decode("utf-8", "replace")
+
+
+def replaying(replies: Sequence[str]) -> Speak:
+    """Replies that are known beforehand."""
+    left = iter(replies)
+
+    async def speak(_: Said) -> Reply | None:
+        text = next(left, None)
+        return None if text is None else Reply(text)
+
+    return speak
+
+
+def sampling(client: EngineClient, renderer: Renderer, how: Sampling) -> Speak:
+    """Replies sampled as in training: token ids in and out, the template's way of going on, tools told to it."""
+    held: dict[str, Any] = {}
+
+    async def speak(said: Said) -> Reply | None:
+        if not held:
+            held["conversation"] = renderer.start(said.messages, said.opening.tools)
+        else:
+            held["conversation"] = renderer.extend(
+                held["conversation"], held["ids"], held["completed"], said.messages, said=said.reply
+            )
+        generation = await client.generate(held["conversation"].prompt_ids, how)
+        held["ids"] = generation.token_ids.tolist()
+        held["completed"] = renderer.completed(held["ids"])
+        return Reply(held["completed"].text, generation.finish_reason or FinishReason.STOP)
+
+    return speak
+
+
+STEP_SECONDS_MAX = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One environment, configured."""
+
+    section: str
+    config: EnvironmentConfig
+    run_seed: int = 0
+    notes: tuple[str, ...] = ()
+    """What a score leaves out."""
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Any], run_file: Path | None) -> Subject:
+        """``options`` go over those of the section. Raises :class:`ConfigurationError`."""
+        if run_file is None:
+            config = EnvironmentConfig(name=name, options=dict(options), step_seconds_max=STEP_SECONDS_MAX)
+            return cls(name, config)
+        run = load(run_file)
+        section = run.environments.get(name)
+        if section is None:
+            raise ConfigurationError(
+                f"expected one of the environments of {run_file} ({', '.join(run.environments)}), got {name!r}"
+            )
+        parts = [part.known_as for part in run.scorer.parts if part.applies_to(name)]
+        notes = (f"the scorer adds {', '.join(parts)}, which only a run computes",) if parts else ()
+        config = section.model_copy(
+            update={"options": {**section.options, **options}, "step_seconds_max": STEP_SECONDS_MAX}
+        )
+        return cls(name, config, run.run.seed, notes)
+
+    def task(self, seed: int) -> Task:
+        """The task with ``seed``; where tasks are rows, the one at place ``seed`` of what is trained on (of the
+        first split where nothing is)."""
+        if self.config.tasks_from is None:
+            return Task(f"{self.section}/{seed}", self.section, seed)
+        source = open_source(self.section, self.config, self.run_seed)
+        try:
+            split = source.splits.get(TRAIN) or next(iter(source.splits.values()))
+            return split[seed % len(split)]
+        finally:
+            source.close()
+
+
+Show = Callable[[str, str], None]
+"""Print one line of talk: who says it, and what."""
+
+
+def play(
+    name: str,
+    options: dict[str, Any],
+    seed: int,
+    turns_max: int,
+    show: Show,
+    *,
+    engine: str | None = None,
+    model: Path | None = None,
+    temperature: float = 1.0,
+    tokens_max: int = 256,
+    expert: bool = False,
+    run_file: Path | None = None,
+) -> float | None:
+    """Play the task with ``seed`` and return its score, or None where the player left before the end.
+
+    ``run_file``: ``name`` is a section of its environments, with that section's options, agent loop and data.
+    Raises :class:`ConfigurationError` for wrong options and :class:`PlugInError` where the environment fails."""
+    if engine is not None and model is None:
+        raise ConfigurationError("--engine needs --model: the folder with the tokenizer of what it serves")
+    if expert and engine is not None:
+        raise ConfigurationError("expected one player, got --expert and --engine")
+    subject = Subject.of(name, options, run_file)
+    renderer = Typed() if model is None else Renderer(*load_tokenizer(_folder(model)))
+    host = EnvironmentHost(subject.section, subject.config)
+
+    async def run() -> float | None:
+        async with AsyncExitStack() as stack:
+            task = subject.task(seed)
+            loop = build_loop(host, cast(Renderer, renderer), ActorMetrics(CollectorRegistry()))
+            stack.push_async_callback(loop.close)
+            if expert:
+                speak = replaying(await anyio.to_thread.run_sync(expert_replies, host.environment, task))
+            elif engine is not None:
+                assert isinstance(renderer, Renderer)
+                how = Sampling(tokens_max, temperature=temperature, stop_token_ids=renderer.end_ids)
+                speak = sampling(await stack.enter_async_context(EngineClient(engine)), renderer, how)
+            else:
+                speak = typing()
+            async with anyio.create_task_group() as serving:
+                serving.start_soon(loop.serve)
+                score = await episode(host, task, turns_max, speak, show, loop)
+                serving.cancel_scope.cancel()
+            for line in subject.notes:
+                show("note", line)
+            return score
+
+    try:
+        return anyio.run(run)
+    except BaseExceptionGroup as group:
+        raise _only(group) from None
+    finally:
+        end_environment(host)
+
+
+async def episode(
+    host: EnvironmentHost, task: Task, turns_max: int, speak: Speak, show: Show, loop: AgentLoop
+) -> float | None:
+    """One play. Prints everything that is said; the score, or None where the player left."""
+    metrics, started = ActorMetrics(CollectorRegistry()), StartedTasks()
+    game = HostedGame(f"play/{task.task_id}", task, host, await host.start(task), metrics, started)
+    try:
+        agent = loop.begin(game)
+        if not isinstance(agent, AgentEpisode):
+            raise ConfigurationError(
+                f"environments.{host.section}: {type(loop).__name__} asks for completions itself: afterplay env play "
+                "cannot answer it. Start it with an engine, as a run does"
+            )
+        try:
+            return await _turns(agent, turns_max, speak, show)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await agent.close()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await game.close()
+
+
+async def _turns(agent: AgentEpisode, turns_max: int, speak: Speak, show: Show) -> float | None:
+    opening = checked_opening(await agent.start())
+    for line in told_tools(opening.tools):
+        show("tools", line)
+    score, said = 0.0, Said(opening.messages, opening)
+    for _ in range(turns_max):
+        for message in said.messages:
+            show(message.role, shown(message))
+        reply = await speak(said)
+        if reply is None:
+            show("left", f"score so far {score:g}")
+            return None
+        show("assistant", str(reply))
+        answer = checked_answer(await agent.answer(Reply(str(reply), reply.finish_reason)))
+        score, said = score + answer.reward, Said(tuple(answer.messages), opening, answer.said)
+        signals = "".join(f", {key} {value:g}" for key, value in answer.signals.items())
+        show("step", f"reward {answer.reward:g}{signals}")
+        if answer.done or answer.limit is not None:
+            for message in said.messages:
+                show(message.role, shown(message))
+            show("done", _end(answer, score))
+            return score
+    show("stopped", f"after {turns_max} turns, score {score:g}")
+    return score
+
+
+def _end(answer: Answer, score: float) -> str:
+    reached = "" if answer.limit is None else f" (the agent loop's limit {answer.limit.value} was reached)"
+    return f"score {score:g}{reached}"
+
+
+def told_tools(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What may be called, and how."""
+    functions = [tool["function"] for tool in tools]
+    lines = []
+    for function in functions:
+        properties = function.get("parameters", {}).get("properties", {})
+        parameters = ", ".join(f"{name}: {rule.get('type', 'any')}" for name, rule in properties.items())
+        lines.append(f"{function['name']}({parameters})  {function.get('description', '')}".rstrip())
+    if lines:
+        lines.append('call with <tool_call>{"name": "...", "arguments": {...}}</tool_call>')
+    return lines
+
+
+def expert_replies(environment: Any, task: Task) -> list[str]:
+    """Replies that solve the task, from an environment that knows them. Raises :class:`ConfigurationError` where it has
+    no ``expert(task)``."""
+    return [str(reply) for reply in expert_of(environment)(task)]
+
+
+def expert_of(environment: Any) -> Callable[[Task], Sequence[str]]:
+    """Raises :class:`ConfigurationError` where there is none."""
+    expert = getattr(environment, "expert", None)
+    if not callable(expert):
+        raise ConfigurationError(f"{type(environment).__name__} has no expert(task): it cannot show how it is played")
+    return cast("Callable[[Task], Sequence[str]]", expert)
+
+
+def _folder(model: Path) -> Path:
+    """Raises :class:`ConfigurationError` for what is no folder: it would be looked for on the hub."""
+    if not model.is_dir():
+        raise ConfigurationError(f"--model: expected the folder of a model (runs/NAME/model), got {model}")
+    return model
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error in it: one thing goes wrong in a play."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,183 @@
+"""``afterplay env new``: a plug-in package that works, to be changed into one's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from actors.environments.discovery import names
+from pipeline.errors import ConfigurationError
+
+_PYPROJECT = """[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "afterplay-{dashed}"
+version = "0.1.0"
+description = "The environment {name} for Afterplay"
+requires-python = ">=3.11"
+dependencies = ["afterplay"]
+
+[project.optional-dependencies]
+test = ["pytest>=8"]
+
+# Run files say `name: {name}` once this package is installed.
+[project.entry-points."afterplay.environments"]
+{name} = "afterplay_{name}:{cls}"
+
+[tool.hatch.build.targets.wheel]
+packages = ["afterplay_{name}"]
+
+[tool.pytest.ini_options]
+pythonpath = ["."]
+"""
+
+_ENVIRONMENT = '''"""The environment `{name}`: mix a colour from drops of red, green and blue."""
+
+from __future__ import annotations
+
+import random
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from actors.environments import Environment, Episode, Reply, Step
+from pipeline.schema import Message, Task
+
+COLOURS = ("red", "green", "blue")
+
+
+@dataclass(config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
+class {cls}(Environment):
+    """Mix a colour from drops; a right mixture pays 1.0."""
+
+    splits = {{"train": range(10**9), "eval": range(10**9, 2 * 10**9)}}
+
+    drops: int = Field(default=3, ge=1, le=20)
+    """Drops in a mixture, and turns to mix it."""
+
+    def start(self, task: Task) -> {cls}Episode:
+        # Everything random comes from the seed of the task: a group must start from the same state.
+        return {cls}Episode(random.Random(task.seed).choices(COLOURS, k=self.drops))
+
+
+class {cls}Episode(Episode):
+    """One play and all its state."""
+
+    def __init__(self, mixture: list[str]) -> None:
+        self.left = sorted(mixture)
+        wanted = ", ".join(f"{{self.left.count(c)}} of {{c}}" for c in COLOURS)
+        self.messages = (Message("user", f"Mix {{wanted}}. Reply with one colour a turn."),)
+
+    def step(self, reply: Reply) -> Step:
+        colour = reply.strip().lower().rstrip(".")
+        if colour not in self.left:
+            return Step(reward=0.0, done=True, signals={{"solved": 0.0}})
+        self.left.remove(colour)
+        if not self.left:
+            return Step(reward=1.0, done=True, signals={{"solved": 1.0}})
+        return Step(messages=(Message("user", f"{{len(self.left)}} to go."),))
+'''
+
+_INIT = '''"""An environment for Afterplay."""
+
+from afterplay_{name}.environment import {cls}, {cls}Episode
+
+__all__ = ["{cls}", "{cls}Episode"]
+'''
+
+_TEST = '''"""The environment as the agent loop runs it: its answers are checked, timed and attributed."""
+
+import asyncio
+
+from actors.environments import Reply
+from actors.environments.host import EnvironmentHost
+from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.schema import Task
+
+NAME = "afterplay_{name}:{cls}"
+
+
+def host(**options):
+    return EnvironmentHost("{name}", EnvironmentConfig(name=NAME, options=options))
+
+
+async def play(game, seed, choose):
+    episode = await game.start(Task(f"{name}/{{seed}}", "{name}", seed))
+    total = 0.0
+    for _ in range(100):
+        step = await game.step(episode, Reply(choose(episode)))
+        total += step.reward
+        if step.done:
+            break
+    await game.close(episode)
+    return total
+
+
+def test_right_replies_pay_and_wrong_ones_do_not():
+    game = host()
+    for seed in range(50):
+        assert asyncio.run(play(game, seed, lambda episode: episode.left[0])) == 1.0
+        assert asyncio.run(play(game, seed, lambda episode: "mauve")) == 0.0
+
+
+def test_same_task_starts_the_same():
+    game = host(drops=8)
+
+    async def start(seed):
+        return (await game.start(Task(f"{name}/{{seed}}", "{name}", seed))).messages
+
+    starts = [asyncio.run(start(seed)) for seed in (*range(20), *range(20))]
+    assert starts[:20] == starts[20:]
+    assert len({{messages[0].content for messages in starts}}) > 5
+'''
+
+_README = """# afterplay-{dashed}
+
+The environment `{name}` for Afterplay.
+
+```
+pip install -e '.[test]' && pytest
+afterplay env show {name}
+afterplay env play {name}
+```
+
+In a run file:
+
+```yaml
+environments:
+  {name}:
+    name: {name}
+    options: {{drops: 3}}
+    max_turns: 8
+```
+
+`afterplay_{name}/environment.py` is all there is to change. `start` makes one episode of a task, `step` answers one
+reply; docstrings under options are shown by `afterplay env show`.
+"""
+
+
+def write(name: str, folder: Path) -> list[Path]:
+    """Write the package into ``folder`` (made, or empty) and return its files. Raises :class:`ConfigurationError`."""
+    if len(name) > 40 or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise ConfigurationError(
+            "expected a name of at most 40 small letters, digits and single _ between them that begins with a letter, "
+            f"got {name!r}"
+        )
+    if name in names():
+        raise ConfigurationError(f"an environment is called {name!r} already: afterplay env list shows them")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"{folder} is there already and not empty: give another --folder")
+    words = {"name": name, "dashed": name.replace("_", "-"), "cls": "".join(w.capitalize() for w in name.split("_"))}
+    files = {
+        "pyproject.toml": _PYPROJECT,
+        "README.md": _README,
+        f"afterplay_{name}/__init__.py": _INIT,
+        f"afterplay_{name}/environment.py": _ENVIRONMENT,
+        f"tests/test_{name}.py": _TEST,
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text.format(**words))
+    return [folder / path for path in files]

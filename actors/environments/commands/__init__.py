@@ -1,1 +1,0 @@
-"""What ``afterplay env`` does: list, show, play, demonstrate, new. :mod:`pipeline.cli.env` is its command line."""

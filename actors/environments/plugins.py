@@ -1,0 +1,143 @@
+"""From a name in the run file to a class or function of somebody else: built in, an entry point, ``module:name`` or
+``path/file.py:name``. Whatever cannot be found or built is a :class:`ConfigurationError` that says where the name
+stands and what would have worked.
+
+From ``lessons.source`` to a constructed lesson source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.config.replay import LessonsConfig
+from pipeline.errors import ConfigurationError
+from pipeline.experience.memory import LessonSource
+
+
+def names(group: str, built_in: Mapping[str, str]) -> list[str]:
+    """Every name that can be given without a colon."""
+    return sorted({*built_in, *(point.name for point in entry_points(group=group))})
+
+
+def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: str) -> Any:
+    """What ``name`` stands for. ``where`` is the key of the run file, ``what`` the kind of thing, both for messages.
+
+    Raises :class:`ConfigurationError`."""
+    if name in built_in:
+        return attribute(built_in[name], where)
+    if ":" in name:
+        return attribute(name, where)
+    for point in entry_points(group=group):
+        if point.name == name:
+            try:
+                return point.load()
+            except Exception as error:
+                raise ConfigurationError(
+                    f"{where}: entry point {name} ({point.value}) failed to load: {error!r}"
+                ) from error
+    raise ConfigurationError(
+        f"{where}: no {what} is called {name!r}; there are {', '.join(names(group, built_in))}; "
+        "or give module:Name or path/file.py:Name"
+    )
+
+
+def attribute(path: str, where: str) -> Any:
+    """``module:name`` or ``path/file.py:name``. Raises :class:`ConfigurationError`."""
+    module_name, _, name = path.rpartition(":")
+    try:
+        module = file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{where}: importing {module_name!r} failed with {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, name):
+        there = sorted(n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__)
+        raise ConfigurationError(f"{where}: {module_name} has no {name!r}; it has {there}")
+    return getattr(module, name)
+
+
+def file_module(path: Path) -> ModuleType:
+    """Import a file under a name of its own, once."""
+    path = path.expanduser().resolve()
+    name = f"afterplay_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str, options_key: str | None = None) -> Any:
+    """``cls(**options)``. ``options_key`` is the key of the options, ``where.options`` unless it is given.
+
+    Raises :class:`ConfigurationError` that names the option that is wrong."""
+    options_key = options_key or f"{where}.options"
+    label = getattr(cls, "__qualname__", repr(cls))
+    if not callable(cls):
+        raise ConfigurationError(f"{where}: expected a class, got {cls!r}")
+    _check_names(cls, options, options_key, label)
+    try:
+        return cls(**options)
+    except ValidationError as error:
+        raise ConfigurationError(f"{options_key}: {'; '.join(map(_fault, error.errors()))}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    except Exception as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigurationError(f"{where}: {label}({shown}) raised {type(error).__name__}: {error}") from error
+
+
+def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], options_key: str, label: str) -> None:
+    try:
+        parameters = inspect.signature(cls).parameters
+    except (ValueError, TypeError):
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = sorted(set(options) - set(parameters))
+    if unknown:
+        raise ConfigurationError(
+            f"{options_key}: unknown {', '.join(unknown)}; {label} takes {', '.join(parameters) or 'none'}"
+        )
+
+
+def _fault(error: ErrorDetails) -> str:
+    """One fault of the options. What a class's own check says stands for itself."""
+    if not error["loc"] and error["type"] in ("value_error", "assertion_error"):
+        return str(error["msg"]).partition(", ")[2]
+    return f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']} (got {error['input']!r})"
+
+
+WHERE = "lessons.source"
+METHODS = ("search", "summarise", "close")
+
+
+def make_source(config: LessonsConfig) -> LessonSource:
+    """The class at ``lessons.source`` with its options. Raises :class:`ConfigurationError`."""
+    source = construct(attribute(config.source, WHERE), config.source_options, WHERE, "lessons.source_options")
+    missing = [name for name in METHODS if not callable(getattr(source, name, None))]
+    if missing:
+        raise ConfigurationError(
+            f"{WHERE}: expected a class with the methods {', '.join(METHODS)}, got {config.source} without "
+            f"{', '.join(missing)}"
+        )
+    return cast("LessonSource", source)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server whose calls become a trajectory, token for token."""

@@ -1,0 +1,358 @@
+"""``program``: an agent program plays the episode; its calls to the door become the trajectory.
+
+For each order the actor opens a session and starts the program (``command``), calls an async function (``function``),
+or offers the session to programs that run elsewhere (``external``). The program ends the episode by ending, or by
+telling its result (``POST /sessions/ID/finish``, the last line of its output, or what the function returns).
+
+One play by a program: from its start to what it was worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import anyio
+import orjson
+from anyio.abc import TaskGroup
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from actors.environments.base import STRICT_OPTIONS, Reply
+from actors.environments.host import EnvironmentHost
+from actors.environments.plugins import attribute
+from actors.gateway.child_program import ChildProgram
+from actors.gateway.messages import Refusal
+from actors.gateway.recorder import Recording
+from actors.gateway.reports import PROGRAM, Report, last_line, read_report
+from actors.gateway.requests import Rules
+from actors.gateway.server import Door
+from actors.gateway.session import Session
+from actors.rendering.renderer import Renderer
+from actors.rollout.agent_loop import AgentLoop, Budget, DrivenEpisode, Game, Outcome, Policy
+from actors.tools.parsing.registry import parser_of
+from pipeline.errors import AfterplayError, ConfigurationError, EpisodeLimit, PlugInError, PlugInTimeout, boundary
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.schema import TrajectoryStatus, Turn
+
+logger = logging.getLogger(__name__)
+
+LISTEN_SECONDS_MAX = 30.0
+GRACE_SHARE = 0.1
+"""Of the episode's time, at most, for a program to end after its calls are refused."""
+
+
+class ProgramEpisode(DrivenEpisode):
+    """One play by a program."""
+
+    def __init__(self, loop: ProgramLoop, game: Game) -> None:
+        super().__init__(game)
+        self._loop = loop
+        self._recording: Recording | None = None
+        self._score: float | None = None
+        self._signals: Mapping[str, float] = {}
+
+    async def drive(self, policy: Policy) -> Outcome:
+        loop = self._loop
+        with anyio.fail_after(LISTEN_SECONDS_MAX):
+            await loop.door.listening.wait()
+        session = loop.session(self.game, policy)
+        self._recording = session.recording
+        left = anyio.current_effective_deadline() - anyio.current_time()
+        grace = min(loop.grace_seconds, GRACE_SHARE * left)
+        timer = asyncio.get_running_loop().call_later(max(0.0, left - 2 * grace), session.expire)
+        loop.door.add(session)
+        try:
+            report, failure = await _played(loop, session, left - grace, grace)
+        finally:
+            timer.cancel()
+            loop.door.remove(session)
+        return await self._judged(session, report or session.report, failure)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """The last turn has the score and the signals of the report: what came before was not judged."""
+        turns = self._recording.turns() if self._recording is not None else ()
+        if not turns or self._score is None:
+            return turns
+        last = replace(turns[-1], reward=self._score, signals={**turns[-1].signals, **self._signals})
+        return (*(replace(turn, reward=0.0) for turn in turns[:-1]), last)
+
+    async def _judged(self, session: Session, report: Report | None, failure: AfterplayError | None) -> Outcome:
+        """How it ended. Raises where there is nothing to score."""
+        if failure is not None and session.report is not None:
+            logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
+            failure = None
+        if report is not None and report.error is not None:
+            failure = PlugInError(PROGRAM, "Told", report.error, session.told)
+            report = None
+        if report is None and session.engine_error is not None:
+            raise session.engine_error
+        if failure is not None and (session.limit is None or isinstance(failure, PlugInTimeout)):
+            raise failure
+        if not session.recording.n_turns:
+            if session.limit is not None:
+                raise EpisodeLimit(f"the limit {session.limit.value} was reached before a first turn")
+            raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.told)
+        self._score = await self._reward(session, report)
+        self._signals = report.signals if report is not None else {}
+        cut = session.limit is not None or (report is not None and not report.done)
+        return Outcome(TrajectoryStatus.TRUNCATED if cut else TrajectoryStatus.COMPLETE, self._score)
+
+    async def _reward(self, session: Session, report: Report | None) -> float | None:
+        source = self._loop.reward
+        told = report is not None and (source != "program" or report.reward is not None)
+        if session.limit is not None and not told:
+            return self._loop.reward_at_limit
+        if source == "scorer":
+            return 0.0
+        if source == "environment":
+            answer = report.answer if report is not None else None
+            step = await self.game.step(Reply(session.recording.last_reply if answer is None else answer))
+            return step.reward
+        if report is None or report.reward is None:
+            raise PlugInError(
+                PROGRAM,
+                "NoReward",
+                'the program told no reward: print {"reward": 1.0} as its last line, POST it to '
+                "AFTERPLAY_SESSION_URL/finish, or set loop.options.reward to environment or scorer",
+                session.told,
+            )
+        return report.reward
+
+
+async def _played(
+    loop: ProgramLoop, session: Session, seconds_max: float, grace: float
+) -> tuple[Report | None, AfterplayError | None]:
+    """What the program told, or how it failed. One that has reported may take ``grace`` seconds more to end."""
+    report: Report | None = None
+    failure: AfterplayError | None = None
+
+    async def lose_patience(group: TaskGroup) -> None:
+        await session.reported.wait()
+        await anyio.sleep(grace)
+        group.cancel_scope.cancel()
+
+    with anyio.move_on_after(seconds_max) as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lose_patience, group)
+            try:
+                report = await loop.play(session)
+            except AfterplayError as error:
+                failure = error
+            group.cancel_scope.cancel()
+    if scope.cancelled_caught and session.report is None:
+        failure = _hung(loop, session)
+    return report, failure
+
+
+def _hung(loop: ProgramLoop, session: Session) -> PlugInTimeout:
+    if loop.external and not session.leased.is_set():
+        return PlugInTimeout(PROGRAM, "NotTaken", "no external program asked for the task (POST /sessions)")
+    return PlugInTimeout(
+        PROGRAM,
+        "TimeoutError",
+        "the program had not ended when the time of its episode was over (environments.<name>.max_seconds), and was "
+        "ended; its output says what it was doing",
+        session.told,
+    )
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+TASK_CHARACTERS_MAX = 100_000
+"""A longer task does not fit into an environment variable; the program asks ``GET`` of its session for it."""
+
+
+@dataclass(config=STRICT_OPTIONS)
+class ProgramLoop(AgentLoop):
+    """Options of ``environments.<name>.loop.options`` for ``program``."""
+
+    command: tuple[str, ...] | None = None
+    """The program and its arguments, started once an episode; no shell reads them."""
+    function: str | None = None
+    """``module:name`` or ``path/file.py:name``: ``async def play(task, base_url, api_key)`` in the actor's process,
+    which returns a reward or ``{"reward": ..., ...}``. A plain ``def`` runs in a thread."""
+    external: bool = False
+    """Programs run elsewhere and ask ``POST /sessions`` for tasks."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """More environment variables of the command, beside the actor's own."""
+    folder: str | None = None
+    """Working directory of the command. None: the actor's."""
+    reward: Literal["program", "environment", "scorer"] = "program"
+    """Who judges: the program (its report), the environment (its ``step`` is given the program's ``answer``, else the
+    last reply), or the functions of the scorer alone (the environment's score is then 0)."""
+    reward_at_limit: float | None = 0.0
+    """Score of an episode that a limit cut off before its program told a result. 0: as an environment that has given
+    nothing so far. None: no score, so that it is not trained."""
+    sampling_parameters: Literal["ignore", "refuse"] = "ignore"
+    """Calls with another temperature, top_p, top_k, seed or penalty than the run's: ``ignore`` them and say so in the
+    header X-Afterplay-Ignored (most programs set a temperature), or ``refuse`` the call."""
+    unsupported: Literal["ignore", "refuse"] = "refuse"
+    """Calls with response_format, logit_bias, a forced tool_choice and the like: a program that relies on these would
+    go wrong later and elsewhere, so they are refused."""
+    parser: str = "auto"
+    """How tool calls are written, as for ``tool_agent``."""
+    max_concurrent_calls: int = Field(default=16, ge=1, le=1024)
+    """Calls of one session at the same time; more are answered 429."""
+    host: str = "127.0.0.1"
+    """Address the door listens on. Other than loopback only with a token."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0: a free one. A fixed one is for ``external`` with one actor process on the machine."""
+    token_env: str | None = None
+    """Environment variable with the token that ``POST /sessions`` wants as ``Authorization: Bearer``. None: none."""
+    lease_seconds: float = Field(default=300.0, gt=0, le=86_400)
+    """An external program that is not heard of for so long has failed."""
+    grace_seconds: float = Field(default=10.0, gt=0, le=600)
+    """For a program to end once the time of its episode is over and its calls are refused; at most a tenth of it."""
+    output_bytes_max: int = Field(default=65_536, ge=1024, le=16 * 2**20)
+    """Of the command's output, the end that is kept; its last line is looked at for a report."""
+    body_bytes_max: int = Field(default=16 * 2**20, ge=1024, le=256 * 2**20)
+    """Largest body of one call."""
+
+    @model_validator(mode="after")
+    def _one_way_to_play(self) -> ProgramLoop:
+        given = [name for name in ("command", "function", "external") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"expected exactly one of command, function and external, got {given or 'none'}")
+        if self.host not in LOOPBACK and self.token_env is None:
+            raise ValueError(f"host {self.host} is not loopback: name the variable of a token in token_env")
+        return self
+
+    def bind(self, host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> None:
+        """Take the address. Raises :class:`ConfigurationError`."""
+        where = f"environments.{host.section}.loop"
+        self._config = host.config
+        self._renderer = renderer
+        self._threads = host.threads
+        self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, f"{where}.options.parser")
+        self._rules = Rules(self.sampling_parameters, self.unsupported)
+        self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
+        token = None
+        if self.token_env is not None:
+            token = os.environ.get(self.token_env)
+            if not token:
+                raise ConfigurationError(f"{where}.options.token_env: the variable {self.token_env} is not set")
+        calls, section = metrics.door_calls_total, host.section
+        self.door = Door(
+            self.host,
+            self.port,
+            token,
+            self.body_bytes_max,
+            f"{where}.options",
+            lambda route, outcome: calls.labels(env=section, route=route, outcome=outcome).inc(),
+        )
+
+    def begin(self, game: Game) -> DrivenEpisode:
+        return ProgramEpisode(self, game)
+
+    async def serve(self) -> None:
+        async with self.door.serving():
+            logger.info("the door is open on %s", self.door.url)
+            await anyio.sleep_forever()
+
+    async def close(self) -> None:
+        self.door.close()
+
+    def session(self, game: Game, policy: Policy) -> Session:
+        """A new one, whose calls are not taken yet."""
+        budget = Budget(self._config.max_turns, self._config.max_tokens, policy.context_max, policy.sampling.max_tokens)
+        return Session(
+            told_of(game),
+            policy,
+            budget,
+            self._renderer,
+            self._parse,
+            rules=replace(self._rules, sampling="ignore") if policy.differs else self._rules,
+            append=self._config.loop.history == "append",
+            calls_max=self.max_concurrent_calls,
+        )
+
+    async def play(self, session: Session) -> Report | None:
+        """Let the program play until it ends. None: it told nothing. Raises :class:`PlugInError` where it failed."""
+        if self.command is not None:
+            return await self._run_command(self.command, session)
+        if self._function is not None:
+            return await self._call_function(session)
+        return await self._wait_for_external(session)
+
+    async def _run_command(self, command: tuple[str, ...], session: Session) -> Report | None:
+        child = ChildProgram(command, self._variables(session), self.folder, self.output_bytes_max)
+        try:
+            async with child:
+                ended = await child.wait()
+        except OSError as error:
+            raise PlugInError(PROGRAM, type(error).__name__, f"{command[0]} cannot be started: {error}") from error
+        finally:
+            session.told = child.stderr
+        if session.report is not None:
+            return session.report
+        if ended.code != 0:
+            how = f"exit code {ended.code}" if ended.code > 0 else f"signal {-ended.code}"
+            raise PlugInError(PROGRAM, "ExitCode", f"the program ended with {how}", ended.stderr)
+        return last_line(ended.stdout)
+
+    async def _call_function(self, session: Session) -> Report | None:
+        function, url = self._function, f"{self.door.url_of(session)}/v1"
+        with boundary(PROGRAM):
+            if inspect.iscoroutinefunction(function):
+                result = await function(dict(session.task), url, session.id)
+            else:
+                assert callable(function)
+                result = await self._threads.run(function, dict(session.task), url, session.id)
+                result = await result if inspect.isawaitable(result) else result
+        if result is None:
+            return session.report
+        try:
+            return read_report(result if isinstance(result, Mapping) else {"reward": result})
+        except Refusal as refusal:
+            raise PlugInError(PROGRAM, "WrongValue", f"what {self.function} returned: {refusal.message}") from None
+
+    async def _wait_for_external(self, session: Session) -> Report | None:
+        self.door.offer(session)
+        await session.leased.wait()
+        session.heard_at = anyio.current_time()
+        while session.report is None:
+            now = anyio.current_time()
+            left = (now if session.busy else session.heard_at) + self.lease_seconds - now
+            if left <= 0:
+                raise PlugInTimeout(
+                    PROGRAM,
+                    "LeaseExpired",
+                    f"the program that took the task was not heard of for {self.lease_seconds:g} s (lease_seconds)",
+                )
+            with anyio.move_on_after(left):
+                await session.reported.wait()
+        return session.report
+
+    def _variables(self, session: Session) -> dict[str, str]:
+        """Of the command. Loopback is kept out of proxies."""
+        url, told = self.door.url_of(session), orjson.dumps(session.task).decode()
+        unproxied = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK)))
+        return {
+            **os.environ,
+            **self.environment,
+            "NO_PROXY": unproxied,
+            "no_proxy": unproxied,
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": session.id,
+            "AFTERPLAY_MODEL": session.model,
+            "AFTERPLAY_SESSION": session.id,
+            "AFTERPLAY_SESSION_URL": url,
+            **({"AFTERPLAY_TASK": told} if len(told.encode()) <= TASK_CHARACTERS_MAX else {}),
+        }
+
+
+def told_of(game: Game) -> dict[str, Any]:
+    """What a program is told of its task. Never the hint."""
+    task = game.task
+    return {
+        "task_id": task.task_id,
+        "environment": task.environment,
+        "seed": task.seed,
+        "payload": dict(task.payload),
+        "messages": [message.as_template_input() for message in game.episode.messages],
+    }

@@ -1,0 +1,259 @@
+"""What a program asks, read and checked. Pure; believes nothing.
+
+``/v1/chat/completions`` in OpenAI's form and ``/inference/v1/generate`` in vLLM's. What the door cannot do as asked is
+a :class:`Refusal` with the status, type and code that OpenAI's clients understand, or it is left out and named in
+``ignored``, as the run file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from actors.engine.base import Sampling
+from actors.gateway.messages import Key, Refusal, dropped_from, read_messages, read_tools, shown, wrong
+from pipeline.schema import Message
+
+CHOICES_MAX = 16
+STOPS_MAX = 16
+
+_DRAW = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_RELIED_ON: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "logit_bias": ("log-probabilities would not be the policy's", ({},)),
+    "response_format": ("replies cannot be forced into a form", ({"type": "text"},)),
+    "top_logprobs": ("only log-probabilities of sampled tokens are known", (0,)),
+    "functions": ("give tools instead", ([],)),
+    "modalities": ("the policy writes text", (["text"],)),
+    "continue_final_message": ("a reply cannot be begun for the policy", (False,)),
+    "add_generation_prompt": ("each call asks for a new reply", (True,)),
+    "prediction": ("there is no predicted output", ()),
+    "web_search_options": ("the policy has no search of its own", ()),
+    "chat_template": ("the run file says which template is used", ()),
+    "chat_template_kwargs": ("the template is rendered as in the rest of the run", ({},)),
+    "documents": ("put them into messages", ([],)),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        ("replies cannot be forced into a form", ()),
+    ),
+    "min_tokens": ("a reply ends where the policy ends it", (0,)),
+    "ignore_eos": ("a reply ends where the policy ends it", (False,)),
+    "stop_token_ids": ("give stop texts instead", ([],)),
+    "bad_words": ("log-probabilities would not be the policy's", ([],)),
+    "echo": ("the answer is the reply alone", (False,)),
+    "prompt_logprobs": ("only log-probabilities of sampled tokens are known", ()),
+    "best_of": ("ask for n replies", (1,)),
+}
+"""What a program may rely on in the answer, of OpenAI's form and of vLLM's additions: why it cannot be had, and the
+values that say what happens anyway."""
+_CHAT = (
+    frozenset(_DRAW)
+    | _RELIED_ON.keys()
+    | {
+        *("messages", "tools", "tool_choice", "model", "n", "max_tokens", "max_completion_tokens", "stop", "stream"),
+        *("stream_options", "logprobs", "parallel_tool_calls", "user", "metadata", "store", "safety_identifier"),
+    }
+)
+"""What is understood, and what changes nothing."""
+_GENERATE = frozenset(_DRAW) | {
+    *("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "detokenize", "skip_special_tokens"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is done with parameters that are not those of the run."""
+
+    sampling: Literal["ignore", "refuse"] = "ignore"
+    """Of how tokens are drawn: they would make the run's policy another one."""
+    unsupported: Literal["ignore", "refuse"] = "refuse"
+    """Of what a program may rely on in the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One call of ``/v1/chat/completions``."""
+
+    messages: tuple[Message, ...]
+    """As a chat template takes them: calls of the assistant have their arguments as objects."""
+    keys: tuple[Key, ...]
+    """Of each message."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    model: str = ""
+    n: int = 1
+    tokens_max: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_usage: bool = False
+    logprobs: bool = False
+    ignored: tuple[str, ...] = ()
+    calls_max: int | None = None
+    """Tool calls that are returned: 0 with ``tool_choice: none`` (what the policy says is text), 1 with
+    ``parallel_tool_calls: false``. The prompt tells the tools in any case, and what was sampled is recorded whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One call of ``/inference/v1/generate``."""
+
+    token_ids: tuple[int, ...]
+    tokens_max: int | None = None
+    logprobs: bool = True
+    request_id: str = ""
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Reader:
+    """The parameters of one request, and what was left out of them."""
+
+    body: Mapping[str, Any]
+    rules: Rules
+    ignored: list[str] = field(default_factory=list)
+
+    def sampling(self, name: str, *same: Any) -> None:
+        """A parameter of the draw: only these values (and none) are what happens anyway."""
+        value = self.body.get(name)
+        if value is None or any(value == known for known in same):
+            return
+        self._left_out(
+            name,
+            self.rules.sampling,
+            f"{name}={shown(value)} would change how the policy is sampled, which the run file decides; leave it "
+            "out, or set sampling_parameters: ignore",
+        )
+
+    def unsupported(self, name: str, why: str, *same: Any) -> None:
+        """A parameter that the door does not have."""
+        value = self.body.get(name)
+        if value is None or any(value == known for known in same):
+            return
+        self._left_out(
+            name, self.rules.unsupported, f"{name}={shown(value)}: {why}; leave it out, or set unsupported: ignore"
+        )
+
+    def _left_out(self, name: str, rule: str, message: str) -> None:
+        if rule == "refuse":
+            raise Refusal(400, message, code="unsupported_parameter", param=name)
+        self.ignored.append(name)
+
+    def unknown(self, known: frozenset[str]) -> None:
+        """Parameters that nobody knows are left out, and named where a header can hold the name."""
+        names = sorted(name for name in self.body.keys() - known if self.body[name] is not None)
+        self.ignored += [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64][:32]
+
+    def whole(self, name: str, low: int, high: int) -> int | None:
+        value = self.body.get(name)
+        if value is None:
+            return None
+        if type(value) is not int or not low <= value <= high:
+            raise wrong(name, f"a whole number in {low}..{high}", value)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        raise wrong(name, "true or false", value)
+
+
+def read_chat(data: bytes, sampling: Sampling, rules: Rules) -> ChatRequest:
+    """Raises :class:`Refusal`."""
+    body = read_object(data)
+    reader = _Reader(body, rules)
+    _check_draw(reader, sampling)
+    for name, (why, same) in _RELIED_ON.items():
+        reader.unsupported(name, why, *same)
+    tools = read_tools(body.get("tools"))
+    if body.get("tool_choice") != "none":
+        reader.unsupported("tool_choice", "the policy chooses itself", "auto")
+    n = reader.whole("n", 1, CHOICES_MAX) or 1
+    options = body.get("stream_options")
+    reader.unknown(_CHAT)
+    messages, keys = read_messages(body.get("messages"))
+    reader.ignored += dropped_from(body)
+    tokens_max = reader.whole("max_completion_tokens", 1, 2**31)
+    return ChatRequest(
+        messages,
+        keys,
+        tools,
+        str(body.get("model") or "")[:256],
+        n,
+        tokens_max if tokens_max is not None else reader.whole("max_tokens", 1, 2**31),
+        _stops(body.get("stop")),
+        reader.flag("stream"),
+        isinstance(options, dict) and options.get("include_usage") is True,
+        reader.flag("logprobs"),
+        tuple(reader.ignored),
+        0 if body.get("tool_choice") == "none" else None if reader.flag("parallel_tool_calls", True) else 1,
+    )
+
+
+def read_generate(data: bytes, sampling: Sampling, rules: Rules) -> GenerateRequest:
+    """Raises :class:`Refusal`."""
+    body = read_object(data)
+    ids = body.get("token_ids")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise wrong("token_ids", "a list of token ids, at least one", ids)
+    parameters = body.get("sampling_params")
+    if parameters is None:
+        parameters = {}
+    if not isinstance(parameters, dict):
+        raise wrong("sampling_params", "an object", parameters)
+    reader = _Reader(parameters, rules)
+    _check_draw(reader, sampling)
+    reader.unsupported("n", "one completion a call", 1)
+    reader.unsupported("stop", "completions are token ids; stop_token_ids are the model's own", [], "")
+    reader.unsupported("prompt_logprobs", "only log-probabilities of sampled tokens are known")
+    tokens_max = reader.whole("max_tokens", 1, 2**31)
+    reader.unknown(_GENERATE)
+    _Reader(body, rules).unsupported("stream", "completions come whole", False)
+    return GenerateRequest(
+        tuple(ids),
+        tokens_max,
+        parameters.get("logprobs") is not None,
+        str(body.get("request_id") or "")[:256],
+        tuple(reader.ignored),
+    )
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """A JSON object. Raises :class:`Refusal`."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise Refusal(400, f"expected a body of JSON, got what is none: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, f"expected a JSON object, got {type(body).__name__}", code="invalid_json")
+    return body
+
+
+def _check_draw(reader: _Reader, sampling: Sampling) -> None:
+    reader.sampling("temperature", sampling.temperature)
+    reader.sampling("top_p", sampling.top_p)
+    reader.sampling("top_k", sampling.top_k, *((0,) if sampling.top_k == -1 else ()))
+    reader.sampling("min_p", 0)
+    reader.sampling("seed")
+    reader.sampling("presence_penalty", 0)
+    reader.sampling("frequency_penalty", 0)
+    reader.sampling("repetition_penalty", 1)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value if value is not None else []
+    if not isinstance(stops, list) or len(stops) > STOPS_MAX or not all(isinstance(s, str) and s for s in stops):
+        raise wrong("stop", f"text or a list of at most {STOPS_MAX} texts", value)
+    return tuple(stops)

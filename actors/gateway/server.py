@@ -1,0 +1,259 @@
+"""The HTTP side of the door: routes to sessions, offers to programs that run elsewhere.
+
+Listens on loopback unless a token is given. A session is found by its path (``/sessions/ID/v1/chat/completions``), by
+the header ``X-Session-ID``, or by the API key (``Authorization: Bearer ID``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import orjson
+from aiohttp import web
+
+from actors.gateway.messages import Refusal
+from actors.gateway.reports import read_report
+from actors.gateway.requests import read_object
+from actors.gateway.responses import chat_chunks
+from actors.gateway.session import Session
+from pipeline.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
+OFFER_SECONDS_MAX = 60.0
+"""How long ``POST /sessions`` may wait for a task."""
+TRANSFER_SECONDS_MAX = 60.0
+"""For the body of a request to arrive, and for a stream to be taken."""
+BACKLOG = 1024
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+IGNORED = "X-Afterplay-Ignored"
+"""Header of answers: parameters of the request that were left out."""
+
+
+class Door:
+    """One server. Who connects before it serves waits. Raises :class:`ConfigurationError` when the address is taken."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        body_bytes_max: int,
+        where: str,
+        count: Callable[[str, str], None],
+    ) -> None:
+        """``where``: the key of the run file, for messages. ``count`` is called with the route and the
+        outcome of each call, as :attr:`ActorMetrics.door_calls_total` names them."""
+        self._count = count
+        self._token = token
+        self._body_bytes_max = body_bytes_max
+        self._sessions: dict[str, Session] = {}
+        self._offers: deque[Session] = deque()
+        self._offered = anyio.Event()
+        self.listening = anyio.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise ConfigurationError(
+                f"{where}: cannot listen on {host}:{port}: {error}; set port to a free one, or to 0"
+            ) from error
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
+
+    def add(self, session: Session) -> None:
+        """Its calls are taken from here on."""
+        self._sessions[session.id] = session
+
+    def offer(self, session: Session) -> None:
+        """Give it to the next program that asks for a task."""
+        self._offers.append(session)
+        self._offered.set()
+        self._offered = anyio.Event()
+
+    def remove(self, session: Session) -> None:
+        """It is over. Idempotent."""
+        session.end()
+        self._sessions.pop(session.id, None)
+        if session in self._offers:
+            self._offers.remove(session)
+
+    def url_of(self, session: Session) -> str:
+        return f"{self.url}/sessions/{session.id}"
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Listen inside the block."""
+        runner = web.AppRunner(
+            self._application(), access_log=None, handler_cancellation=True, keepalive_timeout=75, shutdown_timeout=0.5
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
+            self.listening.set()
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await runner.cleanup()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _application(self) -> web.Application:
+        app = web.Application(middlewares=[_errors_as_json], client_max_size=self._body_bytes_max)
+        for prefix in ("", "/sessions/{session}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._counted("chat", self._chat))
+            app.router.add_post(f"{prefix}/inference/v1/generate", self._counted("generate", self._generate))
+            app.router.add_get(f"{prefix}/v1/models", self._counted("models", self._models))
+        app.router.add_post("/sessions", self._counted("lease", self._lease))
+        app.router.add_get("/sessions/{session}", self._show)
+        app.router.add_post("/sessions/{session}/finish", self._counted("finish", self._finish))
+        app.router.add_get("/health", self._health)
+        return app
+
+    def _counted(self, route: str, handler: Handler) -> Handler:
+        async def counted(request: web.Request) -> web.StreamResponse:
+            outcome = "hung_up"
+            try:
+                response = await handler(request)
+                outcome = "ok"
+                return response
+            except Refusal as refusal:
+                outcome = _outcome(refusal)
+                raise
+            except Exception:
+                outcome = "refused"
+                raise
+            finally:
+                self._count(route, outcome)
+
+        return counted
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked, answer = await session.chat(await _body(request))
+        headers = {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
+        if not asked.stream:
+            return _json(answer, headers=headers)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **headers}
+        )
+        await response.prepare(request)
+        with anyio.fail_after(TRANSFER_SECONDS_MAX):
+            for chunk in chat_chunks(answer, asked.stream_usage):
+                await response.write(chunk)
+            await response.write_eof()
+        return response
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        ignored, answer = await self._session(request).generate(await _body(request))
+        return _json(answer, headers={IGNORED: ", ".join(ignored)} if ignored else {})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        card = {"id": session.model, "object": "model", "created": 0, "owned_by": "afterplay"}
+        return _json({"object": "list", "data": [{**card, "max_model_len": session.context_max}]})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        session.finish(read_report(read_object(await _body(request) or b"{}")))
+        return _json({"finished": True})
+
+    async def _show(self, request: web.Request) -> web.Response:
+        return _json(self._view(self._session(request)))
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        self._require_token(request)
+        body = read_object(await _body(request) or b"{}")
+        seconds = body.get("wait_seconds", 0)
+        if not isinstance(seconds, int | float) or not 0 <= seconds <= OFFER_SECONDS_MAX:
+            raise Refusal(400, f"wait_seconds: expected 0 to {OFFER_SECONDS_MAX:g}, got {seconds!r}")
+        with anyio.move_on_after(seconds):
+            while not self._offers:
+                await self._offered.wait()
+        if not self._offers:
+            return web.Response(status=204)
+        session = self._offers.popleft()
+        session.leased.set()
+        return _json(self._view(session))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"sessions": len(self._sessions), "offered": len(self._offers)})
+
+    def _view(self, session: Session) -> dict[str, Any]:
+        url = self.url_of(session)
+        return {
+            "session": session.id,
+            "url": url,
+            "base_url": f"{url}/v1",
+            "api_key": session.id,
+            "model": session.model,
+            "task": session.task,
+        }
+
+    def _session(self, request: web.Request) -> Session:
+        """The path decides where it names one: clients have session headers of their own."""
+        named = request.match_info.get("session")
+        numbers = (request.headers.get("X-Session-ID", ""), _bearer(request)) if named is None else (named,)
+        session = next((self._sessions[n] for n in numbers if n in self._sessions), None)
+        if session is None:
+            raise Refusal(
+                404,
+                "no such session, or it has ended: call under OPENAI_BASE_URL, or send the header X-Session-ID",
+                code="session_not_found",
+            )
+        session.require_open()
+        return session
+
+    def _require_token(self, request: web.Request) -> None:
+        if self._token is not None and not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
+            raise Refusal(401, "expected the door's token as Authorization: Bearer TOKEN", code="invalid_api_key")
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return _json(refusal.body(), refusal.status)
+    except web.HTTPException as error:
+        return _json(Refusal(error.status, f"{request.method} {request.path}: {error.reason}").body(), error.status)
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:
+        _log.exception("%s failed", request.method)
+        return _json(Refusal(500, f"{type(error).__name__}: {error}").body(), 500)
+
+
+def _outcome(refusal: Refusal) -> str:
+    """As :attr:`ActorMetrics.door_calls_total` names it."""
+    if refusal.code in ("episode_limit", "context_length_exceeded"):
+        return "limit"
+    return {429: "too_many", 503: "engine"}.get(refusal.status, "refused")
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises :class:`Refusal` where the client does not send what it announced."""
+    with anyio.move_on_after(TRANSFER_SECONDS_MAX):
+        return await request.read()
+    raise Refusal(408, f"the body did not arrive within {TRANSFER_SECONDS_MAX:g} s", code="request_timeout")
+
+
+def _bearer(request: web.Request) -> str:
+    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else ""
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json", headers=headers or {})

@@ -1,0 +1,1 @@
+"""One order becomes one trajectory: agent loops, limits, prompts, failure classes."""

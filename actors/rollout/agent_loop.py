@@ -1,0 +1,294 @@
+"""The interface between an agent loop and the rollout that runs it.
+
+The rollout (:mod:`actors.rollout.rollout`) owns engines, limits, tokens, retries and the trajectory. An
+:class:`AgentLoop` decides what is said next: it is built once per environment section from the options of
+``environments.<name>.loop``, and makes one :class:`AgentEpisode` per order, which owns all state of that play.
+
+A complete loop that asks the policy to check itself once before the environment judges::
+
+    class Reconsider(AgentLoop):
+        def begin(self, game: Game) -> AgentEpisode:
+            return ReconsiderEpisode(game)
+
+    class ReconsiderEpisode(AgentEpisode):
+        asked = False
+
+        async def answer(self, reply: Reply) -> Answer:
+            if not self.asked:
+                self.asked = True
+                return Answer((Message("user", "Are you sure? Answer again."),))
+            return Answer.of(await self.game.step(reply))
+
+Episodes that ask for completions themselves, in any order and several at a time, and are not asked turn by turn.
+
+The rollout still owns engines, retries and the trajectory; the episode owns what is said, its limits and its record.
+
+What an agent loop returned, checked: a loop may be the user's own.
+
+The limits of one episode. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actors.engine.base import Sampling
+from actors.environments.base import Episode, Reply, Step
+from actors.environments.host import EnvironmentHost
+from actors.rendering.renderer import Renderer
+from pipeline.errors import PlugInError
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.schema import Message, Task, TrajectoryStatus, Turn
+
+if TYPE_CHECKING:
+    from actors.rollout.generate import Completion
+
+
+class Policy(Protocol):
+    """What completions are asked of, for one episode."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How it is sampled; ``temperature`` is 0 for a greedy order."""
+        ...
+
+    @property
+    def differs(self) -> bool:
+        """This order is sampled otherwise than the run file says: greedily, or for an evaluation."""
+        ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def context_max(self) -> int:
+        """Tokens of prompt and completion together."""
+        ...
+
+    def trouble(self) -> str:
+        """Why no engine can answer; empty when one can."""
+        ...
+
+    async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
+        """Sample one completion. Raises :class:`EngineError` like :func:`actors.rollout.generate.complete`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode ended that did not fail."""
+
+    status: TrajectoryStatus
+    """COMPLETE or TRUNCATED."""
+    score: float | None
+    """``rewards["environment"]``. None: it has none, and the trajectory is not trained unless that has no weight."""
+
+
+class DrivenEpisode(ABC):
+    """One play."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+
+    @abstractmethod
+    async def drive(self, policy: Policy) -> Outcome:
+        """Play to the end. Raises for a failure. With no turn played the rollout fails."""
+
+    @abstractmethod
+    def turns(self) -> tuple[Turn, ...]:
+        """As far as it was played, branch by branch."""
+
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Called exactly once, however the episode ended, before the environment's episode is closed."""
+
+
+class Limit(StrEnum):
+    """Which limit ended an episode."""
+
+    TURNS = "max_turns"
+    TOKENS = "max_tokens"
+    CONTEXT = "model.max_length"
+    SECONDS = "max_seconds"
+    ASSISTANT_TURNS = "loop.options.max_assistant_turns"
+    USER_TURNS = "loop.options.max_user_turns"
+
+
+@dataclass(slots=True)
+class Budget:
+    """``tokens_max`` counts every stored token (context and sampled); ``context_max`` what the engine sees at once."""
+
+    turns_max: int
+    tokens_max: int
+    context_max: int
+    turn_tokens_max: int
+    turns: int = 0
+    tokens: int = 0
+
+    def room(self, prompt_tokens: int, added_tokens: int) -> int | Limit:
+        """Tokens that the next turn may sample after a prompt of ``prompt_tokens``, ``added_tokens`` of them new; or
+        the limit that leaves no room for a single one."""
+        if self.turns >= self.turns_max:
+            return Limit.TURNS
+        if prompt_tokens >= self.context_max:
+            return Limit.CONTEXT
+        left = self.tokens_max - self.tokens - added_tokens
+        if left < 1:
+            return Limit.TOKENS
+        return min(self.turn_tokens_max, self.context_max - prompt_tokens, left)
+
+    def spend(self, added_tokens: int, sampled_tokens: int) -> None:
+        """One turn was played."""
+        self.turns += 1
+        self.tokens += added_tokens + sampled_tokens
+
+    def give_back(self, tokens: int, *, turn: bool = False) -> None:
+        """Less was used than was spent; with ``turn`` the turn was not played at all."""
+        self.turns -= turn
+        self.tokens -= tokens
+
+
+ToolSchema = Mapping[str, Any]
+"""``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates take it."""
+
+
+class Game(Protocol):
+    """The environment's side of one play, as an agent loop sees it."""
+
+    @property
+    def key(self) -> str:
+        """Names this play; no two at once have the same."""
+        ...
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def episode(self) -> Episode: ...
+
+    async def step(self, reply: Reply) -> Step:
+        """The environment's answer, timed and checked. Raises :class:`PlugInError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How the conversation starts."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...] = ()
+    """What the policy may call, for the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What follows a reply. Without ``done`` and ``limit`` the policy goes on after ``messages``."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    """Finished: COMPLETE."""
+    limit: Limit | None = None
+    """A limit of the loop was reached: TRUNCATED."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    said: Message | None = None
+    """The reply with its tool calls apart (``extra["tool_calls"]``), for templates that cannot render the reply as it
+    was sampled."""
+
+    @classmethod
+    def of(cls, step: Step) -> Answer:
+        """The environment's step and nothing else."""
+        return cls(step.messages, step.reward, step.done, None, step.signals)
+
+
+class AgentEpisode(ABC):
+    """One play. Its methods are called one at a time."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+
+    async def start(self) -> Opening:
+        """The first prompt; the environment's messages unless a loop adds to them."""
+        return Opening(self.game.episode.messages)
+
+    @abstractmethod
+    async def answer(self, reply: Reply) -> Answer:
+        """Answer one reply of the policy."""
+
+    def rewrite(self, messages: Sequence[Message], prompt_tokens: int) -> Sequence[Message]:
+        """The history to go on with, before each further turn. ``messages`` is all of it, ``prompt_tokens`` what it
+        would take. Anything but the same messages forks a branch: the old one is trained as it was played, the new one
+        begins with the rewritten history as context. Must depend on its arguments alone."""
+        return messages
+
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Called exactly once, however the episode ended, before the environment's episode is closed."""
+
+
+class AgentLoop(ABC):
+    """How the episodes of one environment section are played."""
+
+    @abstractmethod
+    def begin(self, game: Game) -> AgentEpisode | DrivenEpisode:
+        """The agent's side of one play."""
+
+    def bind(self, host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> None:  # noqa: B027 - optional
+        """Called once after construction, with what the section's episodes are played with. May raise
+        :class:`ConfigurationError`."""
+
+    async def serve(self) -> None:  # noqa: B027 - optional
+        """Runs beside the episodes for as long as the actor lives, for what has to be kept connected."""
+
+    async def close(self) -> None:  # noqa: B027 - optional
+        """The actor stops."""
+
+
+AGENT_LOOP = "agent loop"
+
+
+def checked_opening(opening: Any) -> Opening:
+    """With messages that the plug-in cannot change any more. Raises :class:`PlugInError`."""
+    if not isinstance(opening, Opening):
+        raise wrong("start() to return an Opening", opening)
+    if not opening.messages or not _are_messages(opening.messages):
+        raise wrong("Opening.messages to be Messages, at least one", opening.messages)
+    messages = tuple(replace(message, extra=dict(message.extra)) for message in opening.messages)
+    return replace(opening, messages=messages, tools=tuple(opening.tools))
+
+
+def checked_answer(answer: Any) -> Answer:
+    """Raises :class:`PlugInError`."""
+    if not isinstance(answer, Answer):
+        raise wrong("answer() to return an Answer", answer)
+    if not _are_messages(answer.messages):
+        raise wrong("Answer.messages to be Messages", answer.messages)
+    if not answer.messages and not answer.done and answer.limit is None:
+        raise wrong("Answer.messages to say something unless the episode ends", answer.messages)
+    if not isinstance(answer.signals, Mapping):
+        raise wrong("Answer.signals to be a mapping of names to numbers", answer.signals)
+    for name, value in (("reward", answer.reward), *answer.signals.items()):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise wrong(f"Answer's {name} to be a finite number", value)
+    return answer
+
+
+def checked_history(messages: Any) -> tuple[Message, ...]:
+    """Raises :class:`PlugInError`."""
+    if not isinstance(messages, list | tuple) or not messages or not _are_messages(messages):
+        raise wrong("rewrite() to return Messages, at least one", messages)
+    return tuple(messages)
+
+
+def _are_messages(messages: Any) -> bool:
+    return isinstance(messages, list | tuple) and all(
+        isinstance(m, Message) and isinstance(m.role, str) and isinstance(m.content, str) for m in messages
+    )
+
+
+def wrong(expected: str, came: Any) -> PlugInError:
+    """What a loop gave is not what it has to be."""
+    return PlugInError(AGENT_LOOP, "WrongValue", f"expected {expected}, got {repr(came)[:200]}")

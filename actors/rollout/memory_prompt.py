@@ -1,0 +1,238 @@
+"""Puts lessons into the first message of the user, and keeps the contexts that the episode would have had without
+them.
+
+With ``train_mode: discard`` the training row is the same episode under the prompt without lessons. That row is followed
+turn by turn: *plain* is the conversation that the renderer builds from the plain messages and the very same sampled
+ids. Its context replaces the played one where they differ: in the first turn, and in a turn that begins a new branch.
+
+Asks the replay stage for lessons over the actor's own link.
+
+Which rollouts of a group are guided, and which of these are trained as played: decided by group and slot alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from typing import Any, Protocol
+
+import anyio
+
+from actors.rendering.renderer import Conversation, Renderer
+from actors.rendering.tool_messages import ToolSchema
+from actors.rollout.counterfactual import Shadow
+from pipeline.config.replay import LessonsConfig
+from pipeline.errors import AfterplayError, PeerGone, PlugInTimeout, WireError, boundary
+from pipeline.experience.memory import NAME, QUERY_CHARACTERS_MAX, Lesson, decode_lessons, first_user
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.schema import Guidance, Message, Order
+from pipeline.transport.protocol import Kind, Link
+from pipeline.transport.protocol import Message as WireMessage
+
+
+class Search(Protocol):
+    """Somewhere that lessons are found. May take for ever, and may raise anything: the caller has a limit."""
+
+    async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]: ...
+
+
+class StageRecall:
+    """RECALL and LESSONS of one link. The actor tells it what came and when the connection was lost."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: dict[str, _Answer] = {}
+        self._connected = False
+
+    async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]:
+        """Raises :class:`PeerGone` when the stage is not there, :class:`WireError` for an answer that is none. Whoever
+        gives up cancels."""
+        if not self._connected:
+            raise PeerGone("the replay stage is not connected")
+        answer = self._waiting[order_id] = _Answer()
+        try:
+            header = {"order_id": order_id, "query": query, "top_k": top_k}
+            await self._link.send(WireMessage(Kind.RECALL, header))
+            await answer.came.wait()
+        finally:
+            if self._waiting.get(order_id) is answer:
+                del self._waiting[order_id]
+        if answer.header is None:
+            raise PeerGone("the replay stage was lost before it answered")
+        return decode_lessons(answer.header)
+
+    def connected(self) -> None:
+        self._connected = True
+
+    def lost(self) -> None:
+        """The connection is gone: nobody will answer."""
+        self._connected = False
+        for answer in self._waiting.values():
+            answer.came.set()
+
+    def answered(self, header: Mapping[str, Any]) -> None:
+        """LESSONS came; too late for one who gave up."""
+        order_id = header.get("order_id")
+        if not isinstance(order_id, str):
+            raise WireError(f"LESSONS header is not understood: expected order_id as text, got {order_id!r}")
+        answer = self._waiting.get(order_id)
+        if answer is not None:
+            answer.header = header
+            answer.came.set()
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.came = anyio.Event()
+        self.header: Mapping[str, Any] | None = None
+
+
+def guided(config: LessonsConfig, group_id: str, slot: int) -> bool:
+    """Whether the rollout gets lessons. With ``mixed``, ``rollout_ratio`` of every group's slots do, evenly spread:
+    ``n * ratio`` of the first n, rounded up or down by the group, so both kinds are in a group that has room for
+    both."""
+    if not config.enabled or config.rollout_mode == "without":
+        return False
+    return config.rollout_mode == "all" or _chosen(slot, config.rollout_ratio, _offset("guided", group_id))
+
+
+def kept(config: LessonsConfig, group_id: str, slot: int) -> bool:
+    """Whether a guided rollout is trained on the prompt as played. With ``hybrid``, ``keep_ratio`` of the group's
+    guided slots are, evenly spread among them."""
+    if config.train_mode != "hybrid":
+        return config.train_mode == "keep"
+    rank = slot
+    if config.rollout_mode == "mixed":
+        rank = _count(slot, config.rollout_ratio, _offset("guided", group_id))
+    return _chosen(rank, config.keep_ratio, _offset("kept", group_id))
+
+
+def _chosen(index: int, ratio: float, offset: float) -> bool:
+    return _count(index + 1, ratio, offset) > _count(index, ratio, offset)
+
+
+def _count(n: int, ratio: float, offset: float) -> int:
+    """How many of the first n are chosen."""
+    return floor(n * ratio + offset)
+
+
+def _offset(purpose: str, group_id: str) -> float:
+    """In [0, 1), the same in every process."""
+    return zlib.crc32(f"{purpose}/{group_id}".encode()) / 2**32
+
+
+logger = logging.getLogger(__name__)
+
+ROOM_SHARE_MAX = 0.5
+"""Of the tokens that the plain prompt leaves of the context, lessons take so large a share at most: the episode needs
+the rest."""
+_PLACE = re.compile(r"\{(lessons|prompt)\}")
+
+
+@dataclass(slots=True)
+class Guided:
+    """An episode with lessons in its prompt."""
+
+    conversation: Conversation
+    """The start, with lessons."""
+    lessons: tuple[Lesson, ...]
+    keep: bool
+    query: str
+    plain: Shadow
+    """The conversation without lessons, as far as it was played."""
+
+    def guidance(self, n_turns: int) -> Guidance:
+        """What the trajectory says of it, of the turns that were kept."""
+        contexts = {} if self.keep else self.plain.first(max(1, n_turns))
+        return Guidance(tuple(lesson.lesson_id for lesson in self.lessons), self.keep, contexts, self.query)
+
+
+class Guide:
+    """``lessons:`` of the run file, for the rollouts of one actor. ``source`` None: the replay stage is asked."""
+
+    def __init__(
+        self, config: LessonsConfig, renderer: Renderer, metrics: ActorMetrics, source: Search | None = None
+    ) -> None:
+        self._config = config
+        self._renderer = renderer
+        self._metrics = metrics
+        self._source = source
+
+    async def guide(
+        self,
+        order: Order,
+        messages: Sequence[Message],
+        context_max: int,
+        stage: Search | None,
+        tools: Sequence[ToolSchema] = (),
+    ) -> Guided | None:
+        """Lessons for ``order``, or None: it is not to be guided, nothing was found, or it took too long."""
+        user = first_user(tuple(messages))
+        source = self._source or stage
+        if not guided(self._config, order.group_id, order.slot) or user is None or source is None:
+            return None
+        query = messages[user].content
+        started = time.perf_counter()
+        outcome, found = await self._search(source, order.order_id, query[:QUERY_CHARACTERS_MAX])
+        self._metrics.lesson_search_duration_seconds.observe(time.perf_counter() - started)
+        result = self._placed(order, messages, user, found, context_max, tools) if found else None
+        if found and result is None:
+            outcome = "no_room"
+        self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
+        return result
+
+    async def _search(self, source: Search, order_id: str, query: str) -> tuple[str, list[Lesson]]:
+        try:
+            with anyio.fail_after(self._config.timeout_seconds), boundary(f"{NAME} search"):
+                found = await source.search(order_id, query, self._config.top_k)
+                if not isinstance(found, list) or not all(isinstance(lesson, Lesson) for lesson in found):
+                    raise TypeError(f"expected a list of Lesson, got {repr(found)[:200]}")
+        except (TimeoutError, PlugInTimeout):
+            return "timeout", []
+        except AfterplayError as error:
+            logger.warning("order %s is played without lessons: %s", order_id, error)
+            return "error", []
+        return ("found" if found else "none"), found
+
+    def _placed(
+        self,
+        order: Order,
+        messages: Sequence[Message],
+        user: int,
+        found: Sequence[Lesson],
+        context_max: int,
+        tools: Sequence[ToolSchema],
+    ) -> Guided | None:
+        """As many of the lessons as there is room for, best first; None where not even one fits."""
+        renderer = self._renderer
+        plain = renderer.start(messages, tools)
+        room = int((context_max - len(plain.prompt_ids)) * ROOM_SHARE_MAX)
+        original = messages[user]
+        keep = kept(self._config, order.group_id, order.slot)
+        lessons = [
+            Lesson(lesson.lesson_id, text) for lesson in found[: self._config.top_k] if (text := self._text(lesson))
+        ]
+        for count in range(len(lessons), 0, -1):
+            chosen = tuple(lessons[:count])
+            content = fill(self._config.template, [lesson.text for lesson in chosen], original.content)
+            guided_messages = [*messages[:user], replace(original, content=content), *messages[user + 1 :]]
+            conversation = renderer.start(guided_messages, tools)
+            if len(conversation.prompt_ids) - len(plain.prompt_ids) <= room:
+                return Guided(conversation, chosen, keep, original.content, Shadow.of(plain))
+        return None
+
+    def _text(self, lesson: Lesson) -> str:
+        """One line without anything that the tokenizer would take for a special token."""
+        text = " ".join(self._renderer.without_special(lesson.text).split())
+        return text[: self._config.lesson_characters_max]
+
+
+def fill(template: str, lessons: Sequence[str], prompt: str) -> str:
+    """The template with one line for each lesson. Braces in lessons and prompt stay as they are."""
+    values = {"lessons": "\n".join(lessons), "prompt": prompt}
+    return _PLACE.sub(lambda match: values[match[1]], template)

@@ -1,0 +1,163 @@
+"""What every rollout of an actor shares.
+
+From the name in the run file to a constructed agent loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from actors.engine.base import Sampling
+from actors.engine.pool import EnginePool
+from actors.environments.host import EnvironmentHost
+from actors.environments.plugins import construct, find
+from actors.rendering.renderer import Renderer
+from actors.rollout.agent_loop import AgentLoop
+from actors.rollout.memory_prompt import Guide, Search
+from actors.rollout.multi_turn import MultiTurn
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError, PlugInError, boundary
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.runtime.plugin_guard import watch_tasks
+
+GROUP = "afterplay.loops"
+BUILT_IN = {
+    "single_turn": "actors.rollout.multi_turn:SingleTurn",
+    "multi_turn": "actors.rollout.multi_turn:MultiTurn",
+    "tool_agent": "actors.rollout.tool_agent:ToolAgent",
+    "program": "actors.gateway.program_loop:ProgramLoop",
+}
+
+
+def build_loops(
+    environments: Mapping[str, EnvironmentHost], renderer: Renderer, metrics: ActorMetrics
+) -> dict[str, AgentLoop]:
+    """One loop for each environment section. Raises :class:`ConfigurationError`."""
+    return {section: build_loop(host, renderer, metrics) for section, host in environments.items()}
+
+
+def build_loop(host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> AgentLoop:
+    """The loop of ``environments.<section>.loop``. Raises :class:`ConfigurationError`."""
+    where = f"environments.{host.section}.loop"
+    name = host.config.loop.name or host.loop
+    if name is None and not host.config.loop.options:
+        return MultiTurn()
+    cls = find(name or "multi_turn", where, GROUP, BUILT_IN, "agent loop")
+    if not (inspect.isclass(cls) and issubclass(cls, AgentLoop)):
+        raise ConfigurationError(f"{where}: expected {name} to be an AgentLoop class, got {cls!r}")
+    loop: AgentLoop = construct(cls, host.config.loop.options, where)
+    loop.bind(host, renderer, metrics)
+    return loop
+
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX = 5.0
+SERVE_AGAIN_SECONDS = 0.5
+SERVE_AGAIN_SECONDS_MAX = 30.0
+"""Before the ``serve`` of an agent loop that failed is begun again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Built once per actor; holds no state of any rollout."""
+
+    actor_id: str
+    backend: str
+    """``vllm`` or ``embedded``."""
+    model: str
+    model_length_max: int
+    """Tokens of prompt and completion together that the engine accepts."""
+    sampling: Sampling
+    """``max_tokens`` of one turn; lowered where a limit leaves less room."""
+    retries: int
+    renderer: Renderer
+    pool: EnginePool
+    environments: Mapping[str, EnvironmentHost]
+    metrics: ActorMetrics
+    guide: Guide | None = None
+    """None: lessons are off."""
+    hint_template: str | None = None
+    """How a hint stands in a prompt that the learner scores; None: no estimator asks for hints."""
+    loops: Mapping[str, AgentLoop] = field(default_factory=dict)
+    """By environment section."""
+    splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Seeds of the splits that environments have of their own, by section, as HELLO tells them."""
+    now: Callable[[], float] = time.time
+    """Unix seconds."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        actor_id: str,
+        renderer: Renderer,
+        pool: EnginePool,
+        environments: Mapping[str, EnvironmentHost],
+        metrics: ActorMetrics,
+        lessons: Search | None = None,
+    ) -> Services:
+        """From the run file. An external engine speaks vLLM's routes and is called ``vllm``.
+
+        ``lessons``: where they are found, other than at the replay stage."""
+        sampling = config.sampling
+        return cls(
+            actor_id=actor_id,
+            backend="embedded" if config.engine.kind == "embedded" else "vllm",
+            model=config.model.source,
+            model_length_max=config.model.max_length,
+            sampling=Sampling(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop=sampling.stop,
+                stop_token_ids=renderer.end_ids,
+            ),
+            retries=config.actor.retries,
+            renderer=renderer,
+            pool=pool,
+            environments=environments,
+            metrics=metrics,
+            guide=Guide(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
+            hint_template=config.advantage.hint_template if config.advantage.wants_hints else None,
+            loops=build_loops(environments, renderer, metrics),
+            splits={name: splits for name, host in environments.items() if (splits := host.splits())},
+        )
+
+    async def serve(self) -> None:
+        """Runs beside the episodes for as long as the actor lives: what agent loops keep connected."""
+        watch_tasks()
+        async with anyio.create_task_group() as group:
+            for section, loop in self.loops.items():
+                group.start_soon(_keep_serving, section, loop)
+
+    async def close(self) -> None:
+        """Close the agent loops. What a loop raises is logged: the actor stops anyway."""
+        for section, loop in self.loops.items():
+            try:
+                with anyio.move_on_after(CLOSE_SECONDS_MAX):
+                    await loop.close()
+            except Exception:
+                logger.exception("environments.%s.loop failed to close", section)
+
+
+async def _keep_serving(section: str, loop: AgentLoop) -> None:
+    """Until it returns: what it raises is logged, and it is begun again after a while."""
+    wait = SERVE_AGAIN_SECONDS
+    while True:
+        started = anyio.current_time()
+        try:
+            with boundary("agent loop serve"):
+                return await loop.serve()
+        except PlugInError as error:
+            logger.error("environments.%s.loop: %s\n%s", section, error, error.details)
+        wait = SERVE_AGAIN_SECONDS if anyio.current_time() - started > SERVE_AGAIN_SECONDS_MAX else 2 * wait
+        await anyio.sleep(min(wait, SERVE_AGAIN_SECONDS_MAX))

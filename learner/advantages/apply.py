@@ -1,0 +1,125 @@
+"""From rows and rewards to advantages: what the estimators see of an update, and what comes back onto its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.advantages.base import Estimates, Played
+from learner.advantages.registry import entry_of
+from learner.advantages.rewards import shaped
+from learner.data.evidence import Evidence, TokenArray
+from learner.data.microbatch import token_numbers
+from learner.data.rows import Batch
+from pipeline.config.algorithm import AdvantageConfig
+from pipeline.errors import TrainingError
+
+
+def estimate(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+    """Advantages of an update by the configured estimator.
+
+    Raises :class:`TrainingError` without trajectories, or when the estimator gives arrays of other shapes or values
+    that are not finite.
+    """
+    if not played:
+        raise TrainingError("expected at least one trajectory to estimate advantages of, got none")
+    estimates = entry_of(config).estimate(played, config)
+    for name in ("advantages", "returns"):
+        arrays = getattr(estimates, name)
+        if arrays is None and name == "returns":
+            continue
+        if len(arrays) != len(played):
+            raise TrainingError(
+                f"expected {name} of {len(played)} trajectories from the estimator {config.estimator}, got "
+                f"{len(arrays)}"
+            )
+        for p, values in zip(played, arrays, strict=True):
+            if values.shape != (p.n_tokens,) or not np.isfinite(values).all():
+                raise TrainingError(
+                    f"expected {p.n_tokens} finite {name} from the estimator {config.estimator}, got {values!r}"
+                )
+    return estimates
+
+
+def with_advantages(
+    batch: Batch, evidence: Evidence, config: AdvantageConfig, penalties: TokenArray | None = None
+) -> tuple[Batch, Evidence]:
+    """The batch with estimated advantages, and the evidence with the returns where the estimator gives some.
+
+    Fresh and replayed trajectories of a group are estimated together, from the rewards as ``advantage`` shapes them.
+    ``penalties`` float32 ``[S]`` by token number: taken off the rewards (a KL penalty times its coefficient).
+    The whole update must be given at once: groups and whitening go over all of it. Raises :class:`TrainingError`.
+    """
+    played = shaped(played_of(batch, evidence, penalties), batch.trajectories, config)
+    estimates = estimate(played, config)
+    advantages = _by_token(batch, estimates.advantages)
+    first = token_numbers(batch.rows)
+    rows = tuple(
+        replace(row, advantages=advantages[at : at + row.n_sampled]) for row, at in zip(batch.rows, first, strict=True)
+    )
+    returns = None if estimates.returns is None else _by_token(batch, estimates.returns)
+    return replace(batch, rows=rows), replace(evidence, returns=returns)
+
+
+def played_of(batch: Batch, evidence: Evidence, penalties: TokenArray | None = None) -> list[Played]:
+    """One for each trajectory of the batch, in the order of ``Row.sequence``, with its rewards as they were given."""
+    numbers = _tokens_of_sequences(batch)
+    turns = np.concatenate([row.turns[row.loss_mask] for row in batch.rows])
+    behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row in batch.rows]).astype(np.float64)
+    played = []
+    sequence = 0
+    for g, group in enumerate(batch.groups):
+        for trajectory in group.trajectories:
+            if trajectory.reward is None:
+                raise TrainingError(
+                    f"expected a reward on {trajectory.trajectory_id}, got None: only scored groups are dispatched"
+                )
+            tokens = numbers[sequence]
+            played.append(
+                Played(
+                    group=g,
+                    reward=trajectory.reward,
+                    turns=turns[tokens].astype(np.int32),
+                    turn_rewards=trajectory.turn_rewards or (),
+                    sampled=trajectory.n_sampled,
+                    baseline=group.plan.baseline,
+                    replayed=group.replayed(trajectory),
+                    behaviour=behaviour[tokens] if trajectory.recorded else None,
+                    logprobs=_at(evidence.logprobs, tokens),
+                    reference=_at(evidence.reference, tokens),
+                    entropies=_at(evidence.entropies, tokens),
+                    values=_at(evidence.values, tokens),
+                    hinted=_known(_at(evidence.hinted, tokens)),
+                    penalties=_at(penalties, tokens),
+                )
+            )
+            sequence += 1
+    return played
+
+
+def _at(array: TokenArray | None, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
+    return None if array is None else array[tokens].astype(np.float64)
+
+
+def _known(array: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | None:
+    """None where nothing of it is known: the trajectory has no hint."""
+    return None if array is None or np.isnan(array).all() else array
+
+
+def _tokens_of_sequences(batch: Batch) -> list[npt.NDArray[np.int64]]:
+    """Token numbers of each trajectory, int64 ``[S]`` each, its branches one after the other."""
+    sequences = np.repeat([row.sequence for row in batch.rows], [row.n_sampled for row in batch.rows])
+    order = np.argsort(sequences, kind="stable")
+    counts = np.bincount(sequences, minlength=len(batch.trajectories))
+    return np.split(order, np.cumsum(counts)[:-1])
+
+
+def _by_token(batch: Batch, parts: tuple[npt.NDArray[np.float64], ...]) -> TokenArray:
+    """Values of each trajectory's tokens at their numbers in the update, float32."""
+    out = np.zeros(batch.n_sampled, dtype=np.float32)
+    for tokens, values in zip(_tokens_of_sequences(batch), parts, strict=True):
+        out[tokens] = values
+    return out

@@ -1,0 +1,114 @@
+"""CPO: groups that all failed learn from how likely their tokens are once the prompt holds a hint.
+
+log π of the same responses had their prompts held a hint (CPO).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from learner.advantages.base import Estimates, FloatArray, Played, groups_of, needed
+from learner.advantages.group import by_group, grpo
+from learner.advantages.rewards import total
+from learner.data.evidence import TokenArray
+from learner.data.microbatch import token_numbers
+from learner.data.rows import Batch, Row, trajectory_rows, with_contexts
+from pipeline.config.algorithm import AdvantageConfig
+from pipeline.errors import TrainingError
+
+LOG_RATIO_MAX = 20.0
+"""``g - o`` is clamped to ± this; with ``exp(g)`` at most 1 the signal is bounded by it."""
+
+
+def cpo(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+    """GRPO, and in groups that all failed a dense signal: ``A_t = A_grpo + d · w · ĥ_t · MI_t``.
+
+    ``MI_t = exp(g_t) (g_t - o_t)`` with g the log-probability of the token where the prompt holds a hint and o without
+    one: positive on tokens that the hint makes likelier. ``ĥ_t`` is the token's entropy over the largest of its group.
+    ``d`` is the difficulty of the group by its mean reward: +1 failed, 0 between, -1 solved; ``w`` is
+    ``cpo_failed_weight`` or ``cpo_solved_weight``. In between, no hint is looked at; a trajectory without a hint (its
+    environment gives none, it was played with lessons, or the hint did not fit) has no dense signal.
+    """
+    advantages = list(by_group(grpo)(played, config).advantages)
+    for members in groups_of(played):
+        group = [played[i] for i in members]
+        sign = difficulty(np.asarray([total(p) for p in group]), config)
+        weight = sign * (config.cpo_failed_weight if sign > 0 else config.cpo_solved_weight)
+        if not weight:
+            continue
+        entropies = [np.maximum(needed(p, "entropies", "cpo"), 0.0) for p in group]
+        largest = max(float(h.max()) for h in entropies)
+        for i, p, entropy in zip(members, group, entropies, strict=True):
+            if p.hinted is None:
+                continue
+            scale = entropy / largest if largest > 0 else np.zeros_like(entropy)
+            advantages[i] = advantages[i] + weight * scale * hint_information(p)
+    return Estimates(tuple(advantages))
+
+
+def difficulty(rewards_G: FloatArray, config: AdvantageConfig) -> int:
+    """+1 failed, 0 between, -1 solved, by the group's mean reward."""
+    mean = float(rewards_G.mean())
+    return 1 if mean <= config.cpo_failed_mean else -1 if mean >= config.cpo_solved_mean else 0
+
+
+def hint_information(p: Played) -> FloatArray:
+    """``exp(g) (g - o)`` ``[S]``, 0 where g is -inf. Raises :class:`TrainingError` for NaN or log-probabilities above
+    0 by more than rounding."""
+    g, o = _logprobs(p, "hinted"), _logprobs(p, "logprobs")
+    possible = np.isfinite(g)
+    safe = np.where(possible, g, 0.0)
+    return np.where(possible, np.exp(safe) * np.clip(safe - o, -LOG_RATIO_MAX, LOG_RATIO_MAX), 0.0)
+
+
+def _logprobs(p: Played, name: str) -> FloatArray:
+    array: FloatArray | None = getattr(p, name)
+    if array is None or np.isnan(array).any() or (array > 1e-3).any():
+        raise TrainingError(f"expected {name} (log-probabilities <= 0) for the estimator cpo, got {array!r}")
+    return np.minimum(array, 0.0)
+
+
+log = logging.getLogger(__name__)
+
+
+def hinted_logprobs(batch: Batch, score: Callable[[Sequence[Row]], TokenArray]) -> TokenArray:
+    """float32 ``[S]`` by token number; NaN at tokens of trajectories without a hint.
+
+    ``score`` gives log π of all sampled tokens of rows, in order. Raises :class:`TrainingError` where the hinted rows
+    of a trajectory do not sample what its own rows do.
+    """
+    out = np.full(batch.n_sampled, np.nan, dtype=np.float32)
+    played: dict[int, list[int]] = {}
+    for i, row in enumerate(batch.rows):
+        played.setdefault(row.sequence, []).append(i)
+    numbers = token_numbers(batch.rows)
+    rows: list[Row] = []
+    tokens = []
+    sequence = 0
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            if trajectory.hinted_contexts:
+                replay = group.replay(trajectory) if group.replayed(trajectory) else None
+                with_hint = with_contexts(trajectory, trajectory.hinted_contexts)
+                hinted = trajectory_rows(with_hint, sequence, replay=replay)
+                own = [batch.rows[i] for i in played[sequence]]
+                if [_sampled(row) for row in hinted] != [_sampled(row) for row in own]:
+                    raise TrainingError(
+                        f"expected {trajectory.trajectory_id} to sample the same tokens with the hint as without"
+                    )
+                rows += hinted
+                tokens += [np.arange(numbers[i], numbers[i] + batch.rows[i].n_sampled) for i in played[sequence]]
+            sequence += 1
+    if rows:
+        out[np.concatenate(tokens)] = score(rows)
+    else:
+        log.warning("no trajectory of update %d has a hint: set Episode.hint in the environment", batch.update)
+    return out
+
+
+def _sampled(row: Row) -> list[int]:
+    ids: list[int] = row.token_ids[row.loss_mask].tolist()
+    return ids

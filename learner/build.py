@@ -1,0 +1,105 @@
+"""A trainer with everything that the run file asks for: policy, reference policy and critic, each only where needed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from learner.checkpoints.checkpoint import adapter_folder
+from learner.data.demonstrations import load_demonstrations
+from learner.distributed.collectives import RankGroup
+from learner.policy.backbone import DTYPES, Backbone, read_model
+from learner.policy.fsdp import shard
+from learner.policy.policy import Policy
+from learner.policy.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference, ServerReference
+from learner.training.critic import Critic
+from learner.training.evidence_passes import needed_by
+from learner.training.trainer import Trainer
+from pipeline.config import RunConfig
+from pipeline.config.learner import LoraConfig
+from pipeline.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+
+def make_trainer(
+    config: RunConfig, initial_model: Path, checkpoint: Path | None, group: RankGroup | None = None
+) -> Trainer:
+    """Weights of the checkpoint, or of the initial model; optimizer, counters and the other parts' states are restored
+    by :func:`learner.checkpoints.checkpoint.restore_training`. Blocks for seconds. With a ``group`` its ranks divide
+    all models.
+
+    Raises :class:`ConfigurationError` or :class:`StoreError`.
+    """
+    policy = make_policy(config, initial_model, checkpoint)
+    if group is not None:
+        _refuse_what_ranks_cannot(config)
+        policy.interrupt = group.interrupt
+        shard(policy, group)
+    needed = needed_by(config)
+    reference = make_reference(config, policy, initial_model, group) if "reference" in needed else None
+    critic = make_critic(config, policy, initial_model, group) if "values" in needed else None
+    supervised = config.loss.supervised
+    demonstrations = None
+    if supervised.weight and supervised.demonstrations is not None:
+        demonstrations = load_demonstrations(supervised.demonstrations, config, initial_model)
+    if policy.ranks.rank:
+        torch.manual_seed(config.run.seed + policy.ranks.rank)
+    return Trainer(policy, config, reference, critic, demonstrations)
+
+
+def make_policy(config: RunConfig, initial_model: Path, checkpoint: Path | None) -> Policy:
+    """Weights of the checkpoint, or of the initial model; adapters always lie over the latter."""
+    learner, trust = config.learner, config.model.trust_remote_code
+    if learner.lora.rank:
+        adapters = None if checkpoint is None else adapter_folder(checkpoint)
+        return Policy.load(initial_model, learner, trust_remote_code=trust, adapter_folder=adapters)
+    return Policy.load(initial_model if checkpoint is None else checkpoint / "model", learner, trust_remote_code=trust)
+
+
+def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:
+    """As ``learner.reference`` says. Raises :class:`ConfigurationError`."""
+    learner = config.learner
+    options, tokens_max = learner.reference, learner.tokens_per_microbatch
+    follows = options.refresh_every is not None
+    source = options.source
+    if source == "auto":
+        source = "lora_off" if learner.lora.rank and not follows else "initial"
+    log.info("reference policy: %s", source)
+    if source == "lora_off":
+        return AdaptersOff(policy, tokens_max)
+    if source == "server":
+        return ServerReference(options, policy.interrupt) if policy.ranks.rank == 0 else AskedElsewhere()
+    folder = options.folder if options.folder is not None else initial_model
+    model = read_model(folder, trust_remote_code=config.model.trust_remote_code)
+    whole = learner.model_copy(update={"lora": LoraConfig(), "gradient_checkpointing": False})
+    copy = Policy(model, whole, policy.device, policy.interrupt, DTYPES[options.dtype])
+    if group is not None:
+        shard(copy, group)
+    return FrozenCopy(copy, policy, tokens_max, options.refresh_every)
+
+
+def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Critic:
+    """As ``learner.critic`` says."""
+    learner = config.learner
+    if learner.critic.backbone == "none":
+        return Critic(policy, learner, owns=False)
+    model = read_model(initial_model, trust_remote_code=config.model.trust_remote_code).base_model
+    backbone = Backbone(model, learner, policy.device, policy.interrupt)
+    if group is not None:
+        shard(backbone, group)
+    return Critic(backbone, learner, owns=True)
+
+
+def _refuse_what_ranks_cannot(config: RunConfig) -> None:
+    """Raises :class:`ConfigurationError`."""
+    learner = config.learner
+    if learner.optimizer == "adamw_8bit":
+        raise ConfigurationError("learner.optimizer adamw_8bit is for one rank: set adamw, or learner.ranks: 1")
+    if learner.lora.rank and learner.reference.refresh_every is not None:
+        raise ConfigurationError(
+            "learner.reference.refresh_every with learner.lora is for one rank: leave one of them out, or set "
+            "learner.ranks: 1"
+        )

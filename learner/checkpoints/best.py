@@ -1,0 +1,120 @@
+"""The best evaluated checkpoint, kept beside those that training goes on from.
+
+::
+
+    checkpoints/
+      best              points to the folder below
+      best-u000020/     checkpoint u000020, its files shared with it (hard links), and evaluation.json: why it is best
+
+*consumes* EVALUATION messages and finished writes; *produces* that folder; *waits for* any change of the session. A
+kill at any moment leaves the one before or the new one. Which is best is decided by the replay stage
+(``evaluation.keep_best``), and it says so again after every connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio.to_thread
+import orjson
+
+from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, is_complete, read_state
+from learner.checkpoints.writer import CheckpointWriter
+from pipeline.config.evaluation import EvaluationConfig
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.atomic_folder import atomic_folder, sync_path
+from pipeline.runtime.rundir import read_json
+
+log = logging.getLogger(__name__)
+BEST = "best"
+WHY = "evaluation.json"
+
+
+class Told(Protocol):
+    """What is needed of the session."""
+
+    @property
+    def evaluation(self) -> Mapping[str, Any]: ...
+    async def changed(self) -> None: ...
+
+
+class BestKeeper:
+    """Runs beside training. The checkpoint of weights that are being evaluated is spared from pruning."""
+
+    def __init__(
+        self, section: EvaluationConfig, root: Path, session: Told, writer: CheckpointWriter, metrics: LearnerMetrics
+    ) -> None:
+        self._section, self._root, self._session, self._writer = section, root, session, writer
+        self._metrics = metrics
+        self._kept: Mapping[str, Any] | None = None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            header = self._session.evaluation
+            await self.apply(header)
+            if self._session.evaluation is header:
+                await self._session.changed()
+
+    async def apply(self, header: Mapping[str, Any]) -> None:
+        """What a message, or a checkpoint that became durable, asks for."""
+        last, best = header.get("last"), header.get("best")
+        for name, score in (last or {}).get("environments", {}).items():
+            if score is not None:
+                self._metrics.evaluation_score.labels(env=name).set(score)
+        if self._section.keep_best is None:
+            return
+        waiting = {header.get("evaluating"), None if best is None or best == self._kept else best["updates"]}
+        self._writer.spare = frozenset(updates for updates in waiting if updates is not None)
+        if best is None or best == self._kept or self._writer.writing == best["updates"]:
+            return
+        kept = await anyio.to_thread.run_sync(partial(keep_best, self._root, best))
+        if kept is not None:
+            log.info("checkpoint of %d updates is the best: %s %.4g", best["updates"], best["metric"], best["value"])
+            self._kept = best
+            return
+        newest = find_checkpoints(self._root)
+        if newest and newest[0] > checkpoint_path(self._root, best["updates"]):
+            log.warning(
+                "the best weights are those of %d updates, but their checkpoint is gone (a kill came before it was "
+                "durable): %s stays what it was", best["updates"], self._root / BEST,
+            )  # fmt: skip
+            self._kept = best
+
+
+def is_evaluated(header: Mapping[str, Any], updates: int) -> bool:
+    """Whether the evaluation of weights with so many updates has ended."""
+    return header.get("begun", -1) >= updates and header.get("evaluating") is None
+
+
+def keep_best(root: Path, best: Mapping[str, Any]) -> Path | None:
+    """Make ``root / "best"`` the checkpoint of ``best["updates"]``; None where that is not there, or holds other
+    weights than those evaluated (a learner that went back makes the same updates again). Blocks."""
+    source = checkpoint_path(root, int(best["updates"]))
+    target = root / f"{BEST}-{source.name}"
+    if not is_complete(target) or read_json(target / WHY) != dict(best):
+        if not is_complete(source) or read_state(source).policy_version != best["policy_version"]:
+            return None
+        with atomic_folder(target) as folder:
+            for path in sorted(source.rglob("*")):
+                copy = folder / path.relative_to(source)
+                if path.is_dir():
+                    copy.mkdir()
+                else:
+                    os.link(path, copy)
+            (folder / WHY).write_bytes(orjson.dumps(dict(best), option=orjson.OPT_INDENT_2))
+    link, scratch = root / BEST, root / f".{BEST}.{os.getpid()}"
+    scratch.unlink(missing_ok=True)
+    scratch.symlink_to(target.name)
+    os.replace(scratch, link)
+    sync_path(root)
+    for path in root.glob(f"{BEST}-*"):
+        if path != target:
+            shutil.rmtree(path, ignore_errors=True)
+    return target

@@ -1,0 +1,274 @@
+"""Checkpoints: everything a learner needs to go on as if it had never been stopped.
+
+::
+
+    checkpoints/u000010/
+      model/        loads in transformers: config, float32 safetensors, tokenizer; adapters merged into the weights
+      adapter/      with learner.lora: the adapters alone, float32, as peft has them; what training goes on from
+      training.pt   optimizer and random state, and where there are such: critic, average of the weights, refreshed
+                    reference policy, adaptive KL coefficient (tensors and plain values only)
+      shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all
+      state.json    counters and the size of every file; written last
+    checkpoints/best    the best evaluated one, with evaluation.keep_best (learner/checkpoints/best.py)
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+from learner.checkpoints.shards import FOLDER, Shards, divide_state, restored_state
+from learner.data.trained import Trained
+from learner.distributed.collectives import RankGroup
+from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
+from pipeline.errors import StoreError, TrainingError
+from pipeline.runtime.atomic_folder import atomic_folder
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+_NAME = re.compile(r"u(\d{6,})")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_MODEL_OWN = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """Counters of a checkpoint."""
+
+    updates: int
+    policy_version: int
+    """Version under which these weights were, or were about to be, published."""
+    unacknowledged: dict[int, list[str]]
+    """Group ids by update: consumed, and not yet acknowledged by the replay stage."""
+    format: int = FORMAT
+    trained: dict[int, Trained] = field(default_factory=dict)
+    """What CONSUMED said of those updates beside the ids; checkpoints of older versions have none."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "updates": self.updates,
+            "policy_version": self.policy_version,
+            "unacknowledged": self.unacknowledged,
+            "format": self.format,
+            "trained": {update: facts.as_json() for update, facts in self.trained.items()},
+        }
+
+
+def checkpoint_path(root: Path, updates: int) -> Path:
+    return root / f"u{updates:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointImage:
+    """Everything of a checkpoint, copied into memory: training may go on while it is written."""
+
+    state: CheckpointState
+    weights: dict[str, Tensor]
+    adapters: dict[str, Tensor] | None
+    training: dict[str, Any]
+    shards: Shards | None
+    """With several ranks: this rank's part of what is divided."""
+    policy: Policy
+    """For configuration and names; its weights are not read."""
+
+    @property
+    def updates(self) -> int:
+        return self.state.updates
+
+
+def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
+    """Copy what a checkpoint needs. Raises :class:`TrainingError` when the weights hold a part of an update."""
+    if trainer.torn:
+        raise TrainingError("expected the weights of whole updates, got a part of one: nothing is saved")
+    with trainer.policy.ranks.together("image", facts={"updates": state.updates}):
+        return _image(trainer, state)
+
+
+def _image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
+    policy = trainer.policy
+    training = {"optimizer": trainer.optimizer.state_dict(), "random": random_state()}
+    training |= {name: part for name, part in _parts(trainer).items() if part is not None}
+    training, shards = _copied(training), None
+    if isinstance(policy.ranks, RankGroup):
+        training, shards = divide_state(training, policy.ranks)
+    return CheckpointImage(
+        state,
+        policy.snapshot("float32"),
+        policy.adapter_snapshot(torch.float32),
+        training,
+        shards,
+        policy,
+    )
+
+
+def write_image(
+    root: Path, image: CheckpointImage, initial_model: Path, keep: int, spare: Collection[int] = ()
+) -> Path:
+    """Write a checkpoint and forget all but the newest ``keep`` and those of ``spare`` updates. The tokenizer comes
+    from ``initial_model``.
+
+    A kill at any moment leaves the older checkpoints readable.
+    """
+    target = checkpoint_path(root, image.updates)
+    with atomic_folder(target) as folder:
+        image.policy.model.save_pretrained(folder / "model", state_dict=dict(image.weights))
+        _copy_tokenizer(initial_model, folder / "model")
+        if image.adapters is not None and image.policy.adapters is not None:
+            image.policy.adapters.save(folder / "adapter", image.adapters)
+        torch.save(image.training, folder / "training.pt")
+        if image.shards is not None:
+            image.shards.write(folder / FOLDER)
+        files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+        (folder / "state.json").write_bytes(
+            orjson.dumps(
+                {**image.state.as_json(), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+            )
+        )
+    spared = {checkpoint_path(root, updates) for updates in spare}
+    for path in find_checkpoints(root)[keep:]:
+        if path not in spared:
+            shutil.rmtree(path, ignore_errors=True)
+    return target
+
+
+def save_checkpoint(root: Path, trainer: Trainer, state: CheckpointState, initial_model: Path, keep: int) -> Path:
+    """:func:`take_image` and :func:`write_image` in one."""
+    return write_image(root, take_image(trainer, state), initial_model, keep)
+
+
+def find_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, newest first. Folders that are half-written or damaged are passed over."""
+    if not root.is_dir():
+        return []
+    found = [(int(m.group(1)), path) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True) if is_complete(path)]
+
+
+def read_state(path: Path) -> CheckpointState:
+    """Counters of a checkpoint. Raises :class:`StoreError` when it was written by another format."""
+    raw = orjson.loads((path / "state.json").read_bytes())
+    if raw.get("format") != FORMAT:
+        raise StoreError(
+            f"{path} has checkpoint format {raw.get('format')}, this Afterplay reads {FORMAT}: start a new run"
+        )
+    return CheckpointState(
+        raw["updates"],
+        raw["policy_version"],
+        {int(u): list(ids) for u, ids in raw["unacknowledged"].items()},
+        trained={int(u): Trained.from_json(facts) for u, facts in raw.get("trained", {}).items()},
+    )
+
+
+def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
+    """Optimizer, counters, random state and the parts beside the policy; the policy itself is loaded by whoever made
+    ``trainer``: from ``path / "model"``, or with adapters from the initial model and ``adapter_folder(path)``.
+
+    A part that the checkpoint does not have, because it was switched on since, begins anew. Raises
+    :class:`StoreError` when a part belongs to another model.
+    """
+    state = read_state(path)
+    saved = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
+    saved = restored_state(path, saved, trainer)
+    try:
+        trainer.optimizer.load_state_dict(saved["optimizer"])
+    except (ValueError, KeyError) as error:
+        raise StoreError(f"{path} belongs to another model ({error}): choose another run.name, or delete it") from error
+    for name, load in _loaders(trainer).items():
+        if name in saved:
+            load(saved[name])
+        else:
+            log.warning("%s holds no %s: it begins anew", path, name)
+    set_random_state(saved["random"])
+    trainer.updates = state.updates
+    return state
+
+
+def adapter_folder(path: Path) -> Path:
+    """Where a checkpoint keeps adapters."""
+    return path / "adapter"
+
+
+def _parts(trainer: Trainer) -> dict[str, Any]:
+    """State of what a trainer has beside policy and optimizer; None where a part needs none."""
+    return {
+        "critic": None if trainer.critic is None else trainer.critic.state(),
+        "average": None if trainer.average is None else trainer.average.state(),
+        "reference": None if trainer.reference is None else trainer.reference.state(),
+        "kl": None if trainer.kl.target is None else trainer.kl.as_json(),
+    }
+
+
+def _loaders(trainer: Trainer) -> dict[str, Callable[[Any], None]]:
+    """How each of :func:`_parts` that has a state takes it back."""
+    parts = {"critic": trainer.critic, "average": trainer.average, "reference": trainer.reference}
+    loaders = {name: part.load for name, part in parts.items() if part is not None} | {"kl": trainer.kl.restore}
+    return {name: loaders[name] for name, state in _parts(trainer).items() if state is not None}
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with every tensor in it copied to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device="cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def random_state() -> dict[str, Any]:
+    """State of Python's, numpy's and torch's generators, as tensors and plain values."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [
+            str(kind),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of :func:`random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def is_complete(path: Path) -> bool:
+    try:
+        files = orjson.loads((path / "state.json").read_bytes())["files"]
+        return all((path / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Everything of the model folder that is not weights: tokenizer, chat template, custom code."""
+    if not source.is_dir():
+        return
+    for path in source.iterdir():
+        if path.is_file() and path.suffix not in _WEIGHTS and path.name not in _MODEL_OWN:
+            shutil.copyfile(path, target / path.name)

@@ -1,0 +1,181 @@
+"""The part of a checkpoint that several ranks write together, by ``torch.distributed.checkpoint``.
+
+Whatever of a trainer's state is divided among ranks (moments of the optimizer, critic, average, reference) goes to
+``shards/``, each rank writing what it has; ``training.pt`` keeps a mark in its place, and everything else. A learner of
+any number of ranks reads both, and a checkpoint of one rank, which has no ``shards/``.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import zeros as divided_zeros
+
+from learner.distributed.collectives import RankGroup
+from pipeline.errors import StoreError
+
+if TYPE_CHECKING:
+    from learner.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+FOLDER = "shards"
+_MARK = "shard:"
+"""Begins the text that stands in ``training.pt`` for a tensor in ``shards/``."""
+OTHERS = "random_others"
+"""Random state of ranks 1, 2, …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Copies of this rank's shards, on the CPU."""
+
+    tensors: dict[str, DTensor]
+    group: RankGroup
+
+    def write(self, folder: Path | None) -> None:
+        """All ranks together, each in a thread: rank 0 names the folder, the others pass None. Returns when all have
+        written, to disk."""
+        folder = Path(self.group.told(str(folder or "")))
+        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        save_shards(dict(self.tensors), storage_writer=writer, process_group=self.group.saving)
+
+
+def divide_state(training: dict[str, Any], group: RankGroup) -> tuple[dict[str, Any], Shards]:
+    """``training`` with marks for what is divided, and that. Collective: gathers random states."""
+    tensors: dict[str, DTensor] = {}
+
+    def take(path: str, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            tensors[path] = value
+            return _MARK + path
+        return value
+
+    marked = _mapped(training, take)
+    states = group.everyones({}, {"state": _to_bytes(training["random"])})
+    marked[OTHERS] = [_from_bytes(arrays["state"]) for _, arrays in states[1:]]
+    return marked, Shards(tensors, group)
+
+
+def restored_state(path: Path, saved: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """``saved``, which ``training.pt`` of the checkpoint holds, with the tensors that it has marks of; divided among
+    the ranks of ``trainer`` where there are several. Raises :class:`StoreError` where ``shards/`` cannot be read."""
+    group = trainer.policy.ranks if isinstance(trainer.policy.ranks, RankGroup) else None
+    if (path / FOLDER).is_dir():
+        saved = _with_shards(path / FOLDER, saved, group)
+    others = saved.pop(OTHERS, [])
+    if group is None:
+        return saved
+    if group.rank:
+        saved["random"] = others[group.rank - 1] if group.rank <= len(others) else _seeded(trainer, group)
+    return _placed(saved, trainer, group)
+
+
+def _with_shards(folder: Path, saved: dict[str, Any], group: RankGroup | None) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    try:
+        reader = FileSystemReader(folder)
+        for name, facts in reader.read_metadata().state_dict_metadata.items():
+            size, dtype = facts.size, facts.properties.dtype  # type: ignore[union-attr]
+            if group is None:
+                tensors[name] = torch.zeros(size, dtype=dtype)
+            else:
+                tensors[name] = divided_zeros(*size, dtype=dtype, device_mesh=group.mesh, placements=[Shard(0)])
+        load_shards(
+            tensors,
+            storage_reader=reader,
+            process_group=None if group is None else group.saving,
+            no_dist=group is None,
+        )
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise StoreError(f"the shards in {folder} cannot be read ({error}): delete this checkpoint") from error
+
+    def put(path: str, value: Any) -> Any:
+        return tensors[value[len(_MARK) :]] if isinstance(value, str) and value.startswith(_MARK) else value
+
+    whole: dict[str, Any] = _mapped(saved, put)
+    return whole
+
+
+def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[str, Any]:
+    """Whole tensors of a checkpoint of one rank, divided as the trainer's own are."""
+
+    def divided(tensor: Tensor) -> Tensor:
+        local = tensor.to(trainer.policy.device)
+        return distribute_tensor(local, group.mesh, [Shard(0)], src_data_rank=None)
+
+    def place(value: Any, shapes: list[torch.Size]) -> Any:
+        """Of an optimizer: moments have the shape of their parameter."""
+        return {
+            **value,
+            "state": {
+                i: {k: divided(v) if _is_whole(v) and v.shape == shapes[int(i)] else v for k, v in state.items()}
+                for i, state in value["state"].items()
+            },
+        }
+
+    out = dict(saved)
+    out["optimizer"] = place(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
+    live: dict[str, Any] = {
+        "average": None if trainer.average is None else trainer.average.state(),
+        "reference": None if trainer.reference is None else trainer.reference.state(),
+    }
+    if trainer.critic is not None and "critic" in saved:
+        state = trainer.critic.state()
+        shapes = [p.shape for p in trainer.critic.parameters]
+        out["critic"] = {name: _like(saved["critic"][name], state[name], divided) for name in ("backbone", "head")}
+        out["critic"]["optimizer"] = place(saved["critic"]["optimizer"], shapes)
+    for name, tensors in live.items():
+        if name in saved and tensors is not None:
+            out[name] = _like(saved[name], tensors, divided)
+    return out
+
+
+def _like(saved: Mapping[str, Any], live: Mapping[str, Any], divided: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {
+        name: divided(value) if _is_whole(value) and isinstance(live.get(name), DTensor) else value
+        for name, value in saved.items()
+    }
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A copy of nested dicts and lists with every leaf changed; ``change`` is told where the leaf is."""
+    if isinstance(value, dict):
+        return {key: _mapped(item, change, f"{path}/{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, change, f"{path}/{i}") for i, item in enumerate(value))
+    return change(path, value)
+
+
+def _seeded(trainer: Trainer, group: RankGroup) -> dict[str, Any]:
+    """Random state of a rank that the checkpoint knows nothing of."""
+    from learner.checkpoints.checkpoint import random_state
+
+    torch.manual_seed(trainer.seed + group.rank)
+    return random_state()
+
+
+def _to_bytes(state: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def _from_bytes(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+    return torch.load(io.BytesIO(array.tobytes()), weights_only=True)

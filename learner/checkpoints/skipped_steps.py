@@ -1,0 +1,62 @@
+"""Updates with optimizer steps that were skipped because a value was not finite, written out for inspection.
+
+A file holds rows with their advantages and the evidence, so that the step can be tried again with the weights of a
+checkpoint::
+
+    found = read_skipped(Path("runs/mine/skipped/u000012.batch"))
+    trainer.step(Batch(found.update, (), found.rows), found.policy_version, found.evidence)
+
+Demonstrations that a step drew beside them follow from the run file and the number of the update.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from learner.distributed.messages import pack_order, unpack_order
+from learner.observability.report import SkippedBatch, SkippedStep
+from pipeline.errors import StoreError
+from pipeline.runtime.rundir import write_bytes_atomically
+
+log = logging.getLogger(__name__)
+KEPT_MAX = 8
+"""Files in a folder; those of the lowest updates go first. A file takes some thirty bytes a token."""
+
+
+def write_skipped(folder: Path, batch: SkippedBatch) -> Path | None:
+    """Write ``batch`` as ``folder/uNNNNNN.batch``. Blocks. None, with a warning, where the disk does not take it: that
+    must not end the training."""
+    path = folder / f"u{batch.update:06d}.batch"
+    facts = {
+        "update": batch.update,
+        "policy_version": batch.policy_version,
+        "kl_coefficient": batch.kl_coefficient,
+        "steps": [asdict(step) for step in batch.steps],
+    }
+    try:
+        write_bytes_atomically(path, pack_order("skipped", batch.rows, facts, batch.evidence).tobytes())
+        for old in sorted(folder.glob("u*.batch"))[:-KEPT_MAX]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("the batch of a skipped step was not written out: %s", error)
+        return None
+    log.warning("not finite in update %d (%s): its batch is in %s", batch.update + 1, _words(batch), path)
+    return path
+
+
+def read_skipped(path: Path) -> SkippedBatch:
+    """The inverse of :func:`write_skipped`. Raises :class:`StoreError` where the file is none of its."""
+    try:
+        facts, rows, evidence = unpack_order(np.fromfile(path, np.uint8))
+        steps = tuple(SkippedStep(step["where"], tuple(step["rows"])) for step in facts["steps"])
+        return SkippedBatch(facts["update"], facts["policy_version"], facts["kl_coefficient"], steps, rows, evidence)
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise StoreError(f"expected a batch that the learner wrote out, got {path} ({error})") from error
+
+
+def _words(batch: SkippedBatch) -> str:
+    return ", ".join(f"{step.where} of {len(step.rows)} rows" for step in batch.steps)

@@ -1,0 +1,102 @@
+"""Checkpoints written beside training.
+
+*consumes* images of the trainer, one at a time; *produces* durable checkpoints, and tells the replay stage of each
+only then; *waits for* an image; *unblocked by* who has a ``place``. At most one write is under way and none is queued:
+who asks for a place before the last one is durable waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from learner.checkpoints.checkpoint import CheckpointImage, write_image
+from pipeline.metrics.learner import LearnerMetrics
+
+log = logging.getLogger(__name__)
+STOP_SHARE = 0.75
+"""Of ``supervisor.drain_seconds_max``, after which a stopping process is killed: how long it waits for a write. An
+abandoned write does no harm: the checkpoint before stays."""
+
+
+class CheckpointWriter:
+    """``durable`` is called with the updates of each checkpoint once it is on disk."""
+
+    def __init__(
+        self,
+        root: Path,
+        initial_model: Path,
+        keep: int,
+        durable: Callable[[int], Awaitable[None]],
+        metrics: LearnerMetrics,
+    ) -> None:
+        self.writing: int | None = None
+        """Updates of the checkpoint under way."""
+        self.saved: dict[str, float] = {}
+        """Of the last durable checkpoint: ``updates``, and the ``seconds`` of its write."""
+        self.spare: frozenset[int] = frozenset()
+        """Updates of checkpoints that are kept however old they are: what is evaluated, or was the best."""
+        self._root = root
+        self._initial_model = initial_model
+        self._keep = keep
+        self._durable = durable
+        self._metrics = metrics
+        self._image: CheckpointImage | None = None
+        self._wake = anyio.Event()
+        self._idle = anyio.Event()
+        self._idle.set()
+
+    async def run(self) -> None:
+        """Write what is submitted, until cancelled. Raises :class:`OSError` when the disk does not take it."""
+        while True:
+            await self._wake.wait()
+            self._wake = anyio.Event()
+            image, self._image = self._image, None
+            if image is None:
+                continue
+            start = time.perf_counter()
+            await anyio.to_thread.run_sync(
+                partial(write_image, self._root, image, self._initial_model, self._keep, self.spare),
+                abandon_on_cancel=True,
+            )
+            seconds = time.perf_counter() - start
+            self.saved = {"updates": image.updates, "seconds": seconds}
+            self._metrics.checkpoint_duration_seconds.observe(seconds)
+            self._metrics.checkpoint_timestamp_seconds.set(time.time())
+            log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
+            await self._durable(image.updates)
+            self._become_idle()
+
+    @asynccontextmanager
+    async def place(self, updates: int) -> AsyncIterator[Callable[[CheckpointImage], None]]:
+        """For the checkpoint of so many updates, once no write is under way: inside, the image is taken and given to
+        what this yields. Who waits for :meth:`idle` waits for that too: other ranks have begun to write by then.
+        ``run`` must be running."""
+        await self.idle()
+        self._idle = anyio.Event()
+        self.writing = updates
+        try:
+            yield self._submit
+        finally:
+            if self._image is None:
+                self._become_idle()
+
+    def _submit(self, image: CheckpointImage) -> None:
+        self._image = image
+        self._wake.set()
+
+    def _become_idle(self) -> None:
+        self.writing = None
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until everything begun is durable and told. Unbounded: the caller sets the bound."""
+        while not self._idle.is_set():
+            await self._idle.wait()

@@ -1,0 +1,1 @@
+"""Groups of trajectories to rows to micro-batches."""

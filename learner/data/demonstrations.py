@@ -1,0 +1,104 @@
+"""Demonstrations from a file as training rows, and which of them a step takes: a pure function of seed and step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from learner.data.rows import Row, trajectory_rows
+from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, ConfigurationError, StoreError, TrainingError
+from pipeline.runtime.process import load_main
+from pipeline.runtime.rundir import read_json
+from pipeline.schema import Trajectory
+from pipeline.store.archive import is_portable, read_portable
+from pipeline.store.demonstrations import Render, read_demonstrations
+from pipeline.transport.codec import decode_trajectory
+from pipeline.transport.protocol import Limits
+
+log = logging.getLogger(__name__)
+RENDERER = "actors.env_commands.demonstrate:Demonstrator"
+"""Renders messages with the chat template of the run's model; loaded by path, because the learner imports no actor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """Rows of each trajectory. All temperatures are 1: cross-entropy is that of the model itself."""
+
+    rows: tuple[tuple[Row, ...], ...]
+
+    def __len__(self) -> int:
+        """Trajectories."""
+        return len(self.rows)
+
+    def draw(self, seed: Sequence[int], step: int, batch: int) -> tuple[Row, ...]:
+        """Rows of ``batch`` trajectories for the given step: the trajectories come in passes over all of them, each
+        pass shuffled by ``seed`` and its number, and a step may end one pass and begin the next."""
+        n, rows = len(self), []
+        for sequence, at in enumerate(range(step * batch, (step + 1) * batch)):
+            order = np.random.default_rng([*seed, at // n]).permutation(n)
+            rows += [replace(row, sequence=sequence) for row in self.rows[order[at % n]]]
+        return tuple(rows)
+
+
+def load_demonstrations(
+    file: Path, config: RunConfig, model_folder: Path, render: Render | None = None
+) -> Demonstrations:
+    """Read and check the whole file; failures (``replay.success_threshold``) are passed over. Blocks for seconds.
+
+    Raises :class:`ConfigurationError` where there is no file, :class:`StoreError` for one that is damaged, has nothing
+    to train or is of another tokenizer.
+    """
+    if not file.is_file():
+        raise ConfigurationError(f"expected a file of demonstrations, got {file}, which is none")
+    model = config.model
+    render = render or load_main(RENDERER)(model_folder, model.chat_template, model.trust_remote_code)
+    vocabulary = _vocabulary(model_folder)
+    kept, failures = [], 0
+    for trajectory in _trajectories(file, render, Limits(tokens_max=config.transport.tokens_max)):
+        if trajectory.reward is None or trajectory.reward < config.replay.success_threshold:
+            failures += 1
+            continue
+        try:
+            rows = trajectory_rows(trajectory, 0)
+        except TrainingError as error:
+            raise StoreError(f"{file}: {error}") from error
+        largest = max((int(row.token_ids.max()) for row in rows), default=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise StoreError(
+                f"{file}: expected token ids below the model's vocabulary of {vocabulary}, got {largest}: the file is "
+                "of another tokenizer"
+            )
+        if rows:
+            kept.append(tuple(replace(row, temperatures=np.ones_like(row.temperatures)) for row in rows))
+    if not kept:
+        raise StoreError(
+            f"{file} has no trajectory with sampled tokens and a reward of at least replay.success_threshold "
+            f"({config.replay.success_threshold}): {failures} failed"
+        )
+    log.info("%d demonstrations in %s (%d below replay.success_threshold)", len(kept), file, failures)
+    return Demonstrations(tuple(kept))
+
+
+def _trajectories(file: Path, render: Render, limits: Limits) -> Iterator[Trajectory]:
+    if not is_portable(file):
+        yield from read_demonstrations(file, render, 0)
+        return
+    for portable in read_portable(file):
+        try:
+            trajectory = decode_trajectory(portable.frames, limits)
+        except AfterplayError as error:
+            raise StoreError(f"{file} holds a trajectory that is not understood: {error}") from error
+        reward = portable.marks.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise StoreError(f"{file}: expected {trajectory.trajectory_id} with its reward, got {reward!r}")
+        yield trajectory.scored(float(reward), {})
+
+
+def _vocabulary(model_folder: Path) -> int | None:
+    found = (read_json(model_folder / "config.json") or {}).get("vocab_size")
+    return found if isinstance(found, int) else None

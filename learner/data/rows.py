@@ -1,0 +1,230 @@
+"""From complete groups to training rows: one row per branch of a trajectory, arrays aligned by position.
+
+A branch is a sequence that the engine saw; where a trajectory's lessons are discarded, what it would have seen without
+them. Context, and whatever an earlier branch sampled, is never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.data.groups import Group, Replay
+from pipeline.errors import TrainingError
+from pipeline.schema import FlatTokens, TokenSpan, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One branch with at least one sampled token. All arrays have the row's length T.
+
+    Raises :class:`TrainingError` when lengths disagree: they are never padded or cut.
+    """
+
+    trajectory_id: str
+    sequence: int
+    """Number of the trajectory in its batch: branches of one trajectory share it."""
+    environment: str
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    behaviour_logprobs: npt.NDArray[np.float32]
+    """log μ, nats; meaningless where ``loss_mask`` is False."""
+    policy_versions: npt.NDArray[np.int32]
+    temperatures: npt.NDArray[np.float32]
+    """Temperature that each token's turn was sampled with."""
+    turns: npt.NDArray[np.int32]
+    """Index of the turn that each token belongs to."""
+    advantages: npt.NDArray[np.float32]
+    """``[n_sampled]``, of the tokens that are trained, in order; 0 until they are estimated."""
+    replayed: bool = False
+    """Taken from the pool: ``replay_mask`` is ``loss_mask`` on this row."""
+    guided: bool = False
+    """Its prompt held retrieved experience: ``guided_mask`` is ``loss_mask`` on this row."""
+    discarded: bool = False
+    """Guided, and trained on the prompt without the lessons: log μ was recorded under another prompt."""
+    recorded: bool = True
+    """False: a demonstration; ``behaviour_logprobs`` are 0 and mean nothing."""
+    replay_weight: float = 1.0
+    """Multiplies the loss of its tokens; denominators do not change."""
+    whole: bool = True
+    """False: only one turn of the trajectory is trained."""
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("loss_mask", "behaviour_logprobs", "policy_versions", "temperatures", "turns"):
+            came = len(getattr(self, name))
+            if came != n:
+                raise TrainingError(
+                    f"expected {name} of {self.trajectory_id} to have {n} entries (one per token), got {came}"
+                )
+        if n and self.loss_mask[0]:
+            raise TrainingError(f"expected {self.trajectory_id} to start with context, got a sampled first token")
+        if not self.loss_mask.any():
+            raise TrainingError(f"expected {self.trajectory_id} to have a sampled token in the branch, got none")
+        if self.advantages.shape != (self.n_sampled,):
+            raise TrainingError(
+                f"expected {self.n_sampled} advantages of {self.trajectory_id} (one per trained token), got shape "
+                f"{self.advantages.shape}"
+            )
+        if not (self.temperatures[self.loss_mask] > 0).all():
+            raise TrainingError(
+                f"expected {self.trajectory_id} to be sampled with a temperature > 0, got greedy tokens"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that are trained."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any of its tokens has an advantage that counts."""
+        return self.replay_weight != 0 and bool((self.advantages != 0).any())
+
+    @property
+    def replay_mask(self) -> npt.NDArray[np.bool_]:
+        """bool ``[T]``: sampled tokens that come from the pool. They keep ``loss_mask``."""
+        return self.loss_mask if self.replayed else np.zeros_like(self.loss_mask)
+
+    @property
+    def guided_mask(self) -> npt.NDArray[np.bool_]:
+        """bool ``[T]``: sampled tokens whose prompt held lessons."""
+        return self.loss_mask if self.guided else np.zeros_like(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one update is made of."""
+
+    update: int
+    groups: tuple[Group, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All, by the number that ``Row.sequence`` tells."""
+        return [t for group in self.groups for t in group.trajectories]
+
+    @property
+    def fresh(self) -> list[Trajectory]:
+        return [t for group in self.groups for t in group.fresh]
+
+    @property
+    def replayed(self) -> list[Trajectory]:
+        return [t for group in self.groups for t in group.candidates]
+
+    @property
+    def n_sampled(self) -> int:
+        return sum(row.n_sampled for row in self.rows)
+
+
+def build_batch(update: int, groups: Sequence[Group]) -> Batch:
+    """Rows of the groups, in the order of groups, trajectories and branches, without advantages.
+
+    Raises :class:`TrainingError`, also for a group that holds more candidates than are trained.
+    """
+    rows: list[Row] = []
+    sequence = 0
+    for group in groups:
+        if not group.settled:
+            raise TrainingError(
+                f"expected {group.plan.n_rollout} trajectories of {group.group_id}, got {len(group.trajectories)}: "
+                "choose its replays first"
+            )
+        for trajectory in group.trajectories:
+            replay = group.replay(trajectory) if group.replayed(trajectory) else None
+            rows += trajectory_rows(trajectory, sequence, replay=replay)
+            sequence += 1
+    return Batch(update, tuple(groups), tuple(rows))
+
+
+def trajectory_rows(trajectory: Trajectory, sequence: int, *, replay: Replay | None = None) -> list[Row]:
+    """One row per branch that has something to train, advantages 0.
+
+    ``replay``: it comes from the pool; with a turn, only that turn's completion is trained and everything else is
+    context. Raises :class:`TrainingError` when that turn sampled nothing, or a row cannot be trained.
+    """
+    guidance = trajectory.guidance
+    discarded = guidance is not None and not guidance.keep
+    temperatures = np.asarray([turn.temperature for turn in trajectory.turns], dtype=np.float32)
+    turn = replay.turn if replay is not None else None
+    rows = [
+        Row(
+            trajectory_id=trajectory.trajectory_id,
+            sequence=sequence,
+            environment=trajectory.task.environment,
+            token_ids=tokens.token_ids,
+            loss_mask=tokens.loss_mask,
+            behaviour_logprobs=(
+                tokens.behaviour_logprobs if trajectory.recorded else np.zeros_like(tokens.behaviour_logprobs)
+            ),
+            policy_versions=tokens.policy_versions,
+            temperatures=temperatures[tokens.turn_index],
+            turns=tokens.turn_index,
+            advantages=np.zeros(int(tokens.loss_mask.sum()), dtype=np.float32),
+            replayed=replay is not None,
+            guided=guidance is not None,
+            discarded=discarded,
+            recorded=trajectory.recorded,
+            replay_weight=replay.weight if replay is not None else 1.0,
+            whole=turn is None,
+        )
+        for branch in (without_lessons(trajectory) if discarded else trajectory).branches()
+        if len(tokens := _trimmed(branch if turn is None else _only_turn(branch, turn)))
+    ]
+    if turn is not None and not rows:
+        raise TrainingError(
+            f"expected sampled tokens in turn {turn} of {trajectory.trajectory_id}, which has "
+            f"{len(trajectory.turns)} turns, got none"
+        )
+    return rows
+
+
+def without_lessons(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the contexts that ``guidance.plain_contexts`` names by turn in place of the played ones.
+
+    Completions and their positions after the context stay. Raises :class:`TrainingError` for a turn that is not there.
+    """
+    guidance = trajectory.guidance
+    return with_contexts(trajectory, guidance.plain_contexts if guidance is not None else {})
+
+
+def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]]) -> Trajectory:
+    """The trajectory with these context ids, by turn, in place of the played ones; completions stay. Raises
+    :class:`TrainingError` for a turn that is not there."""
+    missing = [turn for turn in contexts if turn >= len(trajectory.turns)]
+    if missing:
+        raise TrainingError(
+            f"expected contexts of the {len(trajectory.turns)} turns of {trajectory.trajectory_id}, got {missing}"
+        )
+    turns = [
+        replace(turn, context=TokenSpan.context(contexts[i])) if i in contexts else turn
+        for i, turn in enumerate(trajectory.turns)
+    ]
+    return replace(trajectory, turns=tuple(turns))
+
+
+def _only_turn(tokens: FlatTokens, turn: int) -> FlatTokens:
+    """With ``loss_mask`` on that turn's completion only."""
+    return replace(tokens, loss_mask=tokens.loss_mask & (tokens.turn_index == turn))
+
+
+def _trimmed(tokens: FlatTokens) -> FlatTokens:
+    """Without the context after the last sampled token: nothing is predicted from it."""
+    sampled = np.flatnonzero(tokens.loss_mask)
+    stop = int(sampled[-1]) + 1 if len(sampled) else 0
+    if stop == len(tokens):
+        return tokens
+    return FlatTokens(
+        tokens.token_ids[:stop],
+        tokens.loss_mask[:stop],
+        tokens.behaviour_logprobs[:stop],
+        tokens.policy_versions[:stop],
+        tokens.turn_index[:stop],
+    )

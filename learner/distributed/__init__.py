@@ -1,0 +1,1 @@
+"""Ranks, their collectives, and the messages between them."""

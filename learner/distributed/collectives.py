@@ -1,0 +1,247 @@
+"""The ranks of a distributed learner: collectives over small numpy arrays and over shards.
+
+Arrays travel over gloo from the CPU, weights and gradients over the backend of the device. Every collective ends within
+the group's timeout, and at once when gloo sees that a peer's connection closed.
+
+Which rank this process is, by the environment that torchrun sets, and how it meets the others.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from learner.data.evidence import Evidence
+from learner.data.rows import Row
+from learner.distributed.messages import pack, pack_order, unpack
+from learner.distributed.ranks import divide
+from learner.observability.statistics import TokenValues, Weights
+from learner.policy.backbone import Interrupted
+from learner.policy.policy import resolve_device
+from pipeline.config.learner import LearnerConfig
+from pipeline.errors import ConfigurationError, TrainingError
+
+T = TypeVar("T")
+_STOP = 1 << 32
+"""Larger than any code."""
+
+
+class RankGroup:
+    """See :class:`learner.distributed.ranks.Ranks`. ``interrupt``: what this rank is asked to stop by.
+
+    ``torch.distributed`` must be initialised (``learner.ranks.joining``).
+    """
+
+    def __init__(self, device: torch.device, interrupt: threading.Event, timeout_seconds: float) -> None:
+        self.interrupt = interrupt
+        self._lock = threading.Lock()
+        self._busy = False
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        timeout = timedelta(seconds=timeout_seconds)
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("ranks",))
+        self._arrays = dist.new_group(backend="gloo", timeout=timeout)
+        self.saving = dist.new_group(backend="gloo", timeout=timeout)
+        """For the thread that writes checkpoints while training goes on."""
+
+    def mine(self, rows: Sequence[Row]) -> list[int]:
+        return divide([len(row) for row in rows], self.size)[self.rank]
+
+    @contextmanager
+    def together(
+        self,
+        order: str,
+        rows: Sequence[Row] = (),
+        facts: Mapping[str, Any] | None = None,
+        evidence: Evidence | None = None,
+    ) -> Iterator[None]:
+        if self.rank or self._busy:
+            yield
+            return
+        with self._lock:
+            self._busy = True
+            try:
+                self._tell(pack_order(order, rows, facts or {}, evidence))
+                yield
+            finally:
+                self._busy = False
+
+    def end(self) -> None:
+        """Rank 0: send the others home."""
+        with self.together("end"):
+            pass
+
+    def beat(self) -> None:
+        """Rank 0: show the others that it is there, unless it is at work with them, or another thread is."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._tell(pack_order("beat"))
+            finally:
+                self._lock.release()
+
+    def agree(self, code: int = 0) -> int:
+        worst = self._largest(_STOP if self.interrupt.is_set() else code)
+        if worst == _STOP:
+            raise Interrupted
+        return worst
+
+    def padded(self, parts: list[T]) -> list[T | None]:
+        return [*parts, *[None] * (self._largest(len(parts)) - len(parts))]
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        return self._reduced(np.asarray(values, np.float64), dist.ReduceOp.SUM).tolist()  # type: ignore[no-any-return]
+
+    def _largest(self, code: int) -> int:
+        return int(self._reduced(np.asarray([code], np.int64), dist.ReduceOp.MAX)[0])
+
+    def merged(self, arrays: tuple[npt.NDArray[np.float32], ...]) -> tuple[npt.NDArray[np.float32], ...]:
+        if not arrays:
+            return arrays
+        joined = self._reduced(np.stack(arrays), dist.ReduceOp.SUM)
+        return tuple(joined)
+
+    def ratios(self, weights: Weights) -> Weights:
+        count, total, squares = self.summed([weights.count, weights.total, weights.total_squared])
+        extremes = np.asarray([-weights.smallest, weights.largest], np.float64)
+        smallest, largest = self._reduced(extremes, dist.ReduceOp.MAX).tolist()
+        return Weights(int(count), total, squares, -smallest, largest)
+
+    def values(self, values: list[TokenValues]) -> list[TokenValues]:
+        own = {f.name: getattr(TokenValues.join(values), f.name) for f in fields(TokenValues)} if values else {}
+        found = [unpack(message)[1] for message in self._everyones(pack({}, own))]
+        return [TokenValues(**arrays) for arrays in found if arrays]
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def divide(self, module: torch.nn.Module) -> None:
+        fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
+        sum_gradients(module)
+
+    def everyones(self, header: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:
+        """Header and arrays of every rank, in order of rank."""
+        return [unpack(message) for message in self._everyones(pack(header, arrays))]
+
+    def told(self, name: str) -> str:
+        """``name`` of rank 0, on all ranks. Goes by the connections of the checkpoint writers."""
+        message = np.frombuffer(bytearray(name.encode()), np.uint8)
+        return _broadcast(None if self.rank else message, self.saving).tobytes().decode()
+
+    def _tell(self, message: npt.NDArray[np.uint8]) -> None:
+        _broadcast(message, self._arrays)
+
+    def hear(self) -> npt.NDArray[np.uint8]:
+        """The next order of rank 0, for the others. Raises :class:`RuntimeError` when it is gone or silent for the
+        timeout."""
+        return _broadcast(None, self._arrays)
+
+    def _reduced(self, array: npt.NDArray[Any], how: Any) -> npt.NDArray[Any]:
+        tensor = torch.from_numpy(array.copy())
+        dist.all_reduce(tensor, how, group=self._arrays)
+        return tensor.numpy()
+
+    def _everyones(self, message: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+        sizes = np.zeros(self.size, np.int64)
+        sizes[self.rank] = len(message)
+        sizes = self._reduced(sizes, dist.ReduceOp.SUM)
+        own = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        own[: len(message)] = torch.from_numpy(message)
+        found = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self._arrays)
+        return [part.numpy()[:n] for part, n in zip(found, sizes.tolist(), strict=True)]
+
+
+def _broadcast(message: npt.NDArray[np.uint8] | None, group: dist.ProcessGroup) -> npt.NDArray[np.uint8]:
+    """``message`` of rank 0; the others have none."""
+    length = torch.tensor([0 if message is None else len(message)])
+    dist.broadcast(length, 0, group=group)
+    data = torch.zeros(int(length), dtype=torch.uint8) if message is None else torch.from_numpy(message)
+    dist.broadcast(data, 0, group=group)
+    return data.numpy()
+
+
+def sum_gradients(root: torch.nn.Module) -> None:
+    """Let FSDP reduce by sums instead of means, in all modules below."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a process among those of a learner."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    """Rank among those of the same machine: number of its GPU."""
+
+
+def place_of(config: LearnerConfig, environment: dict[str, str] | None = None) -> Place:
+    """As RANK, WORLD_SIZE and LOCAL_RANK say; without them one process. Raises :class:`ConfigurationError` where they
+    contradict ``learner.ranks``."""
+    values = dict(os.environ) if environment is None else environment
+    try:
+        rank, size = int(values.get("RANK", "0")), int(values.get("WORLD_SIZE", "1"))
+        local = int(values.get("LOCAL_RANK", str(rank)))
+    except ValueError as error:
+        raise ConfigurationError(f"expected whole numbers in RANK, WORLD_SIZE and LOCAL_RANK, got {error}") from error
+    if not 0 <= rank < size:
+        raise ConfigurationError(f"expected RANK below WORLD_SIZE, got {rank} of {size}: start the learner by torchrun")
+    if size > 1 and config.ranks not in (1, size):
+        raise ConfigurationError(
+            f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: under torchrun leave learner.ranks out"
+        )
+    return Place(rank, size, local)
+
+
+def join(place: Place, config: LearnerConfig, store: Store | None = None) -> torch.device:
+    """Meet the other ranks at ``store``, else at MASTER_ADDR:MASTER_PORT: gloo for the CPU, NCCL where the device is
+    a GPU. Returns the device of this rank; ranks on CPUs share the cores. Blocks until all are there.
+
+    Raises :class:`TrainingError` when they are not within ``learner.ranks_timeout_seconds``.
+    """
+    device = resolve_device(config.device)
+    backend = "gloo"
+    if device.type == "cuda":
+        if place.local >= torch.cuda.device_count():
+            raise ConfigurationError(
+                f"local rank {place.local} needs a GPU of its own, torch sees {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(place.local)
+        device, backend = torch.device("cuda", place.local), "cpu:gloo,cuda:nccl"
+    elif config.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.size))
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=config.ranks_timeout_seconds),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
+    return device
+
+
+def leave() -> None:
+    """Close the connections. Not a collective: the others see it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

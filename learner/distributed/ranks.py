@@ -1,0 +1,155 @@
+"""What the trainer asks of the ranks; :data:`ALONE` answers for a learner of one process, at no cost.
+
+Which rank computes which rows. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learner.data.evidence import Evidence
+from learner.data.rows import Row
+from learner.observability.statistics import TokenValues, Weights
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Every method is a collective unless it says otherwise: all ranks must call it, in the same order."""
+
+    rank: int
+    size: int
+
+    def mine(self, rows: Sequence[Row]) -> list[int]:
+        """Numbers of the rows that this rank computes. Not a collective."""
+        ...
+
+    def together(
+        self,
+        order: str,
+        rows: Sequence[Row] = (),
+        facts: Mapping[str, Any] | None = None,
+        evidence: Evidence | None = None,
+    ) -> AbstractContextManager[None]:
+        """Around work that all ranks must do. Rank 0 tells the others, which are waiting for orders, what it begins;
+        elsewhere, and within other work, it does nothing. Not a collective by itself."""
+        ...
+
+    def agree(self, code: int = 0) -> int:
+        """The largest code of any rank. Raises :class:`learner.policy.backbone.Interrupted` on all ranks where one is
+        asked to stop."""
+        ...
+
+    def padded(self, parts: list[T]) -> list[T | None]:
+        """``parts`` of every rank made as many as those of the rank with most."""
+        ...
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """Sums over ranks, float64."""
+        ...
+
+    def merged(self, arrays: tuple[npt.NDArray[np.float32], ...]) -> tuple[npt.NDArray[np.float32], ...]:
+        """Sums over ranks of arrays that are 0 wherever another rank computed; NaN stays NaN."""
+        ...
+
+    def ratios(self, weights: Weights) -> Weights:
+        """Of all ranks together."""
+        ...
+
+    def values(self, values: list[TokenValues]) -> list[TokenValues]:
+        """Of all ranks, in order of rank; the same on all of them."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer with the shards of all ranks."""
+        ...
+
+    def divide(self, module: torch.nn.Module) -> None:
+        """Shard a module that is called by itself. Not a collective."""
+        ...
+
+
+class Alone:
+    """The one rank there is."""
+
+    rank = 0
+    size = 1
+
+    def mine(self, rows: Sequence[Row]) -> list[int]:
+        return list(range(len(rows)))
+
+    def together(
+        self,
+        order: str,
+        rows: Sequence[Row] = (),
+        facts: Mapping[str, Any] | None = None,
+        evidence: Evidence | None = None,
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agree(self, code: int = 0) -> int:
+        return code
+
+    def padded(self, parts: list[T]) -> list[T | None]:
+        return list(parts)
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def merged(self, arrays: tuple[npt.NDArray[np.float32], ...]) -> tuple[npt.NDArray[np.float32], ...]:
+        return arrays
+
+    def ratios(self, weights: Weights) -> Weights:
+        return weights
+
+    def values(self, values: list[TokenValues]) -> list[TokenValues]:
+        return values
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def divide(self, module: torch.nn.Module) -> None:
+        pass
+
+
+ALONE: Ranks = Alone()
+
+
+def divide(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Row numbers of each rank, ascending: longest rows first, each to the rank with the fewest tokens so far (Graham
+    1969). Loads differ by at most the longest row. The same lengths always give the same division.
+
+    >>> divide([10, 30, 29, 9], 2)
+    [[1, 3], [0, 2]]
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(i)
+        heapq.heappush(loads, (load + lengths[i], rank))
+    return [sorted(share) for share in shares]
+
+
+IDLE = Row(
+    trajectory_id="idle",
+    sequence=0,
+    environment="",
+    token_ids=np.zeros(2, np.int32),
+    loss_mask=np.asarray([False, True]),
+    behaviour_logprobs=np.zeros(2, np.float32),
+    policy_versions=np.zeros(2, np.int32),
+    temperatures=np.ones(2, np.float32),
+    turns=np.zeros(2, np.int32),
+    advantages=np.zeros(1, np.float32),
+)
+"""What a rank passes through the model when it has fewer micro-batches than another: every rank must take part in the
+collectives of every layer. Its values are thrown away and its gradient is multiplied with 0."""

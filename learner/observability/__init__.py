@@ -1,0 +1,1 @@
+"""Statistics that know how they reduce, and the report of an update."""

@@ -1,0 +1,1 @@
+"""The model in training and how it scores tokens."""

@@ -1,0 +1,150 @@
+"""A transformer on a device: hidden states at the positions that predict sampled tokens, interruptible by layer.
+
+Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from learner.data.microbatch import MicroBatch
+from learner.data.packing import Form
+from learner.distributed.ranks import ALONE, Ranks
+from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
+from pipeline.config.learner import LearnerConfig
+from pipeline.errors import ConfigurationError
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Interrupted(Exception):
+    """The pass was given up because the process is stopping. Nothing was changed by it."""
+
+
+class Backbone:
+    """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`rest`).
+
+    ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
+    within a layer's time. Several models may share one. Several ranks look at it between micro-batches only, together
+    (``Ranks.agree``): one that gives up within a layer would leave the others in their collectives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: LearnerConfig,
+        device: torch.device,
+        interrupt: threading.Event | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = model.to(device=device, dtype=dtype)
+        _without_dropout(self.model)
+        self.device = device
+        self.interrupt = interrupt or threading.Event()
+        self.ranks: Ranks = ALONE
+        """Those that the weights are divided among."""
+        self._run: Callable[[Callable[[], Any]], Any] = lambda work: work()
+        self._config = config
+        self._compute = DTYPES[config.compute_dtype]
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        for layer in self.layers:
+            layer.register_forward_hook(self._watch)
+        self._varlen = packs_by_varlen(self.model, self.device, self._compute)
+        self.form: Form = choose_form(
+            self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen
+        )
+        """How rows are to be laid out for :meth:`hidden`."""
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that are trained."""
+        return [parameter for _, parameter in self.named_parameters]
+
+    @property
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Last hidden state at each position whose output predicts a sampled token, the one before it, ``[S, H]``, in
+        the compute type. With gradient where gradients are enabled."""
+        hidden_SH: Tensor = self._run(lambda: self._hidden(batch))
+        return hidden_SH
+
+    def rest(self) -> None:
+        """Back to eval mode. With gradient checkpointing a pass with gradient leaves the model in train mode: there
+        alone transformers makes checkpoints, and the backward pass must find the same mode. Generation in train mode
+        would lose its cache and go wrong."""
+        self.model.eval()
+
+    def divided(self, ranks: Ranks, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """The weights are shards from now on; ``run`` makes those outside of the layers whole while work reads them."""
+        self.ranks, self._run = ranks, run
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._compute
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The longest list of modules: the decoder layers of every architecture in transformers."""
+        lists = [list(m) for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
+        return max(lists, key=len, default=[])
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        self.model.train(self._config.gradient_checkpointing and torch.is_grad_enabled())
+        if batch.layout is not None:
+            inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen)
+        else:
+            tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
+            inputs = {"input_ids": tokens, "use_cache": False}
+        with self._autocast():
+            hidden_BTH = self.model.base_model(**inputs).last_hidden_state
+            predictors = torch.from_numpy(batch.predictors_S).to(self.device)
+            hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
+        return hidden_SH
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._compute is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._compute)
+
+    def _watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._stop_if_asked()
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(self._stop_if_asked)  # type: ignore[no-untyped-call]
+
+    def _stop_if_asked(self, gradient: Tensor | None = None) -> None:
+        if self.ranks.size == 1 and self.interrupt.is_set():
+            raise Interrupted
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    """The engine samples without dropout, so π is defined without it, in train mode too: layers of dropout, and
+    probabilities that a module hands to the function."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and name.endswith(("dropout", "dropout_prob", "pdrop")):
+                setattr(module, name, 0.0)
+
+
+def read_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The causal language model of a Hugging Face folder, in float32. Raises :class:`ConfigurationError` when there is
+    none."""
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(
+            f"expected a Hugging Face model folder with config.json, got {folder}: check model.source"
+        )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)

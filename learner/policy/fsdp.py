@@ -1,0 +1,67 @@
+"""The weights of a backbone divided among ranks by FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+Each decoder layer is gathered for its own time only. What is left (embeddings, last norm, output layer) belongs to a
+root module whose forward is a whole scoring pass, because the output layer is applied outside of the model's forward.
+
+Gradients are summed over ranks, not averaged: the weights of tokens have denominators of the whole optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from learner.distributed.collectives import RankGroup, sum_gradients
+from learner.policy.backbone import Backbone
+
+
+class Root(torch.nn.Module):
+    """Runs any work that reads ``model``'s own parameters, with FSDP's hooks around it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._inside = False
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """``work``; inside of another run simply its call."""
+        if self._inside:
+            return work()
+        self._inside = True
+        try:
+            return self(work)
+        finally:
+            self._inside = False
+            if not torch.is_grad_enabled():
+                self._forget()
+
+    def _forget(self) -> None:
+        """FSDP keeps the order of layers for the backward pass, and forgets it there: a pass without one would leave
+        it behind. Older versions of torch cannot: they gather one layer in vain."""
+        reset = getattr(self, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+
+
+def shard(backbone: Backbone, group: RankGroup) -> None:
+    """Divide the weights of ``backbone``; they must be the same on all ranks, and no optimizer may hold them yet.
+
+    Master weights stay float32. Layers are gathered in the compute type, as autocast would cast them; the root is
+    gathered in float32, so that the residual stream has the type that it has in one process. Gradients are reduced in
+    float32.
+    """
+    compute = None if backbone.compute_dtype is torch.float32 else backbone.compute_dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    root = Root(backbone.model)
+    for layer in backbone.layers:
+        fully_shard(layer, mesh=group.mesh, mp_policy=policy, reshard_after_forward=True)
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(root, mesh=group.mesh, mp_policy=whole, reshard_after_forward=True)
+    sum_gradients(root)
+    backbone.divided(group, root.run)

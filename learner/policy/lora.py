@@ -1,0 +1,124 @@
+"""Low-rank adapters in a model (Hu et al. 2021, arXiv:2106.09685), by peft.
+
+The layers are replaced in place, so the model is called and scored as before. Nothing is ever merged into the weights
+in training: merged copies are made from them, so the frozen weights stay the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import (
+    LoraConfig as PeftConfig,
+)
+from peft import (
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from learner.distributed.ranks import ALONE, Ranks
+from pipeline.config.learner import LoraConfig
+from pipeline.errors import ConfigurationError, StoreError
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+_NAME = "default"
+
+
+class Adapters:
+    """Freezes ``model`` and puts adapters into it; B begins at 0, so the policy begins unchanged.
+
+    ``folder`` holds saved ones to go on from. Raises :class:`ConfigurationError` where no layer has the names of
+    ``config.targets``, :class:`StoreError` when the saved ones belong to another model or rank.
+    """
+
+    def __init__(self, model: Any, config: LoraConfig, folder: Path | None = None) -> None:
+        options = PeftConfig(
+            r=config.rank,
+            lora_alpha=2 * config.rank if config.alpha is None else config.alpha,
+            target_modules=sorted(_targets(model, config.targets)),
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns of tied weights although the output layer gets no adapter
+            self._peft: PeftModel = get_peft_model(model, options)
+        self._deltas: dict[str, Any] = {
+            name: m.get_delta_weight for name, m in model.named_modules() if isinstance(m, LoraLayer)
+        }
+        if folder is not None:
+            self.load(folder)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The frozen weights alone, while the block runs."""
+        with self._peft.disable_adapter():
+            yield
+
+    def owns(self, name: str) -> bool:
+        """Whether an entry of the model's state dict is part of an adapter."""
+        return ".lora_" in name
+
+    @torch.no_grad()
+    def merged(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """An entry of the model's state dict as a model without adapters has it: ``W + alpha / rank · B A``, added in
+        float32."""
+        module, marker, rest = name.rpartition(".base_layer.")
+        if not marker:
+            return name, tensor
+        if rest == "weight":
+            tensor = tensor.float() + self._deltas[module](_NAME).float()
+        return f"{module}.{rest}", tensor
+
+    @torch.no_grad()
+    def snapshot(self, dtype: torch.dtype, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+        """Copies of the adapters' weights on the CPU, by the names of peft's files. All ``ranks`` must call it."""
+        state = get_peft_model_state_dict(self._peft, adapter_name=_NAME)
+        return {
+            name: ranks.whole(t).detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+            for name, t in sorted(state.items())
+        }
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """``tensors`` as an adapter folder that peft and vLLM load. The weights in training are not read."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._peft.peft_config[_NAME].save_pretrained(str(folder))
+        save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+
+    def load(self, folder: Path) -> None:
+        """Take the weights of an adapter folder. Raises :class:`StoreError`."""
+        if not (folder / WEIGHTS).is_file():
+            raise StoreError(
+                f"expected adapters in {folder}, found none: the checkpoint was written without learner.lora; choose "
+                "another run.name, or set learner.lora.rank: 0"
+            )
+        saved = load_file(folder / WEIGHTS)
+        own = get_peft_model_state_dict(self._peft, adapter_name=_NAME)
+        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
+            raise StoreError(
+                f"the adapters in {folder} belong to another model, rank or choice of layers: choose another run.name"
+            )
+        set_peft_model_state_dict(self._peft, saved, adapter_name=_NAME)
+
+
+def _targets(model: Any, ends: tuple[str, ...]) -> set[str]:
+    """Full names of the layers that get adapters."""
+    output = model.get_output_embeddings()
+    linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not output}
+    chosen = linear if not ends else {n for n in linear if any(n == end or n.endswith(f".{end}") for end in ends)}
+    unused = [end for end in ends if not any(n == end or n.endswith(f".{end}") for n in linear)]
+    if unused or not chosen:
+        known = sorted({n.rpartition(".")[2] for n in linear})
+        raise ConfigurationError(f"learner.lora.targets: no linear layer ends in {unused}; this model has {known}")
+    return chosen

@@ -1,0 +1,148 @@
+"""The model being trained: float32 master weights, autocast forward pass, log-probs of sampled tokens only.
+
+Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from learner.data.microbatch import MicroBatch
+from learner.policy.backbone import DTYPES, Backbone, read_model
+from learner.policy.logprobs import Head, sampled_logprobs
+from pipeline.config.learner import LearnerConfig
+from pipeline.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from learner.policy.lora import Adapters
+
+
+class Policy(Backbone):
+    """A causal language model and how to score sampled tokens with it.
+
+    With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to go on from.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: LearnerConfig,
+        device: torch.device,
+        interrupt: threading.Event | None = None,
+        dtype: torch.dtype = torch.float32,
+        adapter_folder: Path | None = None,
+    ) -> None:
+        self.adapters: Adapters | None = None
+        if config.lora.rank:
+            from learner.policy.lora import Adapters  # peft takes seconds to import
+
+            self.adapters = Adapters(model, config.lora, adapter_folder)
+        super().__init__(model, config, device, interrupt, dtype)
+        if config.lora.rank:
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(DTYPES[config.lora.frozen_dtype])
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        config: LearnerConfig,
+        *,
+        trust_remote_code: bool = False,
+        adapter_folder: Path | None = None,
+    ) -> Policy:
+        """Weights of a Hugging Face folder, in float32. Raises :class:`ConfigurationError` when there is none."""
+        model = read_model(folder, trust_remote_code=trust_remote_code)
+        return cls(model, config, resolve_device(config.device), adapter_folder=adapter_folder)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The initial weights, while the block runs."""
+        if self.adapters is None:
+            raise ConfigurationError("expected a policy with adapters (learner.lora.rank), got one without")
+        with self.adapters.disabled():
+            yield
+
+    def score(self, batch: MicroBatch, hidden_SH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each. ``hidden_SH``: what
+        :meth:`hidden` gave of the batch, where that is known.
+
+        Only positions that predict a sampled token pass the output layer. With gradient where gradients are enabled.
+        """
+        scores: tuple[Tensor, Tensor] = self._run(lambda: self._score(batch, hidden_SH))
+        return scores
+
+    def _score(self, batch: MicroBatch, hidden_SH: Tensor | None) -> tuple[Tensor, Tensor]:
+        return sampled_logprobs(
+            self.hidden(batch) if hidden_SH is None else hidden_SH,
+            self._head(),
+            torch.from_numpy(batch.targets_S).to(self.device),
+            torch.from_numpy(batch.temperatures_S).to(self.device),
+            rows_max=self._config.logits_tokens_max,
+            compute_dtype=self._compute,
+        )
+
+    def snapshot(self, dtype: Literal["bfloat16", "float32", "float16"]) -> dict[str, Tensor]:
+        """Copies of all weights on the CPU in ``dtype``; tied weights once, under the name that the model loads them
+        by. Adapters are added to the weights they belong to, under the names of a model without them.
+
+        With several ranks one weight at a time is made whole, and only rank 0 keeps copies.
+        """
+        with self.ranks.together("snapshot", facts={"dtype": dtype}):
+            return self._snapshot(dtype)
+
+    def _snapshot(self, dtype: Literal["bfloat16", "float32", "float16"]) -> dict[str, Tensor]:
+        tied = set(
+            getattr(self.model, "all_tied_weights_keys", None) or getattr(self.model, "_tied_weights_keys", None) or ()
+        )
+        copies: dict[str, Tensor] = {}
+        seen: dict[tuple[int, int], str] = {}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
+            divided = self.ranks.size > 1 and name in parameters
+            place = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
+            if tensor.numel() and place in seen:
+                continue
+            seen[place] = name
+            kind = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
+            if self.adapters is not None:
+                if self.adapters.owns(name):
+                    continue
+                name, tensor = self.adapters.merged(name, tensor)
+            tensor = self.ranks.whole(tensor)
+            if self.ranks.rank:
+                continue
+            copies[name] = tensor.detach().to(device="cpu", dtype=kind, copy=True).contiguous()
+        return copies
+
+    def adapter_snapshot(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
+        """Copies of the adapters alone on the CPU, by the names of peft's files; None without adapters."""
+        if self.adapters is None:
+            return None
+        with self.ranks.together("adapters"):
+            return self.adapters.snapshot(dtype, self.ranks)
+
+    def _head(self) -> Head:
+        config, layer = self.model.config, self.model.get_output_embeddings()
+        scaling = getattr(config, "logits_scaling", None)
+        scale = 1.0 / scaling if scaling else getattr(config, "logit_scale", None) or 1.0
+        return Head(
+            layer.weight, getattr(layer, "bias", None), float(scale), getattr(config, "final_logit_softcapping", None)
+        )
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """``auto`` takes the GPU where there is one. Raises :class:`ConfigurationError` for cuda without one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "learner.device is cuda, but torch sees no GPU: install a CUDA build of torch or set it to cpu"
+        )
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

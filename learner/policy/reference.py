@@ -1,0 +1,293 @@
+"""The reference policy: log π_ref of an update's tokens, by one of several ways to have it.
+
+The reference policy behind HTTP: a vLLM (OpenAI-compatible) server that scores prompts.
+
+``POST /v1/completions`` with token ids as prompt and ``prompt_logprobs: 0`` answers with the log-probability of every
+prompt token, temperature 1. Called from the trainer's worker thread, which runs a small event loop of its own for the
+requests of one update.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import aiohttp
+import anyio
+import anyio.to_thread
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+from learner.data.evidence import TokenArray
+from learner.data.microbatch import token_numbers
+from learner.data.rows import Row
+from learner.observability.report import Stopwatch
+from learner.policy.backbone import Interrupted
+from learner.policy.passes import token_pass
+from learner.policy.policy import Policy
+from pipeline.config.learner import ReferenceConfig
+from pipeline.errors import (
+    EngineError,
+    EngineProtocolError,
+    EngineRefused,
+    EngineUnavailable,
+    StoreError,
+    TrainingError,
+)
+
+
+class Reference(Protocol):
+    def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
+        """log π_ref of all sampled tokens of ``rows``, nats, float32 ``[S]``, rows in order. Blocks."""
+        ...
+
+    def updated(self, updates: int) -> None:
+        """``updates`` updates are made: the reference may follow."""
+        ...
+
+    def state(self) -> dict[str, Tensor] | None:
+        """What a resumed learner cannot make anew; not copies. None: nothing."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state. Raises :class:`StoreError`."""
+        ...
+
+
+class AdaptersOff:
+    """The weights in training without their adapters: no copy, and never another."""
+
+    def __init__(self, policy: Policy, tokens_max: int) -> None:
+        self._policy = policy
+        self._tokens_max = tokens_max
+
+    def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
+        """See :meth:`Reference.logprobs`."""
+        with self._policy.without_adapters():
+            policy = self._policy
+            return token_pass(rows, policy.score, 2, self._tokens_max, watch, policy.form, policy.ranks)[0]
+
+    def updated(self, updates: int) -> None:
+        """It stays."""
+
+    def state(self) -> dict[str, Tensor] | None:
+        """The weights are those of the model."""
+        return None
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """There is nothing to load."""
+
+
+class FrozenCopy:
+    """A model of its own, which takes the weights of ``live`` every ``refresh_every`` updates, or never."""
+
+    def __init__(self, copy: Policy, live: Policy, tokens_max: int, refresh_every: int | None = None) -> None:
+        self._copy = copy
+        self._live = live
+        self._tokens_max = tokens_max
+        self._refresh_every = refresh_every
+        copy.model.requires_grad_(False)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._copy.model
+        return model
+
+    def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
+        """See :meth:`Reference.logprobs`."""
+        copy = self._copy
+        return token_pass(rows, copy.score, 2, self._tokens_max, watch, copy.form, copy.ranks)[0]
+
+    def updated(self, updates: int) -> None:
+        """See :meth:`Reference.updated`."""
+        if self._refresh_every is not None and updates % self._refresh_every == 0:
+            divided = self._live.ranks.size > 1
+            self._take(dict(self._live.model.state_dict()) if divided else self._live.snapshot("float32"))
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Its weights, where it was ever refreshed or may be."""
+        return None if self._refresh_every is None else dict(self._copy.model.state_dict())
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`Reference.load`."""
+        try:
+            self._take(state)
+        except (KeyError, RuntimeError) as error:
+            raise StoreError(
+                f"the saved reference policy belongs to another model ({error}): choose another run.name"
+            ) from error
+
+    @torch.no_grad()
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        own = self._copy.model.state_dict()
+        unknown = sorted(weights.keys() - own.keys())
+        if unknown:
+            raise KeyError(f"no weights {unknown[:3]} in the reference policy")
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+
+class AskedElsewhere:
+    """On ranks other than 0 where the reference is a server: rank 0 asks it, and sends what it says with the rows."""
+
+    def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
+        """Nothing reads them."""
+        return np.zeros(sum(row.n_sampled for row in rows), np.float32)
+
+    def updated(self, updates: int) -> None:
+        """It stays."""
+
+    def state(self) -> dict[str, Tensor] | None:
+        """There is none."""
+        return None
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """There is nothing to load."""
+
+
+LOOK_SECONDS = 0.5
+"""Bound on how long a stop waits for a request that is under way."""
+RETRY_SECONDS = 1.0
+_TEXT_MAX = 300
+
+
+class ServerReference:
+    """Keeps the contract of :class:`learner.policy.reference.Reference`. ``interrupt`` gives the requests up."""
+
+    def __init__(self, config: ReferenceConfig, interrupt: threading.Event) -> None:
+        self._url = f"{(config.url or '').rstrip('/')}/v1/completions"
+        self._config = config
+        self._interrupt = interrupt
+
+    def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
+        """See :meth:`learner.policy.reference.Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
+        not sampled with temperature 1, :class:`pipeline.errors.EngineError` when the server does not give all in
+        ``attempts_max`` attempts each, :class:`Interrupted`."""
+        for row in rows:
+            if not (row.temperatures[row.loss_mask] == 1.0).all():
+                raise TrainingError(
+                    f"expected {row.trajectory_id} to be sampled with temperature 1, got "
+                    f"{row.temperatures[row.loss_mask][0]:g}: a reference server scores with 1; set "
+                    "sampling.temperature: 1, or learner.reference.source: initial"
+                )
+        out = np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32)
+        with watch.stage("forward"):
+            try:
+                anyio.run(self._all, rows, out)
+            except BaseExceptionGroup as group:
+                raise _first(group) from group
+        return out
+
+    def updated(self, updates: int) -> None:
+        """The server's weights are its own."""
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Nothing to save."""
+        return None
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to load."""
+
+    async def _all(self, rows: Sequence[Row], out: TokenArray) -> None:
+        limit = anyio.CapacityLimiter(self._config.concurrency)
+
+        async def one(row: Row, first: int) -> None:
+            async with limit:
+                out[first : first + row.n_sampled] = await self._row(session, row)
+
+        async def watch_interrupt() -> None:
+            while not await anyio.to_thread.run_sync(self._interrupt.wait, LOOK_SECONDS, abandon_on_cancel=True):
+                pass
+            raise Interrupted
+
+        async with aiohttp.ClientSession() as session, anyio.create_task_group() as watching:
+            watching.start_soon(watch_interrupt)
+            async with anyio.create_task_group() as tasks:
+                for row, first in zip(rows, token_numbers(rows), strict=True):
+                    tasks.start_soon(one, row, int(first))
+            watching.cancel_scope.cancel()
+
+    async def _row(self, session: aiohttp.ClientSession, row: Row) -> TokenArray:
+        for attempt in range(1, self._config.attempts_max + 1):
+            try:
+                return prompt_logprobs(await self._ask(session, row), row)
+            except EngineUnavailable:
+                if attempt == self._config.attempts_max:
+                    raise
+                await anyio.sleep(RETRY_SECONDS * attempt)
+        raise AssertionError("unreachable: attempts_max is at least 1")
+
+    async def _ask(self, session: aiohttp.ClientSession, row: Row) -> Any:
+        body: dict[str, Any] = {
+            "prompt": row.token_ids.tolist(),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        if self._config.model is not None:
+            body["model"] = self._config.model
+        seconds = self._config.timeout_seconds
+        try:
+            async with session.post(self._url, json=body, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
+                text = await response.read()
+        except TimeoutError as error:
+            raise EngineUnavailable(f"the reference server {self._url} did not answer within {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(
+                f"the reference server {self._url} failed: {type(error).__name__}: {error}"
+            ) from error
+        shown = text[:_TEXT_MAX].decode("utf-8", "replace")
+        if 400 <= response.status < 500:
+            raise EngineRefused(f"the reference server {self._url} refused with {response.status}: {shown}")
+        if response.status != 200:
+            raise EngineUnavailable(
+                f"expected 200 from the reference server {self._url}, got {response.status}: {shown}"
+            )
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise EngineProtocolError(f"expected JSON from the reference server {self._url}, got {shown!r}") from error
+
+
+def prompt_logprobs(answer: Any, row: Row) -> TokenArray:
+    """log-probs of the sampled tokens of ``row``, float32 ``[S]``, out of an answer of ``/v1/completions``.
+
+    Raises :class:`EngineProtocolError` when a token's is missing.
+    """
+    try:
+        choice = answer["choices"][0]
+        entries = choice.get("prompt_logprobs") or answer["prompt_logprobs"]
+        if len(entries) != len(row):
+            raise ValueError(f"{len(entries)} entries for {len(row)} tokens")
+        found = [float(entries[t][str(row.token_ids[t])]["logprob"]) for t in np.flatnonzero(row.loss_mask)]
+        if any(math.isnan(value) for value in found):
+            raise ValueError("NaN")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise EngineProtocolError(
+            "expected prompt_logprobs of every token from the reference server, got "
+            f"{type(error).__name__}: {error} in {str(answer)[:_TEXT_MAX]}: does it know prompt_logprobs (vLLM does)?"
+        ) from error
+    return np.asarray(found, dtype=np.float32)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first single exception: a stop if there was one, else what the server did."""
+    leaves: list[BaseException] = []
+
+    def collect(error: BaseException) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                collect(inner)
+        else:
+            leaves.append(error)
+
+    collect(group)
+    for kind in (Interrupted, EngineError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0]

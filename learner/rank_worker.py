@@ -1,0 +1,211 @@
+"""A process that is a rank other than 0. It serves no metrics and speaks with nobody but the other ranks.
+
+Started by rank 0 (``python -m learner.rank_worker RANK SIZE PORT`` with the run file as one line of JSON on stdin),
+or by torchrun through ``afterplay learner FILE``.
+
+What ranks other than 0 do: wait for an order, do the same work as rank 0, wait again.
+
+*consumes* orders of rank 0; *produces* its part of every collective; *waits for* the next order, which comes at least
+every ``BEAT_SECONDS``; *unblocked by* it, by rank 0's end, or by the timeout of the group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from learner.checkpoints.checkpoint import CheckpointState, take_image
+from learner.data.evidence import Evidence
+from learner.data.rows import Batch, Row
+from learner.distributed.collectives import Place, RankGroup, join
+from learner.distributed.messages import unpack_order
+from learner.policy.backbone import Interrupted
+from learner.training.trainer import Trainer
+from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, ConfigurationError, TrainingError
+from pipeline.runtime.process import ExitCode, configure_logging
+from pipeline.runtime.rundir import RunDirectory
+
+log = logging.getLogger(__name__)
+BEAT_SECONDS = 5.0
+"""How often rank 0 shows that it is there while it waits for groups."""
+
+Handler = Callable[[Trainer, Mapping[str, Any], tuple[Row, ...], Evidence], Any]
+
+
+def follow(trainer: Trainer, group: RankGroup, image: Callable[[int], None]) -> None:
+    """Obey until rank 0 ends the work. ``image`` takes part in a checkpoint of so many updates.
+
+    Raises :class:`TrainingError` when rank 0 is gone.
+    """
+    while True:
+        facts, rows, evidence = unpack_order(_next(group))
+        order = facts["order"]
+        if order == "end":
+            return
+        try:
+            if order == "image":
+                image(int(facts["updates"]))
+            elif order != "beat":
+                _HANDLERS[order](trainer, facts, rows, evidence)
+        except Interrupted:
+            log.info("rank %d gave up %s: the learner is stopping", group.rank, order)
+
+
+class Saver:
+    """Writes this rank's part of each checkpoint in a thread, so that the next order need not wait. Use as a context
+    manager: its end waits for the last write, and raises what went wrong in it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._last: Future[None] | None = None
+
+    def image(self, updates: int) -> None:
+        """Copy, and begin to write."""
+        self.wait()
+        shards = take_image(self._trainer, CheckpointState(updates, 0, {})).shards
+        assert shards is not None, "one rank has no orders"
+        self._last = self._threads.submit(shards.write, None)
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _next(group: RankGroup) -> Any:
+    try:
+        return group.hear()
+    except RuntimeError as error:
+        raise TrainingError(
+            f"rank {group.rank} lost rank 0, which ended or was silent for too long ({_first_line(error)}): all ranks "
+            "end together; start the learner again, it goes on from its newest checkpoint"
+        ) from error
+
+
+def _step(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+    trainer.kl.coefficient = facts["kl"]
+    trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], evidence)
+
+
+def _gather(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+    trainer.gather(rows)
+
+
+def _score(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+    trainer.score(rows)
+
+
+def _snapshot(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+    trainer.policy.snapshot(facts["dtype"])
+
+
+def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+    trainer.policy.adapter_snapshot(torch.float32)
+
+
+_HANDLERS: dict[str, Handler] = {
+    "step": _step,
+    "gather": _gather,
+    "score": _score,
+    "snapshot": _snapshot,
+    "adapters": _adapters,
+}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def run(config: RunConfig, place: Place, store: Store | None = None) -> int:
+    """Follow until rank 0 ends the work; the exit code. The work is done in a thread, so that signals are heard: the
+    first one interrupts the update, on all ranks; a process that is still there after
+    ``supervisor.drain_seconds_max`` ends by force."""
+    configure_logging(f"learner-{place.rank}")
+    interrupt, codes = threading.Event(), [int(ExitCode.FAILED)]
+    _obey_signals(interrupt, config.supervisor.drain_seconds_max)
+
+    def work() -> None:
+        try:
+            _follow(config, place, store, interrupt)
+            codes[0] = ExitCode.FINISHED
+        except ConfigurationError as error:
+            log.error("%s", error)
+            codes[0] = ExitCode.CONFIGURATION
+        except AfterplayError as error:
+            log.error("%s", error)
+        except BaseException:
+            log.exception("rank %d ended by an error", place.rank)
+
+    thread = threading.Thread(target=work, name="follower")
+    thread.start()
+    thread.join()
+    return codes[0]
+
+
+def _follow(config: RunConfig, place: Place, store: Store | None, interrupt: threading.Event) -> None:
+    from learner.role import load_trainer
+
+    device = join(place, config.learner, store)
+    group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
+    trainer, _ = load_trainer(config, RunDirectory(config.run.path), group)
+    log.info("rank %d of %d on %s follows", place.rank, place.size, device)
+    with Saver(trainer) as saver:
+        follow(trainer, group, saver.image)
+
+
+def _obey_signals(interrupt: threading.Event, seconds_max: float) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if not interrupt.is_set():
+            interrupt.set()
+            timer = threading.Timer(seconds_max, os._exit, (int(ExitCode.FORCED),))
+            timer.daemon = True
+            timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+
+def _end_with_parent() -> None:
+    """Rank 0 holds the other end of stdin: it closes when rank 0 ends, by whatever way."""
+    sys.stdin.buffer.read()
+    os._exit(ExitCode.FAILED)
+
+
+def main() -> None:
+    rank, size, port = (int(word) for word in sys.argv[1:4])
+    config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if config.learner.threads is not None:
+        torch.set_num_threads(config.learner.threads)
+    timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    code = run(config, Place(rank, size, rank), store)
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Keeps some trajectories of every update with what the learner saw at each of their tokens (``traces.trained``).
+
+It uses what the pass of the update has computed already, and never stops the learner: a disk that refuses ends the
+keeping, with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.data.microbatch import token_numbers
+from learner.data.rows import Batch, Row
+from learner.observability.report import StepReport
+from learner.observability.statistics import TokenValues
+from pipeline.config.evaluation import TracesConfig
+from pipeline.errors import SchemaError
+from pipeline.schema import Trajectory
+from pipeline.store.traces import Flag, SeenTokens, TraceWriter
+from pipeline.transport.codec import encode_trajectory
+
+log = logging.getLogger(__name__)
+NAME = "trained"
+_DRAW = 0x7472
+"""Keeps this draw apart from others of the same seed."""
+
+
+class Tracer:
+    """Writes the traces of one learner; does nothing without a writer."""
+
+    def __init__(self, writer: TraceWriter | None = None, trained: int = 0, seed: int = 0) -> None:
+        self._writer = writer
+        self._trained = trained
+        self._seed = seed
+
+    def record(self, batch: Batch, report: StepReport) -> None:
+        """Keep ``traces.trained`` trajectories of an update. Takes a millisecond or two for each thousand tokens."""
+        values = report.statistics.values
+        if self._writer is None or values is None or not len(values):
+            return
+        trajectories, seen = batch.trajectories, Seen(batch, values)
+        try:
+            for sequence in drawn(len(trajectories), self._trained, self._seed, report.update):
+                if rows := seen.rows.get(sequence):
+                    index = trace_index(trajectories[sequence], report, replayed=rows[0][0].replayed)
+                    frames = encode_trajectory(trajectories[sequence])
+                    self._writer.append(index, frames, seen.of(sequence, trajectories[sequence]), report.update)
+        except (OSError, SchemaError) as error:
+            log.warning("traces of trained trajectories are kept no longer: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """Harmless when done already."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+@contextmanager
+def tracing(config: TracesConfig, directory: Path, seed: int, updates: int) -> Iterator[Tracer]:
+    """The tracer of a learner that has made ``updates`` updates: traces of later ones are dropped."""
+    tracer = Tracer()
+    if config.trained:
+        try:
+            tracer = Tracer(TraceWriter(directory, NAME, config.bytes_max, updates), config.trained, seed)
+        except OSError as error:
+            log.warning("traces of trained trajectories are not kept: %s", error)
+    try:
+        yield tracer
+    finally:
+        tracer.close()
+
+
+def drawn(n: int, count: int, seed: int, update: int) -> list[int]:
+    """Which of ``n`` trajectories are kept: ``count`` of them, each as likely as any other."""
+    rng = np.random.default_rng([seed, _DRAW, update])
+    return sorted(int(i) for i in rng.choice(n, min(n, count), replace=False))
+
+
+class Seen:
+    """What the passes of one update saw, by trajectory."""
+
+    def __init__(self, batch: Batch, values: TokenValues) -> None:
+        self._values = values
+        self._at = np.full(batch.n_sampled, -1)
+        self._at[values.numbers] = np.arange(len(values))
+        self.rows: dict[int, list[tuple[Row, int]]] = {}
+        """By ``Row.sequence``: its rows, each with the number of its first sampled token."""
+        for row, first in zip(batch.rows, token_numbers(batch.rows).tolist(), strict=True):
+            self.rows.setdefault(row.sequence, []).append((row, first))
+
+    def of(self, sequence: int, trajectory: Trajectory) -> SeenTokens:
+        """Of its sampled tokens, in order of its turns. Tokens of turns that were not trained stay unknown."""
+        lengths = [len(turn.completion) for turn in trajectory.turns]
+        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]).astype(np.int64)
+        out = SeenTokens.unknown(int(begins[-1]))
+        for row, first in self.rows.get(sequence, ()):
+            found = self._at[first : first + row.n_sampled]
+            places = _places(row.turns[row.loss_mask], begins)[found >= 0]
+            _fill(out, places, self._values, found[found >= 0])
+        return out
+
+
+def _places(turns: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Place among the sampled tokens of the trajectory, given the turn of each: a turn is trained whole or not."""
+    return np.concatenate([np.arange(begins[turn], begins[turn + 1]) for turn in np.unique(turns)])
+
+
+def _fill(out: SeenTokens, places: npt.NDArray[np.int64], values: TokenValues, found: npt.NDArray[np.int64]) -> None:
+    known = values.recorded[found]
+    behaviour = np.where(known, values.behaviour[found], 0.0)
+    out.log_ratios[places] = values.logprobs[found] - behaviour
+    out.entropies[places] = values.entropy[found]
+    out.advantages[places] = values.advantages[found]
+    masked = values.masked[found] | (values.reasons[found] > 0)
+    flags = np.full(len(found), int(Flag.SEEN), np.uint8)
+    for flag, on in (
+        (Flag.TRAINED, values.trained[found]),
+        (Flag.CLIPPED_LOW, values.clipped_low[found]),
+        (Flag.CLIPPED_HIGH, values.clipped_high[found]),
+        (Flag.MASKED, masked),
+        (Flag.TRUNCATED, values.truncated[found]),
+    ):
+        flags |= np.where(on, np.uint8(flag), np.uint8(0))
+    out.flags[places] = flags
+
+
+def trace_index(trajectory: Trajectory, report: StepReport, *, replayed: bool) -> Mapping[str, Any]:
+    """What the index of a trace says."""
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "policy_version": report.policy_version,
+        "replayed": replayed,
+        "time": time.time(),
+    }

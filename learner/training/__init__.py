@@ -1,0 +1,1 @@
+"""One update: scoring passes, advantages, loss, optimizer step."""

@@ -1,0 +1,171 @@
+"""The critic: a value of the state before each sampled token, learned from the estimator's returns.
+
+The state before a token is the hidden state at the position that predicts it, so values and log-probs are aligned by
+the same indices. Dimensions: S sampled tokens of a micro-batch, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learner.data.evidence import TokenArray
+from learner.data.microbatch import MicroBatch
+from learner.data.rows import Row
+from learner.losses.value import value_loss
+from learner.observability.report import CriticReport, Stopwatch
+from learner.policy.backbone import Backbone
+from learner.policy.passes import idle_part, token_pass
+from learner.training.optimizer import clip_gradients, make_optimizer, set_rate
+from pipeline.config.learner import LearnerConfig
+from pipeline.errors import StoreError
+
+
+class Critic:
+    """``backbone``: its own copy, trained whole; or, with ``owns=False``, the policy's, which it only reads."""
+
+    def __init__(self, backbone: Backbone, config: LearnerConfig, *, owns: bool) -> None:
+        self.backbone = backbone
+        self.owns = owns
+        self._config = config
+        self._head = torch.nn.Linear(_hidden_size(backbone.model.config), 1).to(backbone.device)
+        torch.nn.init.zeros_(self._head.weight)
+        torch.nn.init.zeros_(self._head.bias)
+        backbone.ranks.divide(self._head)
+        self.optimizer = make_optimizer(self.parameters, config, config.critic.learning_rate)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [*(self.backbone.parameters if self.owns else []), *self._head.parameters()]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """What it has beside the policy."""
+        return [*([self.backbone.model] if self.owns else []), self._head]
+
+    def only_critic(self, update: int) -> bool:
+        """Whether the policy waits in this update."""
+        return update < self._config.critic.warmup_updates
+
+    def score(self, part: MicroBatch) -> Tensor:
+        """Value of the state before each sampled token, float32 ``[S]``, in units of reward. With gradient where
+        gradients are enabled."""
+        with torch.set_grad_enabled(self.owns and torch.is_grad_enabled()):
+            hidden_SH = self.backbone.hidden(part)
+        return self.of_hidden(hidden_SH)
+
+    def of_hidden(self, hidden_SH: Tensor) -> Tensor:
+        """Values ``[S]`` of hidden states of the critic's backbone."""
+        values: Tensor = self._head(hidden_SH.float()).squeeze(-1)
+        return values
+
+    def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
+        """Of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
+        budget, backbone = self._config.tokens_per_microbatch, self.backbone
+        return token_pass(rows, lambda part: (self.score(part),), 1, budget, watch, backbone.form, backbone.ranks)[0]
+
+    def learn(
+        self,
+        parts: Sequence[MicroBatch | None],
+        values: TokenArray,
+        returns: TokenArray,
+        rate: float,
+        watch: Stopwatch,
+    ) -> CriticReport:
+        """One optimizer step over ``parts``: the mean over their tokens of the clipped value loss.
+
+        None among ``parts``: only another rank has rows there. ``values`` (before the update) and ``returns`` are read
+        by ``MicroBatch.tokens_S``. A step whose loss or gradient is not finite is skipped. Interrupted passes change
+        nothing.
+        """
+        ranks = self.backbone.ranks
+        total = int(ranks.summed([sum(part.n_sampled for part in parts if part is not None)])[0])
+        loss, clipped, norm = 0.0, 0.0, math.nan
+        try:
+            for part in parts:
+                if part is None:
+                    found = self.score(idle_part(self.backbone.form))
+                    if ranks.agree():
+                        break
+                    torch.where(torch.zeros_like(found) > 0, found, 0.0).sum().backward()  # type: ignore[no-untyped-call]
+                    continue
+                with watch.stage("forward"):
+                    old, goal = (torch.from_numpy(a[part.tokens_S]).to(self.backbone.device) for a in (values, returns))
+                    found = self.score(part)
+                    weights, mask = torch.full_like(goal, 1.0 / total), torch.ones_like(goal, dtype=torch.bool)
+                    terms = value_loss(found, old, goal, weights, mask, self._config.critic.clip)
+                    loss += float(terms.loss.detach())
+                    clipped += float(terms.clipped.sum())
+                if ranks.agree(int(not math.isfinite(loss))):
+                    break
+                with watch.stage("backward"):
+                    terms.loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                with watch.stage("optimize"):
+                    norm = self._apply(rate)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss, clipped = ranks.summed([loss, clipped])
+        tokens = self._tokens(parts, len(values))
+        return CriticReport(
+            loss=loss,
+            clip_ratio=clipped / total,
+            grad_norm=norm,
+            explained_variance=explained_variance(values[tokens], returns[tokens]),
+            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+        )
+
+    def _tokens(self, parts: Sequence[MicroBatch | None], count: int) -> npt.NDArray[np.int64]:
+        """Numbers of the tokens in the parts of all ranks, ascending."""
+        chosen = np.zeros(count, np.float32)
+        for part in parts:
+            if part is not None:
+                chosen[part.tokens_S] = 1.0
+        return np.flatnonzero(self.backbone.ranks.merged((chosen,))[0])
+
+    def _apply(self, rate: float) -> float:
+        set_rate(self.optimizer, rate)
+        norm = clip_gradients(self.parameters, self._config.critic.grad_clip)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer; not copies."""
+        return {
+            "backbone": dict(self.backbone.model.state_dict()) if self.owns else {},
+            "head": dict(self._head.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state. Raises :class:`StoreError` when it is of another model."""
+        try:
+            if self.owns:
+                self.backbone.model.load_state_dict(state["backbone"])
+            self._head.load_state_dict(state["head"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise StoreError(
+                f"the saved critic belongs to another model or critic.backbone ({error}): choose another run.name"
+            ) from error
+
+
+def explained_variance(values: npt.ArrayLike, returns: npt.ArrayLike) -> float | None:
+    """``1 - Var(R - V) / Var(R)``: 1 is a perfect critic, 0 one no better than a constant. None where all returns are
+    equal or something is not finite."""
+    v, r = np.asarray(values, dtype=np.float64), np.asarray(returns, dtype=np.float64)
+    if not (np.isfinite(v).all() and np.isfinite(r).all()):
+        return None
+    spread = float(r.var())
+    return 1.0 - float((r - v).var()) / spread if spread > 0 else None
+
+
+def _hidden_size(config: Any) -> int:
+    return int(getattr(config, "hidden_size", None) or config.get_text_config().hidden_size)

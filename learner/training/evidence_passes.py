@@ -1,0 +1,100 @@
+"""Passes over an update's rows before its first optimizer step: those that estimator and loss ask for, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from learner.advantages.registry import needed_evidence as needed_by_estimator
+from learner.data.evidence import Evidence, TokenArray
+from learner.data.microbatch import MicroBatch
+from learner.data.rows import Row
+from learner.losses.kl import kl_penalty
+from learner.losses.registry import needed_evidence as needed_by_loss
+from learner.observability.report import Stopwatch
+from learner.policy.passes import token_pass
+from learner.policy.policy import Policy
+from learner.policy.reference import Reference
+from learner.training.critic import Critic
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+
+
+def needed_by(config: RunConfig) -> frozenset[str]:
+    """Passes before an update that estimator and loss ask for: names of fields of :class:`Evidence`."""
+    return needed_by_estimator(config.advantage) | needed_by_loss(config.loss, config.importance)
+
+
+class Gathering:
+    """Reads policy, reference policy and critic; changes none of them."""
+
+    def __init__(self, policy: Policy, config: RunConfig, reference: Reference | None, critic: Critic | None) -> None:
+        self._policy = policy
+        self._config = config
+        self._reference = reference
+        self._critic = critic
+
+    def gather(self, rows: Sequence[Row], watch: Stopwatch) -> Evidence:
+        """What the configured estimator and loss need. log π and entropy come out of the same pass, and values too
+        where the critic reads the policy's hidden states.
+
+        Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
+        """
+        with self._policy.ranks.together("gather", rows):
+            return self._gather(rows, watch)
+
+    def scores(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[TokenArray, TokenArray]:
+        """log π and entropy of all sampled tokens of ``rows`` with today's weights, float32 ``[S]`` each."""
+        policy, budget = self._policy, self._config.learner.tokens_per_microbatch
+        with policy.ranks.together("score", rows):
+            logprobs, entropies = token_pass(rows, policy.score, 2, budget, watch, policy.form, policy.ranks)
+        return logprobs, entropies
+
+    def mean_entropies(self, rows: Sequence[Row], watch: Stopwatch) -> dict[int, float]:
+        """Exact entropy with today's weights, nats, mean over the sampled tokens of each ``Row.sequence``; not finite
+        where a token's is not."""
+        entropies = self.scores(rows, watch)[1].astype(np.float64)
+        sequences = np.repeat([row.sequence for row in rows], [row.n_sampled for row in rows])
+        return {int(s): float(entropies[sequences == s].mean()) for s in np.unique(sequences)}
+
+    def penalties(self, evidence: Evidence, coefficient: float) -> TokenArray | None:
+        """What ``loss.kl: reward`` takes off the rewards, float32 ``[S]``; None where it takes nothing."""
+        loss = self._config.loss
+        if loss.kl != "reward" or evidence.logprobs is None or evidence.reference is None:
+            return None
+        maximum, estimator = self._config.importance.log_ratio_max, loss.kl_estimator or "k1"
+        penalties = kl_penalty(evidence.logprobs, evidence.reference, coefficient, estimator, maximum)
+        return penalties.astype(np.float32)
+
+    def _gather(self, rows: Sequence[Row], watch: Stopwatch) -> Evidence:
+        needed = needed_by(self._config)
+        logprobs = entropies = reference = values = None
+        if "values" in needed and self._critic is None:
+            raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
+        if needed & {"logprobs", "entropies"}:
+            if self._critic is not None and not self._critic.owns and "values" in needed:
+                logprobs, entropies, values = self._scores_and_values(rows, self._critic, watch)
+            else:
+                logprobs, entropies = self.scores(rows, watch)
+        if "reference" in needed:
+            if self._reference is None:
+                raise ConfigurationError("estimator or loss need a reference policy, and the trainer was given none")
+            reference = self._reference.logprobs(rows, watch)
+        if "values" in needed and values is None and self._critic is not None:
+            values = self._critic.values(rows, watch)
+        return Evidence(logprobs, entropies, reference, values)
+
+    def _scores_and_values(
+        self, rows: Sequence[Row], critic: Critic, watch: Stopwatch
+    ) -> tuple[TokenArray, TokenArray, TokenArray]:
+        """log π, entropy and value of all sampled tokens from one pass of the policy, float32 ``[S]`` each."""
+        policy, budget = self._policy, self._config.learner.tokens_per_microbatch
+
+        def score(part: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+            hidden_SH = policy.hidden(part)
+            return *policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
+
+        logprobs, entropies, values = token_pass(rows, score, 3, budget, watch, policy.form, policy.ranks)
+        return logprobs, entropies, values

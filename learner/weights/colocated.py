@@ -1,0 +1,302 @@
+"""Engines that share the learner's device: each is kept asleep in the learner's turn, and at the newest version else.
+
+*Consumes* turns (:mod:`learner.weights.colocated`) and targets; *produces* sleep, wake and load calls of one engine,
+one after another; *waits for* the engine's answers; *unblocked by* a new turn, a new target, or the next look.
+
+Waking an engine with new weights: weights memory, load, stamp, KV cache. vLLM samples only once both are there, so no
+token comes from weights that are half loaded, or from discarded ones. A load that fails on the way leaves the engine
+asleep, and it is tried again.
+
+Whose turn it is on a device that engines and learner share. A pure state machine: no clock, no socket, no task.
+
+::
+
+    ENGINES ──request──► ASKED ──last engine asleep──► LEARNER ──give_back──► ENGINES
+       ▲                   │
+       └─────withdraw──────┘
+
+An engine counts as asleep only when it said so in answer to an order of this turn. One that is down may be starting
+again, and then takes memory: it blocks the grant like one that is awake. One that comes up in the learner's turn (an
+*intruder*) is sent to sleep at once; training is not taken back.
+
+Invariants, property-tested: the learner is granted the device only in a moment when all engines are asleep; no engine
+is told to serve while the learner holds or asks; every grant follows one request and ends in at most one return; time
+asleep is counted once, whatever is repeated.
+
+Engines asleep before the learner has a publisher: at its start, on a device that they share.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+
+import aiohttp
+import anyio
+
+from learner.weights.engine_control import EngineControl
+from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, load_needed
+from pipeline.errors import EngineError, EngineProtocolError
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.process import RoleContext
+
+
+class Holder(StrEnum):
+    ENGINES = "engines"
+    ASKED = "asked"
+    """The learner wants it; engines are falling asleep."""
+    LEARNER = "learner"
+
+
+class Order(StrEnum):
+    SERVE = "serve"
+    SLEEP = "sleep"
+
+
+class Turns:
+    """``engines`` by name. Times are seconds of any monotonic clock."""
+
+    def __init__(self, engines: Iterable[str]) -> None:
+        self.holder = Holder.ENGINES
+        self.grants = 0
+        """Times that the learner got the device."""
+        self.returns = 0
+        """Times that it gave it back."""
+        self.intruders = 0
+        """Times that an engine was awake in the learner's turn: it had restarted."""
+        self._asleep_since: dict[str, float | None] = dict.fromkeys(engines)
+
+    @property
+    def granted(self) -> bool:
+        return self.holder is Holder.LEARNER
+
+    @property
+    def awake(self) -> tuple[str, ...]:
+        """Engines that have not said that they sleep."""
+        return tuple(name for name, since in self._asleep_since.items() if since is None)
+
+    def order(self) -> Order:
+        """What every engine should do now."""
+        return Order.SERVE if self.holder is Holder.ENGINES else Order.SLEEP
+
+    def request(self) -> bool:
+        """The learner wants the device; whether it has it. Harmless when repeated."""
+        if self.holder is Holder.ENGINES:
+            self.holder = Holder.ASKED
+        return self._grant()
+
+    def withdraw(self) -> None:
+        """The learner does not want it any more. Changes nothing once it is granted."""
+        if self.holder is Holder.ASKED:
+            self.holder = Holder.ENGINES
+
+    def fell_asleep(self, engine: str, now: float) -> bool:
+        """``engine`` sleeps; whether the learner has the device. Harmless when repeated."""
+        if self._asleep_since[engine] is None:
+            self._asleep_since[engine] = now
+        return self._grant()
+
+    def woke(self, engine: str, now: float) -> float:
+        """``engine`` is awake, restarted or gone; seconds that it slept, 0 if it did not."""
+        since, self._asleep_since[engine] = self._asleep_since[engine], None
+        if self.granted and since is not None:
+            self.intruders += 1
+        return 0.0 if since is None else max(0.0, now - since)
+
+    def give_back(self) -> bool:
+        """The learner is through; whether it had the device."""
+        had = self.granted
+        if had:
+            self.returns += 1
+        self.holder = Holder.ENGINES
+        return had
+
+    def _grant(self) -> bool:
+        if self.holder is Holder.ASKED and not self.awake:
+            self.holder = Holder.LEARNER
+            self.grants += 1
+        return self.granted
+
+
+log = logging.getLogger(__name__)
+
+
+class SharedDevice:
+    """The shell around :class:`Turns`, for the keepers and for the learner's loop."""
+
+    def __init__(
+        self, engines: Iterable[str], metrics: LearnerMetrics, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.turns = Turns(engines)
+        self.troubles: dict[str, str] = {}
+        """Why an engine does not fall asleep."""
+        self._metrics = metrics
+        self._now = now
+        self._changed = anyio.Event()
+        self._nudges: list[Callable[[], None]] = []
+
+    def follow(self, nudge: Callable[[], None]) -> None:
+        """Call ``nudge`` whenever the order changes."""
+        self._nudges.append(nudge)
+
+    async def taken(self, waiting: Callable[[str], None] = lambda why: None, look_seconds: float = 5.0) -> None:
+        """Ask for the device and wait until all engines sleep. Unbounded: without the device nothing can be trained;
+        ``waiting`` is told why, at least every ``look_seconds``. Cancelled on the way, the request is withdrawn."""
+        granted = self.turns.request()
+        self._tell()
+        try:
+            while not granted:
+                waiting(self.waiting_for())
+                with anyio.move_on_after(look_seconds):
+                    await self._changed.wait()
+                granted = self.turns.granted
+        finally:
+            if not granted:
+                self.turns.withdraw()
+                self._tell()
+        self._metrics.device_handovers_total.labels(to="learner").inc()
+
+    def give_back(self) -> None:
+        """The engines' turn: they wake with the next target. Harmless when the learner does not have it."""
+        if self.turns.give_back():
+            self._metrics.device_handovers_total.labels(to="engines").inc()
+        self._tell()
+
+    def waiting_for(self) -> str:
+        """``engine http://… to sleep (no answer)``."""
+        return ", ".join(
+            f"engine {name} to sleep" + (f" ({self.troubles[name]})" if name in self.troubles else "")
+            for name in self.turns.awake
+        )
+
+    def fell_asleep(self, engine: str) -> None:
+        self.troubles.pop(engine, None)
+        self.turns.fell_asleep(engine, self._now())
+        self._tell()
+
+    def woke(self, engine: str) -> None:
+        self._metrics.engine_sleep_seconds_total.inc(self.turns.woke(engine, self._now()))
+
+    def failed(self, operation: str, engine: str, why: str) -> None:
+        """``operation``: sleep or wake."""
+        self._metrics.device_handover_failures_total.labels(operation=operation).inc()
+        if operation == "sleep":
+            if self.troubles.get(engine) != why:
+                log.warning("engine %s does not sleep: %s", engine, why)
+            self.troubles[engine] = why
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+        for nudge in self._nudges:
+            nudge()
+
+
+class ColocatedKeeper(EngineKeeper):
+    """A keeper that follows the turns of ``device``."""
+
+    def __init__(
+        self,
+        control: EngineControl,
+        loader: WeightLoader,
+        timeout_seconds: float,
+        on_failure: Callable[[], None],
+        device: SharedDevice,
+        sleep_level: int,
+    ) -> None:
+        super().__init__(control, loader, timeout_seconds, on_failure)
+        self._device = device
+        self._level = sleep_level
+        self._rests = False
+        """It was put to sleep by this process and not woken since."""
+        device.follow(self.nudge)
+
+    async def _look(self, target: Target | None) -> None:
+        if self._device.turns.order() is Order.SLEEP:
+            await self._keep_asleep()
+        else:
+            await super()._look(target)
+
+    async def _keep_asleep(self) -> None:
+        url = self.control.url
+        try:
+            with anyio.fail_after(self._timeout_seconds):
+                if not self._rests or not await self.control.is_sleeping():
+                    self._device.woke(url)
+                    self.state.live, self._rests = None, False
+                    await self.control.sleep(self._level)
+                    if not await self.control.is_sleeping():
+                        raise EngineProtocolError(f"expected {url} to sleep after /sleep, but it says that it does not")
+        except (TimeoutError, EngineError) as error:
+            why = str(error) or f"took longer than publish.timeout_seconds={self._timeout_seconds:g}"
+            self._device.woke(url)
+            self._rests = False
+            self._device.failed("sleep", url, why)
+        else:
+            if not self._rests:
+                self._rests = True
+                self._device.fell_asleep(url)
+
+    @property
+    def _well(self) -> bool:
+        """A keeper whose engine does not do as it is told looks again soon."""
+        asked = self._device.turns.order() is Order.SLEEP
+        return self._rests if asked else super()._well
+
+    async def _bring_to(self, target: Target) -> None:
+        served = await self.control.version()
+        asleep = await self.control.is_sleeping()
+        if asleep or load_needed(served, target, known=self._known):
+            await (self._wake_with(target) if asleep else self._load(target))
+        elif served != target.stamp:
+            await self.control.stamp(target.stamp)
+        self._known = True
+
+    async def _wake_with(self, target: Target) -> None:
+        """With the weights of ``target``. Whatever fails, an engine without whole weights does not go on."""
+        self.state.live, self._rests = None, False
+        self._device.woke(self.control.url)
+        start = time.perf_counter()
+        self.loading = target
+        try:
+            if await self.control.wake_up("weights"):
+                await self.control.pause()  # it was only paused, and this call has ended that
+            await self._loader.load(self.control, target)
+            await self.control.stamp(target.stamp)
+            if not await self.control.wake_up("kv_cache"):
+                raise EngineProtocolError(
+                    f"expected {self.control.url} to be awake after /wake_up, but it still sleeps"
+                )
+            await self.control.resume()
+        except BaseException:
+            self._device.failed("wake", self.control.url, "")
+            raise
+        finally:
+            self.loading = None
+        self.state.loads += 1
+        self.state.load_seconds = time.perf_counter() - start
+
+
+RETRY_SECONDS = 1.0
+
+
+async def quiet_engines(ctx: RoleContext) -> None:
+    """Put the engines to sleep before the learner loads its models: vLLM measures the device when it starts, and must
+    find it empty. Waits until the engines are up; also takes up what a learner that died has left behind. Returns when
+    they sleep or the process is asked to stop."""
+    config = ctx.config
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        for url in config.engine.addresses():
+            control = EngineControl(url, session, config.publish.timeout_seconds)
+            while not ctx.stopping.is_set():
+                ctx.beat()
+                try:
+                    await control.sleep(config.engine.sleep_level)
+                    log.info("engine %s sleeps while the models are loaded", url)
+                    break
+                except EngineError as error:
+                    ctx.report("waiting", f"the engine to be up and to sleep ({error})")
+                with anyio.move_on_after(RETRY_SECONDS):
+                    await ctx.stopping.wait()

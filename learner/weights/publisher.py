@@ -1,0 +1,239 @@
+"""All engines together: write a version once, aim every keeper at it, wait a bounded time.
+
+The publisher of a run file.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import anyio
+import anyio.to_thread
+import orjson
+from torch import Tensor
+
+from learner.policy.backbone import DTYPES
+from learner.policy.policy import Policy
+from learner.weights.colocated import ColocatedKeeper, SharedDevice
+from learner.weights.engine_control import EngineControl
+from learner.weights.engine_keeper import EngineKeeper, Publication, Target, WeightLoader
+from pipeline.config import RunConfig
+from pipeline.config.learner import PublishConfig
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
+from pipeline.runtime.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from learner.policy.lora import Adapters
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"v(\d{6,})")
+
+
+class FolderLoader:
+    """Engines read the safetensors folder themselves: any device, any engine that sees the same file system."""
+
+    reads_memory = False
+
+    async def load(self, engine: EngineControl, target: Target) -> None:
+        await engine.reload(target.folder)
+
+
+class AdapterLoader:
+    """Engines read the folder of an adapter and serve it as ``name``: vLLM with LoRA switched on."""
+
+    reads_memory = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def load(self, engine: EngineControl, target: Target) -> None:
+        await engine.load_adapter(self._name, target.folder)
+
+
+class Publisher:
+    """Keeps the contract of :class:`learner.weights.engine_keeper.WeightPublisher`. Use as an async context manager."""
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        directory: RunDirectory,
+        config: PublishConfig,
+        model: Any,
+        loader: WeightLoader | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+        write: Callable[[Path, Mapping[str, Tensor]], int] | None = None,
+        device: SharedDevice | None = None,
+        sleep_level: int = 1,
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._directory = directory
+        self._config = config
+        self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors, config.dtype))
+        self._loader = loader or FolderLoader()
+        self._on_failure = on_failure
+        self._session: aiohttp.ClientSession | None = None
+        self.device = device
+        """Where engines and learner take turns."""
+        self._sleep_level = sleep_level
+        self.keepers: dict[str, EngineKeeper] = {}
+
+    async def __aenter__(self) -> Publisher:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        timeout = self._config.timeout_seconds
+        for url in self._addresses:
+            control = EngineControl(url, self._session, timeout)
+            self.keepers[url] = self._keeper(control)
+        remove_leftovers(self._directory.weights(0).parent)
+        return self
+
+    def _keeper(self, control: EngineControl) -> EngineKeeper:
+        timeout = self._config.timeout_seconds
+        if self.device is None:
+            return EngineKeeper(control, self._loader, timeout, self._on_failure)
+        return ColocatedKeeper(control, self._loader, timeout, self._on_failure, self.device, self._sleep_level)
+
+    async def __aexit__(self, *args: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def run(self) -> None:
+        """Watch the engines until cancelled."""
+        async with anyio.create_task_group() as group:
+            for keeper in self.keepers.values():
+                group.start_soon(keeper.run)
+
+    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication:
+        """See :meth:`learner.weights.engine_keeper.WeightPublisher.publish`; ``run`` must be running."""
+        start = time.perf_counter()
+        if tensors is None:
+            target, n_bytes = Target(version, self._directory.model, initial=True), 0
+        else:
+            folder = self._directory.weights(version)
+            n_bytes = await anyio.to_thread.run_sync(self._write, folder, tensors)
+            target = Target(version, folder, tensors=tensors if self._loader.reads_memory else None)
+        prompt = [keeper for keeper in self.keepers.values() if keeper.prompt]
+        for keeper in self.keepers.values():
+            keeper.aim(target)
+        if self.device is not None:
+            self.device.give_back()
+        with anyio.move_on_after(self._config.timeout_seconds):
+            for keeper in prompt:
+                await keeper.settled(version)
+        for keeper in prompt:
+            keeper.state.left_behind = keeper.state.attempted < version
+        await anyio.to_thread.run_sync(self._forget_old)
+        return self._publication(version, time.perf_counter() - start, n_bytes)
+
+    async def until_live(self, version: int) -> None:
+        """Wait until at least one engine serves ``version`` or a newer one. Unbounded: without engines there is
+        nothing to do; the caller shows what it waits for."""
+        async with anyio.create_task_group() as group:
+
+            async def watch(keeper: EngineKeeper) -> None:
+                await keeper.served(version)
+                group.cancel_scope.cancel()
+
+            for keeper in self.keepers.values():
+                group.start_soon(watch, keeper)
+
+    def live(self, version: int) -> tuple[str, ...]:
+        """Engines that serve ``version``."""
+        return tuple(url for url, keeper in self.keepers.items() if keeper.state.live == version)
+
+    def trouble(self) -> dict[str, str]:
+        """Why an engine does not serve the newest version, by engine."""
+        return {url: keeper.state.trouble for url, keeper in self.keepers.items() if keeper.state.trouble}
+
+    def _publication(self, version: int, seconds: float, n_bytes: int) -> Publication:
+        live = self.live(version)
+        lagging = {
+            url: keeper.state.trouble or f"still loading after {self._config.timeout_seconds:g} s"
+            for url, keeper in self.keepers.items()
+            if url not in live
+        }
+        return Publication(version, live, lagging, seconds, n_bytes)
+
+    def _forget_old(self) -> None:
+        """Keep the newest ``publish.keep`` folders, and any that an engine is reading."""
+        used = {keeper.loading.folder for keeper in self.keepers.values() if keeper.loading is not None}
+        for version in published_versions(self._directory)[: -self._config.keep]:
+            folder = self._directory.weights(version)
+            if folder not in used:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def published_versions(directory: RunDirectory) -> list[int]:
+    """Versions whose weight folders exist, oldest first: a version that an engine may have seen has one, or had."""
+    parent = directory.weights(0).parent
+    names = parent.iterdir() if parent.is_dir() else ()
+    return sorted(int(m.group(1)) for path in names if (m := _NAME.fullmatch(path.name)))
+
+
+def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor], dtype: str) -> int:
+    """A Hugging Face folder with ``config.json`` and ``tensors`` as safetensors; bytes written.
+
+    ``model`` gives configuration and names only: its weights, which training changes meanwhile, are not read.
+    """
+    with atomic_folder(folder) as scratch:
+        model.save_pretrained(scratch, state_dict=dict(tensors))
+        config = orjson.loads((scratch / "config.json").read_bytes())
+        config["dtype"] = dtype
+        (scratch / "config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+        return sum(path.stat().st_size for path in scratch.iterdir())
+
+
+def write_adapters(adapters: Adapters, folder: Path, tensors: Mapping[str, Tensor]) -> int:
+    """An adapter folder as peft and vLLM read it; bytes written."""
+    with atomic_folder(folder) as scratch:
+        adapters.save(scratch, tensors)
+        return sum(path.stat().st_size for path in scratch.iterdir())
+
+
+def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, metrics: LearnerMetrics) -> Publisher:
+    """Files, or vLLM's own transfer where ``engine.weight_transfer`` says so.
+
+    Raises :class:`pipeline.errors.ConfigurationError` when the transfer needs something that is not there.
+    """
+    return Publisher(
+        config.engine.addresses(),
+        directory,
+        config.publish,
+        policy.model,
+        _loader(config),
+        metrics.weight_publish_failures_total.inc,
+        _writer(config, policy),
+        SharedDevice(config.engine.addresses(), metrics) if config.engine.colocate == "sleep" else None,
+        config.engine.sleep_level,
+    )
+
+
+def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tensor]:
+    """Copies of what ``publish.lora`` says: whole weights, or the adapters alone."""
+    if config.lora == "adapter" and policy.adapters is not None:
+        return policy.adapter_snapshot(DTYPES[config.dtype]) or {}
+    return policy.snapshot(config.dtype)
+
+
+def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int] | None:
+    if config.publish.lora == "merged" or policy.adapters is None:
+        return None
+    return partial(write_adapters, policy.adapters)
+
+
+def _loader(config: RunConfig) -> WeightLoader:
+    if config.publish.lora == "adapter":
+        return AdapterLoader(config.publish.adapter_name)
+    if config.engine.weight_transfer == "files":
+        return FolderLoader()
+    from learner.weights.vllm_transfer import VllmTransferLoader
+
+    return VllmTransferLoader(config.engine.weight_transfer, config.publish.timeout_seconds)

@@ -1,5 +1,0 @@
-"""``python -m pipeline.cli``."""
-
-from pipeline.cli import entry
-
-entry()

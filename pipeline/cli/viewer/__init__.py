@@ -1,0 +1,1 @@
+"""``afterplay show`` and ``plot``: rollouts and curves for people."""

@@ -1,0 +1,128 @@
+"""One HTML file with rollouts and everything that shows them: no network, no other file, nothing that a rollout says is
+ever markup.
+
+What models and environments wrote travels as JSON in a script element that no browser runs, with ``<``, ``>`` and ``&``
+escaped (or compressed, in base64), and the page's program only ever makes text nodes of it. A content security policy
+that names the hashes of the page's own program and style forbids everything else, network included.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli.viewer.reader import Found, Listing, RunReader
+from pipeline.cli.viewer.views import dumps, found_json
+from pipeline.cli.viewer.vocabulary import Vocabulary
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import write_bytes_atomically
+from pipeline.store.queries import Listed, Span
+
+PLAIN_BYTES_MAX = 256 * 1024
+"""JSON beyond is compressed; a browser unpacks it with DecompressionStream."""
+PAGE_BYTES_MAX = 512 * 1024 * 1024
+"""Of JSON before compression: what a browser holds. Further trajectories are listed without their tokens."""
+LEFT_OUT = "its tokens are not in this page, which is full: take fewer trajectories (--limit, or a filter)"
+_AT_ONCE = 64
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What was written."""
+
+    shown: int
+    transcripts: int
+    n_bytes: int
+
+
+def write_page(
+    path: Path,
+    reader: RunReader,
+    listing: Listing,
+    step: Span | None,
+    vocabulary: Vocabulary,
+    bytes_max: int = PAGE_BYTES_MAX,
+) -> Page:
+    """Write the page, complete or not at all. ``step``: as of :meth:`RunReader.find`.
+
+    Raises :class:`ConfigurationError` when it cannot be written there.
+    """
+    parts, transcripts, room = [], 0, bytes_max
+    for found in _in_chunks(reader, listing.rows, step):
+        text = dumps(found_json(found, vocabulary))
+        if found.transcript is not None and len(text) > room:
+            found = Found(found.listed, None, LEFT_OUT)
+            text = dumps(found_json(found, vocabulary))
+        room -= len(text)
+        transcripts += found.transcript is not None
+        parts.append(text)
+    about = {
+        "run": reader.name,
+        "made_at": time.time(),
+        "count": listing.count,
+        "notes": reader.notes,
+        "traces_trained": reader.keeps_trained,
+        "tokenizer": vocabulary.known,
+    }
+    data = f'{{"about":{dumps(about)},"rows":[{",".join(parts)}]}}'
+    html = render(reader.name, data).encode("utf-8", "replace")
+    try:
+        write_bytes_atomically(path, html)
+    except OSError as error:
+        raise ConfigurationError(f"--html: {path} cannot be written: {error.strerror}") from error
+    return Page(len(listing.rows), transcripts, len(html))
+
+
+def render(title: str, data: str) -> str:
+    """The page around JSON text."""
+    style, program = _asset("page.css"), _asset("page.js")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(program)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    kind, body = _embedded(data)
+    values = {
+        "TITLE": _text(f"{title}: rollouts"),
+        "POLICY": policy,
+        "STYLE": style,
+        "KIND": kind,
+        "DATA": body,
+        "PROGRAM": program,
+    }
+    # one pass: nothing that is put in is looked through for another name
+    pieces = _asset("page.html").split("%%")
+    return "".join(values[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _embedded(data: str) -> tuple[str, str]:
+    """Kind and text of the script element that holds JSON."""
+    if len(data) > PLAIN_BYTES_MAX:
+        return "gzip", base64.b64encode(gzip.compress(data.encode(), 6, mtime=0)).decode()
+    return "json", "".join(_ESCAPES.get(c, c) for c in data)
+
+
+def _in_chunks(reader: RunReader, rows: Sequence[Listed], step: Span | None) -> Iterator[Found]:
+    """Not all tokens in memory at once."""
+    for at in range(0, len(rows), _AT_ONCE):
+        yield from reader.find(rows[at : at + _AT_ONCE], step)
+
+
+def _asset(name: str) -> str:
+    return resources.files("pipeline.cli.viewer").joinpath("assets", name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _text(value: Any) -> str:
+    """As text of an element."""
+    return str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

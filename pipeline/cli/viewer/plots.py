@@ -1,0 +1,161 @@
+"""``curves.png``: the run in one picture, from ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli.viewer.progress import Line, read_lines
+from pipeline.metrics.learner import STAGES
+from pipeline.store.evaluation_results import read_results
+
+_COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#5c6b73", "#b56576", "#7fb7be", "#bbbbbb")
+
+
+def draw(metrics_file: Path, picture: Path) -> str | None:
+    """Draw the picture. Returns None, or in words why there is none (no steps yet, no matplotlib)."""
+    lines = read_lines(metrics_file)
+    if not lines:
+        return f"not drawn: {metrics_file} has no steps yet"
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg", force=False)
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"not drawn: {error}. Install matplotlib"
+    figure = Figure(figsize=(13, 7.2), dpi=110, layout="constrained", facecolor="white")
+    axes = figure.subplots(2, 4).ravel()
+    panels: Sequence[Callable[[Any, list[Line]], None]] = (
+        _reward,
+        _signals,
+        _ratio,
+        _ess,
+        _staleness,
+        _kl,
+        _throughput,
+        _seconds,
+    )
+    for axis, panel in zip(axes, panels, strict=True):
+        panel(axis, lines)
+        if panel is _reward:
+            _evaluations(axis, read_results(metrics_file.with_name("evaluations.jsonl")))
+        _dress(axis)
+    figure.suptitle(f"{picture.parent.name or 'run'}: {len(lines)} steps", fontsize=13, fontweight="bold")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    temporary = picture.with_name(f".{picture.name}")
+    figure.savefig(temporary, format="png")
+    temporary.replace(picture)
+    return None
+
+
+def _series(lines: Iterable[Line], key: str, within: str | None = None) -> tuple[list[int], list[float]]:
+    """Steps and values of one key; lines without a number there are left out."""
+    points = []
+    for line in lines:
+        holder: Any = line.get(within, {}) if within else line
+        value = holder.get(key) if isinstance(holder, Mapping) else None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            points.append((int(line["step"]), float(value)))
+    return [p[0] for p in points], [p[1] for p in points]
+
+
+def _plot(axis: Any, lines: list[Line], key: str, label: str, colour: int, within: str | None = None) -> None:
+    steps, values = _series(lines, key, within)
+    if steps:
+        marker = "o" if len(steps) < 40 else None
+        axis.plot(steps, values, label=label, color=_COLOURS[colour % len(_COLOURS)], lw=1.8, marker=marker, ms=3)
+
+
+def _band(axis: Any, lines: list[Line], low: str, high: str, colour: int) -> None:
+    steps, bottom = _series(lines, low)
+    other, top = _series(lines, high)
+    if steps and steps == other:
+        axis.fill_between(steps, bottom, top, color=_COLOURS[colour], alpha=0.18, lw=0, label="min to max")
+
+
+def _reward(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("reward")
+    steps, means = _series(lines, "reward_mean")
+    _, deviations = _series(lines, "reward_std")
+    if len(deviations) == len(means):
+        low = [m - d for m, d in zip(means, deviations, strict=True)]
+        high = [m + d for m, d in zip(means, deviations, strict=True)]
+        axis.fill_between(steps, low, high, color=_COLOURS[0], alpha=0.15, lw=0, label="± std")
+    _plot(axis, lines, "reward_mean", "mean", 0)
+
+
+def _evaluations(axis: Any, results: Sequence[Mapping[str, Any]]) -> None:
+    """Scores on held-out tasks over the updates in the weights, with their standard errors."""
+    told = [r for r in results if isinstance(r.get("score"), int | float)]
+    if told:
+        axis.errorbar(
+            [r["updates"] for r in told],
+            [r["score"] for r in told],
+            yerr=[r.get("se") or 0.0 for r in told],
+            label="held out (± se)", color=_COLOURS[1], marker="s", ms=4, lw=1.2, capsize=2,
+        )  # fmt: skip
+
+
+def _signals(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("environment signals")
+    found = {name for line in lines if isinstance(line.get("signals"), Mapping) for name in line["signals"]}
+    for colour, name in enumerate(sorted(found)[: len(_COLOURS)]):
+        _plot(axis, lines, name, name, colour, within="signals")
+
+
+def _ratio(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("importance ratio π/μ")
+    _band(axis, lines, "ratio_min", "ratio_max", 1)
+    _plot(axis, lines, "ratio_mean", "mean", 1)
+    axis.axhline(1.0, color="#999999", lw=0.8, ls="--")
+
+
+def _ess(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("effective sample size (share)")
+    _plot(axis, lines, "ess_ratio", "ESS / N", 2)
+    axis.set_ylim(0, 1.05)
+
+
+def _staleness(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("staleness (versions)")
+    _plot(axis, lines, "staleness_mean", "mean", 3)
+    _plot(axis, lines, "staleness_max", "max", 5)
+    axis.set_ylim(bottom=0)
+
+
+def _kl(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("KL(μ‖π) and entropy (nats)")
+    _plot(axis, lines, "kl_k3", "KL (k3)", 4)
+    _plot(axis, lines, "entropy", "entropy", 0)
+
+
+def _throughput(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("tokens per second")
+    _plot(axis, lines, "tokens_per_second", "trained", 2)
+    axis.set_ylim(bottom=0)
+
+
+def _seconds(axis: Any, lines: list[Line]) -> None:
+    axis.set_title("seconds per step, by stage")
+    steps = [int(line["step"]) for line in lines]
+    base = [0.0] * len(lines)
+    for colour, stage in enumerate(STAGES):
+        told = [line.get("seconds") for line in lines]
+        heights = [float(s.get(stage) or 0.0) if isinstance(s, Mapping) else 0.0 for s in told]
+        if any(heights):
+            axis.bar(steps, heights, 0.9, bottom=base, label=stage, color=_COLOURS[colour % len(_COLOURS)])
+            base = [b + h for b, h in zip(base, heights, strict=True)]
+
+
+def _dress(axis: Any) -> None:
+    axis.grid(alpha=0.25, lw=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("step", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.title.set_fontsize(10)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7, frameon=False)
+    elif not axis.has_data():
+        axis.text(0.5, 0.5, "not reported", ha="center", va="center", transform=axis.transAxes, color="#999999")

@@ -1,0 +1,211 @@
+"""The learner's lines, as they are written, and what a line says in words.
+
+Where the learner's time went: the end of a run and `afterplay status` say it in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.metrics.learner import STAGES
+
+Line = dict[str, Any]
+
+
+class MetricsTail:
+    """Reads whole lines that were added to ``metrics.jsonl`` since the last call. The file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self.last: Line | None = None
+        """The newest line, from before the first call too."""
+
+    def skip(self) -> None:
+        """Pass over what is there already (a run that goes on)."""
+        self.read()
+
+    def read(self) -> list[Line]:
+        """New lines; what is not a JSON object (a line cut off by a kill) is passed over."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [line for line in map(_parse, whole) if line is not None]
+        if lines:
+            self.last = lines[-1]
+        return lines
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All lines of a ``metrics.jsonl``, the last of each step (a resumed learner makes some steps again), by step."""
+    by_step = {line["step"]: line for line in MetricsTail(path).read() if isinstance(line.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def reached(line: Mapping[str, Any] | None, total_steps: int) -> bool:
+    """Whether this line is of the last step of the run. Steps count from 1."""
+    return line is not None and step_of(line) >= total_steps
+
+
+def step_of(line: Mapping[str, Any] | None) -> int:
+    """Steps done when the line was written; 0 without a line."""
+    step = line.get("step") if line else None
+    return step if isinstance(step, int) else 0
+
+
+def describe(line: Mapping[str, Any], total_steps: int) -> str:
+    """One line for people: step, reward, signals, ratio, ESS, staleness, speed."""
+    parts = [f"step {step_of(line)}/{total_steps}"]
+    parts += [f"{label} {text}" for label, text in facts(line).items()]
+    return "  ".join(parts)
+
+
+def describe_evaluation(line: Mapping[str, Any]) -> str:
+    """One line of ``evaluations.jsonl`` for people."""
+    parts = [f"evaluation after step {line.get('updates')}"]
+    if line.get("status") != "complete":
+        parts.append(str(line.get("status")))
+    if isinstance(score := line.get("score"), int | float):
+        error = line.get("se")
+        parts.append(f"score {score:.3f}" + (f" ± {error:.3f}" if isinstance(error, int | float) else ""))
+    passed = line.get("pass_at")
+    for k, value in (passed if isinstance(passed, Mapping) else {}).items():
+        if isinstance(value, int | float):
+            parts.append(f"pass@{k} {value:.3f}")
+    environments = line.get("environments")
+    environments = environments if isinstance(environments, Mapping) else {}
+    told = [e for e in environments.values() if isinstance(e, Mapping)]
+    if len(told) > 1:
+        scores = ((name, e.get("score")) for name, e in environments.items() if isinstance(e, Mapping))
+        parts += [f"{name} {score:.3f}" for name, score in scores if isinstance(score, int | float)]
+    if missing := sum(int(e.get("missing") or 0) for e in told):
+        parts.append(f"missing {missing}")
+    versions = line.get("versions")
+    if isinstance(versions, list) and len(versions) == 2:
+        parts.append(f"versions {versions[0]} to {versions[1]}")
+    return "  ".join(parts)
+
+
+def facts(line: Mapping[str, Any]) -> dict[str, str]:
+    """Label to formatted value, in the order in which people read them; what a line does not have is left out."""
+    found: dict[str, str] = {}
+
+    def put(label: str, key: str, form: str) -> None:
+        value = line.get(key)
+        if isinstance(value, int | float):
+            found[label] = format(value, form)
+
+    put("reward", "reward_mean", ".3f")
+    signals = line.get("signals")
+    for name, value in (signals if isinstance(signals, Mapping) else {}).items():
+        if isinstance(value, int | float):
+            found[name] = f"{value:.3f}"
+    put("ratio", "ratio_mean", ".3f")
+    put("ESS", "ess_ratio", ".3f")
+    put("staleness", "staleness_mean", ".2f")
+    put("KL", "kl_k3", ".4f")
+    put("tokens/s", "tokens_per_second", ",.0f")
+    return found
+
+
+def _parse(data: bytes) -> Line | None:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+BAR_CELLS = 20
+SHARE_MIN = 0.0005
+"""Stages with less are not shown."""
+_MEANS = {
+    "wait": "rollouts are missing",
+    "choose": "replays, by today's policy",
+    "prepare": "rows not built ahead",
+    "publish": "engines still load weights",
+    "save": "the disk still writes",
+    "other": "statistics, messages",
+}
+"""What holds the learner up in a stage; the three that are left are its work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of a run's learner."""
+
+    updates: int
+    seconds: float
+    """Wall time of all updates; the stages add up to it."""
+    stages: Mapping[str, float]
+    published: float
+    """Beside training: publications, from the first byte until the engines had the version."""
+    saved: float
+    """Beside training: writing checkpoints."""
+
+    @property
+    def text(self) -> str:
+        """One line for what went on beside training."""
+        return f"beside it: {self.published:.1f} s of publication, {self.saved:.1f} s of writing checkpoints"
+
+
+def spent(lines: Iterable[Line]) -> Spent | None:
+    """Added up over the lines of ``metrics.jsonl``; None where no line tells of its stages."""
+    stages, total, updates = dict.fromkeys(STAGES, 0.0), 0.0, 0
+    published: dict[Any, float] = {}
+    saved: dict[Any, float] = {}
+    for line in lines:
+        seconds = line.get("seconds")
+        if not isinstance(seconds, Mapping) or "step" not in seconds:
+            continue
+        updates += 1
+        total += float(seconds["step"])
+        for stage in STAGES:
+            stages[stage] += float(seconds.get(stage) or 0.0)
+        for found, key, name in ((published, "published", "policy_version"), (saved, "saved", "updates")):
+            beside = line.get(key)
+            if isinstance(beside, Mapping) and name in beside:
+                found[beside[name]] = float(beside.get("seconds") or 0.0)
+    return Spent(updates, total, stages, sum(published.values()), sum(saved.values())) if updates else None
+
+
+def time_table(found: Spent) -> Table:
+    """One row for each stage that took any time worth telling; fits 80 columns."""
+    title = f"where the learner's {found.seconds:.1f} s of {found.updates} updates went"
+    table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("stage")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("", no_wrap=True, width=BAR_CELLS)
+    table.add_column("", style="dim", no_wrap=True)
+    for stage in STAGES:
+        seconds = found.stages[stage]
+        share = seconds / found.seconds if found.seconds > 0 else 0.0
+        if share >= SHARE_MIN:
+            bar = Text("█" * round(BAR_CELLS * share), style="yellow" if stage == "wait" else "green")
+            table.add_row(stage, f"{seconds:.1f}", f"{100 * share:.1f} %", bar, _MEANS.get(stage, ""))
+    return table
+
+
+def show_time(metrics_file: Path, console: Console) -> None:
+    """Print it; nothing where there is no update yet."""
+    found = spent(read_lines(metrics_file))
+    if found is not None:
+        console.print(time_table(found))
+        console.print(found.text, soft_wrap=True)

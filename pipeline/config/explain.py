@@ -1,0 +1,162 @@
+"""Ports: free ones where 0 was asked for, and a clear refusal where a fixed one is taken.
+
+A configuration as YAML with the documentation of each key as comments.
+"""
+
+from __future__ import annotations
+
+import socket
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.config import load
+from pipeline.config.algorithm import SupervisedConfig
+from pipeline.config.load import dump
+from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigurationError
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """A copy with every port fixed that several processes must know: engines and the replay address.
+
+    Metrics ports stay 0: each process takes its own and writes it to the run directory. Paths become absolute, so that
+    the resolved file means the same from any folder. Raises :class:`ConfigurationError` that names a port in use.
+    """
+    engine, replay = config.engine, config.replay
+    if engine.kind != "external" and not engine.urls:
+        port = free_ports(engine.host, engine.replicas) if engine.port == 0 else engine.port
+        if engine.port:
+            for i in range(engine.replicas):
+                _require_free(engine.host, port + i, f"engine.port (replica {i})")
+        engine = engine.model_copy(update={"port": port})
+    host, port = split_address(replay.address)
+    if port == 0:
+        port = free_ports(host, 1)
+        replay = replay.model_copy(update={"address": f"tcp://{_bracketed(host)}:{port}"})
+    else:
+        _require_free(host, port, "replay.address")
+    if config.metrics.port:
+        for i in range(2 + config.actor.replicas):
+            _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
+    run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
+    environments = {name: _with_data_at_home(section) for name, section in config.environments.items()}
+    loss = config.loss.model_copy(update={"supervised": _with_demonstrations_at_home(config.loss.supervised)})
+    changed = {"engine": engine, "replay": replay, "run": run, "loss": loss, "environments": environments}
+    return config.model_copy(update=changed)
+
+
+def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
+    """With the absolute paths of its data."""
+    data = section.tasks_from
+    if data is None:
+        return section
+    splits = data.splits
+    if data.path is None and data.name is None:
+        splits = {name: str(Path(str(place)).expanduser().absolute()) for name, place in splits.items()}
+    path = None if data.path is None else data.path.expanduser().absolute()
+    return section.model_copy(update={"tasks_from": data.model_copy(update={"path": path, "splits": splits})})
+
+
+def _with_demonstrations_at_home(section: SupervisedConfig) -> SupervisedConfig:
+    """With the absolute path of its demonstrations."""
+    file = section.demonstrations
+    return section if file is None else section.model_copy(update={"demonstrations": file.absolute()})
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``tcp://host:port`` as host and port. Raises :class:`ConfigurationError`."""
+    scheme, separator, rest = address.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not separator or not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(
+            f"replay.address: expected tcp://host:port, for example tcp://127.0.0.1:5555, got {address!r}"
+        )
+    return host.strip("[]"), int(port)
+
+
+def free_ports(host: str, count: int) -> int:
+    """First of ``count`` ports in a row that are free now. Raises :class:`ConfigurationError` after 50 tries."""
+    for _ in range(50):
+        with _socket(host) as first:
+            first.bind((host, 0))
+            port = int(first.getsockname()[1])
+        if port + count <= 65536 and all(is_free(host, port + i) for i in range(count)):
+            return port
+    raise ConfigurationError(
+        f"expected {count} free ports in a row on {host}, found none: give the ports (engine.port, replay.address)"
+    )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    try:
+        with _socket(host) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _require_free(host: str, port: int, key: str) -> None:
+    if not is_free(host, port):
+        raise ConfigurationError(
+            f"{key}: expected {host}:{port} to be free, got a port in use (or not ours to bind). "
+            "Stop what listens there, give another port, or 0 for any free one"
+        )
+
+
+def _socket(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+_WIDTH = 110
+
+
+def show(config: RunConfig, plain: bool = False) -> str:
+    """YAML that loads as an equal configuration; without ``plain``, every key has its docstring above it."""
+    return dump(config) if plain else "\n".join(_section(config, 0)) + "\n"
+
+
+def _section(model: BaseModel, depth: int) -> list[str]:
+    lines: list[str] = []
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        documentation = field.description or (
+            type(value).__doc__ if depth == 0 and isinstance(value, BaseModel) else ""
+        )
+        if depth == 0 and lines:
+            lines.append("")
+        lines += _comment(documentation or "", depth)
+        lines += _entry(name, value, depth)
+    return lines
+
+
+def _entry(name: str, value: Any, depth: int) -> list[str]:
+    indent = "  " * depth
+    if isinstance(value, BaseModel):
+        return [f"{indent}{name}:", *_section(value, depth + 1)]
+    if isinstance(value, dict) and value and all(isinstance(v, BaseModel) for v in value.values()):
+        return [f"{indent}{name}:", *(line for key, v in value.items() for line in _entry(_key(key), v, depth + 1))]
+    if isinstance(value, tuple):
+        value = [item.model_dump(mode="python") if isinstance(item, BaseModel) else item for item in value]
+    text = load.dump_yaml({name: value}).rstrip("\n")
+    return [indent + line if line else line for line in text.split("\n")]
+
+
+def _key(key: str) -> str:
+    return load.dump_yaml({key: 0}).rsplit(":", 1)[0]
+
+
+def _comment(text: str, depth: int) -> list[str]:
+    indent = "  " * depth
+    words = " ".join(text.replace("``", "").split())
+    return [f"{indent}# {line}" for line in textwrap.wrap(words, _WIDTH - len(indent) - 2)]

@@ -1,0 +1,1 @@
+"""Experience replay: pool, difficulty, selection, mixing; memory for prompts; import and export."""

@@ -1,0 +1,272 @@
+"""Experience: the one object through which the stage keeps old trajectories and plans what of them is played again.
+
+*consumes* admissions, finished and cancelled groups, updates of the learner; *produces* planned groups and the rows
+that changed. Everything follows from (entries, tasks, state) as :meth:`Experience.take_changes` gave them: an object
+built from these goes on with the same draws.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.experience.difficulty import Difficulty
+from pipeline.experience.mixing import Aside, Mixing, next_factor
+from pipeline.experience.planning import Planner
+from pipeline.experience.pool import Keeper, Pool
+from pipeline.experience.selection import Draws
+from pipeline.schema import Task
+from pipeline.store.experience_records import (
+    Candidate,
+    ExperienceChanges,
+    Fresh,
+    Outcome,
+    Planned,
+    PoolEntry,
+    TaskRecord,
+)
+from pipeline.tasks.sampler import TaskSampler
+
+
+class Experience:
+    """Pool, difficulty, selection and mixing of one stage (REPLAY.md 1, 2 and 5).
+
+    ``entries`` and ``tasks`` are the rows as last written, ``state`` the last one taken. With ``replay.enabled`` false
+    what is given is held and nothing else happens: groups come straight from the sampler. ``sizes``: tasks of each
+    environment (None: without end), where its data was opened.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        entries: Iterable[PoolEntry] = (),
+        tasks: Iterable[TaskRecord] = (),
+        state: Mapping[str, Any] | None = None,
+        sizes: Mapping[str, int | None] | None = None,
+    ) -> None:
+        state = state or {}
+        replay = config.replay
+        self._replay = replay
+        self._enabled = replay.enabled
+        self._upper = config.groups.n_rollout if replay.success_upper is None else replay.success_upper
+        self._pool = Pool(replay, config.staleness.max, config.environments, entries)
+        finite = sizes if sizes is not None else _sizes(config)
+        self._difficulty = Difficulty(finite, tasks, self._replay.retire_after)
+        self._draws = Draws(config.run.seed, state.get("draws"))
+        self._planner = Planner(config, self._pool, self._difficulty, self._draws)
+        self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
+        self._aside = Aside(config.environments, state.get("aside"))
+        self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
+        self._keeper = Keeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))
+        self._state_changed = False
+        for entry in self._pool:
+            self._difficulty.meet(entry.task)
+        self._planner.reindex()
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def holds(self, seq: int) -> bool:
+        """Whether the trajectory with this ``seq`` is in the pool."""
+        return seq in self._pool
+
+    @property
+    def entries(self) -> list[PoolEntry]:
+        """In the order they were saved."""
+        return list(self._pool)
+
+    @property
+    def tasks(self) -> Mapping[str, TaskRecord]:
+        """Known tasks by id."""
+        return self._difficulty.records
+
+    def buckets(self) -> Mapping[int, int]:
+        """Known tasks per difficulty: successes in their latest group of fresh rollouts."""
+        return self._difficulty.buckets
+
+    @property
+    def retired(self) -> int:
+        """Tasks that are not drawn, because every fresh rollout of their latest group succeeded."""
+        return len(self._difficulty.retired)
+
+    @property
+    def share(self) -> float:
+        """The share of groups that are to be replay groups now; 0 before mixing has begun."""
+        return self._replay.task_ratio * self._factor if self._enabled and self._mixing.started else 0.0
+
+    @property
+    def factor(self) -> float:
+        """What the guard has left of ``task_ratio``, 0 to 1."""
+        return self._factor
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest policy version among recorded entries."""
+        return self._pool.oldest_version
+
+    @property
+    def bytes(self) -> int:
+        """Of the payloads of all entries."""
+        return self._pool.bytes
+
+    def age_to(self, version: int) -> None:
+        """Weights are live as this version: entries that can never be used again leave the pool."""
+        if self._enabled:
+            self._keeper.gone(self._keeper.age_to(version))
+
+    def next_group(self, sampler: TaskSampler, *, progress: float, version: int) -> Planned:
+        """What to admit now. ``progress``: share of the run that is done, 0 to 1; ``version``: newest policy version.
+
+        The sampler is drawn unless this is a replay group or a retest.
+        """
+        if not self._enabled:
+            return Planned(sampler.draw())
+        self._state_changed = True
+        self._keeper.gone(self._keeper.age_to(version))
+        self._planner.reindex()
+        self._mixing.begin(progress, self._factor)
+        batch = self._mixing.tasks
+        if self._mixing.retest_due and (task := self._planner.retired(batch)) is not None:
+            self._mixing.admitted(task.task_id, retest=True)
+            return Planned(task)
+        if self._mixing.replay_due and (planned := self._planner.replay_group(batch, progress, version)) is not None:
+            self._mixing.admitted(planned.task.task_id, replay=True)
+            return planned
+        task = self._fresh(sampler)
+        self._mixing.admitted(task.task_id)
+        return Planned(task)
+
+    def finished(self, task: Task, fresh: Sequence[Fresh], *, planned: bool, version: int) -> Outcome:
+        """All fresh rollouts of a group are scored: retirement, then the bucket, then saving, then eviction.
+
+        ``planned``: the group has candidates already, so it is not rescued.
+        """
+        successes = [f for f in fresh if f.reward >= self._replay.success_threshold]
+        if not self._enabled or not fresh:
+            return Outcome(len(successes))
+        self._state_changed = True
+        self._aside.played(task.task_id)
+        left = self._keeper.age_to(version) + self._keeper.trim_all()
+        retired, returned = self._difficulty.finished(task, len(successes), len(fresh))
+        saved: list[PoolEntry] = []
+        if self._difficulty.is_retired(task.task_id):
+            left += self._keeper.retire(task.task_id)
+        elif self._replay.success_lower < len(successes) < self._upper:
+            rate = len(successes) / len(fresh)
+            saved = self._keeper.save(PoolEntry.of(task, f, rate) for f in successes if f.replayable)
+            left += self._keeper.trim(saved)
+        self._keeper.gone(left)
+        self._pool.touched.add(task.task_id)
+        self._difficulty.settle(task.task_id, pooled=self._pool.shelf(task.task_id) is not None)
+        self._planner.reindex()
+        rescue = () if planned or successes or len(fresh) < 2 else self._rescue(task)
+        return Outcome(len(successes), tuple(saved), tuple(left), retired, returned, rescue)
+
+    def cancelled(self, task: Task) -> None:
+        """A planned group ended without result: its task is drawn again, once."""
+        if self._enabled:
+            self._state_changed = True
+            self._aside.give_back(task)
+
+    def consumed(
+        self,
+        *,
+        used: Sequence[int],
+        ess: Mapping[str, float | None],
+        entropies: Mapping[int, float],
+        solve_rate: float | None,
+    ) -> None:
+        """An update was made: which entries it trained as replays (``seq``), the ESS of its tokens (0 to 1; the guard
+        goes by ``carried``, where that was not told by ``replay``),
+        the mean entropies of what it trained (nats, by ``seq``), the share of its fresh rollouts that succeeded."""
+        if not self._enabled:
+            return
+        self._state_changed = True
+        for seq in used:
+            if (entry := self._pool.get(seq)) is not None:
+                entry.uses += 1
+                self._keeper.change(entry)
+        for seq, entropy in entropies.items():
+            if math.isfinite(entropy) and (entry := self._pool.get(seq)) is not None:
+                entry.entropy = entropy
+                self._keeper.change(entry)
+        carried = ess.get("carried")
+        ess_replay = ess.get("replay") if carried is None else carried
+        self._factor = next_factor(self._replay.ess_guard, self._factor, ess_replay)
+        if solve_rate is not None:
+            self._mixing.solved(solve_rate)
+
+    def import_entries(self, entries: Sequence[PoolEntry], *, version: int = 0) -> Outcome:
+        """Add demonstrations (``saved`` is set here). Returns what was ``saved`` and what ``left`` to make room.
+
+        Passed over: what is held already (by id), failures, what has no sampled token, what is too old at ``version``
+        (the newest policy version), and retired tasks. Raises :class:`ConfigurationError` where replay is off.
+        """
+        if not self._enabled:
+            raise ConfigurationError("expected replay.enabled to import experience, got false: set it to true")
+        self._state_changed = True
+        left = self._keeper.age_to(version) + self._keeper.trim_all()
+        wanted = [
+            e
+            for e in entries
+            if e.reward >= self._replay.success_threshold and not self._difficulty.is_retired(e.task.task_id)
+        ]
+        saved = self._keeper.save(wanted)
+        for entry in saved:
+            self._difficulty.meet(entry.task)
+        left += self._keeper.trim(saved)
+        self._keeper.gone(left)
+        self._planner.reindex()
+        return Outcome(0, tuple(saved), tuple(left))
+
+    def take_changes(self) -> ExperienceChanges:
+        """Rows that changed since the last call."""
+        if not self._enabled:
+            return ExperienceChanges()
+        entries, removed = self._keeper.take()
+        changes = ExperienceChanges(
+            entries=entries,
+            removed=removed,
+            tasks=list(self._difficulty.changed.values()),
+            forgotten_tasks=sorted(self._difficulty.forgotten),
+            state=self._state() if self._state_changed else None,
+        )
+        self._state_changed = False
+        self._difficulty.changed, self._difficulty.forgotten = {}, set()
+        return changes
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "draws": self._draws.state(),
+            "mixing": self._mixing.state(),
+            "aside": self._aside.state(),
+            "factor": self._factor,
+            "next_saved": self._keeper.next_saved,
+        }
+
+    def _fresh(self, sampler: TaskSampler) -> Task:
+        task = self._aside.draw(
+            sampler, self._mixing.tasks, self._difficulty.is_retired, exhausted=self._difficulty.exhausted
+        )
+        return task or self._aside.take() or self._planner.retired(self._mixing.tasks) or sampler.draw()
+
+    def _rescue(self, task: Task) -> tuple[Candidate, ...]:
+        if self._replay.inject != "rescue" or not self._mixing.started:
+            return ()
+        shelf = self._pool.shelf(task.task_id)
+        if shelf is None or not shelf.usable or not self._mixing.take_rescue(self._factor):
+            return ()
+        return self._planner.candidates(shelf, 1)
+
+
+def _sizes(config: RunConfig) -> dict[str, int | None]:
+    """As far as the configuration tells: data sets have an end, which is not known here."""
+    return {
+        name: sys.maxsize if section.tasks_from is not None else section.tasks
+        for name, section in config.environments.items()
+    }

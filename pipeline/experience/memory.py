@@ -1,0 +1,366 @@
+"""The memory of lessons: task text and lesson in one SQLite file, found again by full-text search (FTS5, bm25).
+
+What was added is there after ``kill -9``: each :meth:`Memory.add` is one transaction in write-ahead mode.
+
+The file of the memory: its tables, what proves that it is ours, and opening it without harming one that is not.
+
+The words that memory, stage and actor share, and how a trajectory reads without the lessons in its prompt.
+
+What keeps and finds lessons in place of the stage's own memory: a class that ``lessons.source`` names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import sqlite3
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+
+from pipeline.errors import PlugInError, StoreError, WireError, boundary
+from pipeline.schema import Message, Trajectory
+
+APPLICATION_ID = 0x41464C4D
+"""``AFLM`` in the SQLite header (bytes 68-71)."""
+MEMORY_VERSION = 1
+"""``user_version`` in the SQLite header (bytes 60-63)."""
+BUSY_SECONDS_MAX = 10.0
+"""How long one stage waits for another that writes to the same file."""
+
+TABLES = """
+CREATE TABLE lessons (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, task TEXT NOT NULL, lesson TEXT NOT NULL, fingerprint BLOB NOT NULL UNIQUE,
+    written_at REAL NOT NULL
+);
+CREATE VIRTUAL TABLE lessons_text USING fts5(
+    task, lesson, content='lessons', content_rowid='id', tokenize='unicode61 remove_diacritics 2'
+);
+CREATE VIRTUAL TABLE lessons_words USING fts5vocab(lessons_text, row);
+CREATE TRIGGER lessons_added AFTER INSERT ON lessons BEGIN
+    INSERT INTO lessons_text (rowid, task, lesson) VALUES (new.id, new.task, new.lesson);
+END;
+CREATE TRIGGER lessons_removed AFTER DELETE ON lessons BEGIN
+    INSERT INTO lessons_text (lessons_text, rowid, task, lesson) VALUES ('delete', old.id, old.task, old.lesson);
+END;
+"""
+
+
+def open_memory(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """A connection to the memory at ``path``; a new file is made, complete or not at all, where there is none.
+
+    Raises :class:`StoreError` that names the remedy. Usable from any one thread at a time.
+    """
+    remedy = "Move it away (with its -wal) to start with an empty memory, or set lessons.store to another file"
+    if not _is_ours(path, remedy):
+        _create(path)
+    mode = "ro" if read_only else "rw"
+    try:
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            timeout=BUSY_SECONDS_MAX,
+        )
+    except sqlite3.Error as error:
+        raise StoreError(f"the memory of lessons {path} cannot be opened: {error}. {remedy}") from error
+    try:
+        if not read_only:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise StoreError(f"the memory of lessons {path} is damaged: {found}. {remedy}")
+            connection.execute("INSERT INTO lessons_text (lessons_text) VALUES ('integrity-check')")
+        connection.execute("SELECT id FROM lessons LIMIT 1").fetchone()
+    except sqlite3.Error as error:
+        connection.close()
+        raise StoreError(f"the memory of lessons {path} is damaged: {error}. {remedy}") from error
+    except StoreError:
+        connection.close()
+        raise
+    return connection
+
+
+def _is_ours(path: Path, remedy: str) -> bool:
+    """Whether ``path`` is a memory (False: there is nothing yet). Reads 100 bytes and changes nothing."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(100)
+    except FileNotFoundError:
+        log = path.with_name(path.name + "-wal")
+        if log.exists() and log.stat().st_size:
+            raise StoreError(
+                f"{log} belongs to a memory of lessons, but {path} is not there: move it back, or {log} away too"
+            ) from None
+        return False
+    except OSError as error:
+        raise StoreError(f"the memory of lessons {path} cannot be read: {error}. {remedy}") from error
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        raise StoreError(f"expected {path} to be a memory of lessons (an SQLite file), got something else. {remedy}")
+    version, application = struct.unpack(">I", header[60:64])[0], struct.unpack(">I", header[68:72])[0]
+    if application != APPLICATION_ID:
+        raise StoreError(
+            f"expected {path} to be a memory of lessons of Afterplay, got an SQLite file of something else. {remedy}"
+        )
+    if version != MEMORY_VERSION:
+        raise StoreError(
+            f"{path} was written by another Afterplay (memory version {version}, this one reads {MEMORY_VERSION}). "
+            f"{remedy}"
+        )
+    return True
+
+
+def _create(path: Path) -> None:
+    """Make an empty memory. Of several processes that try at once, one succeeds and all use its file."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        connection = sqlite3.connect(part, isolation_level=None)
+        try:
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {MEMORY_VERSION}")
+            connection.executescript(f"BEGIN; {TABLES} COMMIT;")
+        finally:
+            connection.close()
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            pass
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(
+            f"the memory of lessons {path} cannot be made: {error}. Set lessons.store to a place that can be written"
+        ) from error
+
+
+QUERY_CHARACTERS_MAX = 4096
+"""Of the task text that a search is made with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A short text that may be put into a prompt."""
+
+    lesson_id: str
+    text: str
+
+
+def encode_lessons(order_id: str, lessons: list[Lesson]) -> dict[str, Any]:
+    """Header of a LESSONS message."""
+    return {"order_id": order_id, "lessons": [{"id": lesson.lesson_id, "text": lesson.text} for lesson in lessons]}
+
+
+def decode_lessons(header: Mapping[str, Any]) -> list[Lesson]:
+    """Raises :class:`WireError`."""
+    try:
+        return [Lesson(str(lesson["id"]), str(lesson["text"])) for lesson in header["lessons"]]
+    except (KeyError, TypeError) as error:
+        raise WireError(f"LESSONS header is not understood: {type(error).__name__}: {error}") from error
+
+
+def first_user(messages: tuple[Message, ...]) -> int | None:
+    """Index of the first message of the user; None where there is none."""
+    return next((index for index, message in enumerate(messages) if message.role == "user"), None)
+
+
+def plain_conversation(trajectory: Trajectory) -> list[Message]:
+    """Every message of the last branch of a trajectory, as it reads without lessons; the last one is a completion."""
+    messages: list[Message] = []
+    branch = 0
+    for turn in trajectory.turns:
+        if turn.branch != branch:
+            messages, branch = [], turn.branch
+        messages += [*turn.context_messages, turn.completion_message]
+    user = first_user(tuple(messages))
+    if trajectory.guidance is not None and user is not None:
+        messages[user] = replace(messages[user], content=trajectory.guidance.query)
+    return messages
+
+
+def task_text(trajectory: Trajectory) -> str:
+    """What the first message of the user asks for, without lessons; empty where there is none."""
+    messages = plain_conversation(trajectory)
+    user = first_user(tuple(messages))
+    return "" if user is None else messages[user].content[:QUERY_CHARACTERS_MAX]
+
+
+TERMS_MAX = 64
+"""Different words of a query that are searched for."""
+OVERLAP_MIN = 0.25
+"""A lesson is found only if so large a share of the query's words is in its task text: one common word is not
+enough."""
+_WORD = re.compile(r"\w+")
+_TASK_WEIGHT, _LESSON_WEIGHT = 4.0, 1.0
+_CANDIDATES = 8
+"""Hits looked at for each lesson asked for, before those that say the same are left out."""
+
+_SEARCH = f"""
+SELECT lessons.id, lessons.task, lessons.lesson
+FROM lessons_text JOIN lessons ON lessons.id = lessons_text.rowid
+WHERE lessons_text MATCH ?
+ORDER BY bm25(lessons_text, {_TASK_WEIGHT}, {_LESSON_WEIGHT}), lessons.id DESC LIMIT ?
+"""
+
+
+class Memory:
+    """At most ``capacity`` lessons; over it the oldest go. Safe to use from threads.
+
+    Raises :class:`StoreError` when ``path`` is something else, damaged, or from a newer Afterplay.
+    """
+
+    def __init__(self, path: Path, *, capacity: int, characters_max: int) -> None:
+        self.path = path
+        self._capacity = capacity
+        self._characters_max = characters_max
+        self._writer = open_memory(path)
+        self._reader = open_memory(path, read_only=True)
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._reading:
+            self._reader.close()
+        with self._writing:
+            self._writer.close()
+
+    def __len__(self) -> int:
+        with self._reading, self._explained("read"):
+            return int(self._reader.execute("SELECT count(*) FROM lessons").fetchone()[0])
+
+    def add(self, task: str, lessons: Sequence[str]) -> int:
+        """Keep ``lessons`` for ``task``; returns how many were new. Empty ones and repetitions are left out, and each
+        is cut to ``characters_max``."""
+        task = tidy(task)[:QUERY_CHARACTERS_MAX]
+        rows = [
+            (task, text, _fingerprint(task, text), time.time())
+            for text in (tidy(lesson)[: self._characters_max].rstrip() for lesson in lessons)
+            if text
+        ]
+        if not rows:
+            return 0
+        with self._writing, self._explained("written"):
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                added = 0
+                for row in rows:
+                    added += self._writer.execute(
+                        "INSERT OR IGNORE INTO lessons (task, lesson, fingerprint, written_at) VALUES (?,?,?,?)", row
+                    ).rowcount
+                held = int(self._writer.execute("SELECT count(*) FROM lessons").fetchone()[0])
+                self._writer.execute(
+                    "DELETE FROM lessons WHERE id IN (SELECT id FROM lessons ORDER BY id LIMIT ?)",
+                    (max(0, held - self._capacity),),
+                )
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+        return added
+
+    def search(self, query: str, top_k: int) -> list[Lesson]:
+        """The lessons that fit ``query`` best, best first; of equally good ones the newest. Any text is a query."""
+        wanted = terms(query)
+        if not wanted or top_k < 1:
+            return []
+        with self._reading, self._explained("read"):
+            telling = self._telling(wanted)
+            found = self._found(telling, wanted, top_k)
+            return found if len(found) == top_k or telling == wanted else self._found(wanted, wanted, top_k)
+
+    def _telling(self, wanted: frozenset[str]) -> frozenset[str]:
+        """Words in at most half of the lessons; all, if there are none. bm25 gives the others no weight, but counting
+        them costs the most."""
+        marks = ",".join("?" * len(wanted))
+        held = self._reader.execute("SELECT count(*) FROM lessons").fetchone()[0]
+        query = f"SELECT term FROM lessons_words WHERE term IN ({marks}) AND doc * 2 > ?"
+        return wanted - {term for (term,) in self._reader.execute(query, (*wanted, held))} or wanted
+
+    def _found(self, searched: frozenset[str], wanted: frozenset[str], top_k: int) -> list[Lesson]:
+        match = " OR ".join(f'"{term}"' for term in searched)
+        found: dict[str, Lesson] = {}
+        for number, task, text in self._reader.execute(_SEARCH, (match, top_k * _CANDIDATES)):
+            if len(wanted & terms(task, None)) >= OVERLAP_MIN * len(wanted):
+                found.setdefault(text.casefold(), Lesson(str(number), text))
+        return list(found.values())[:top_k]
+
+    @contextmanager
+    def _explained(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"the memory of lessons {self.path} could not be {done}: {error}. If the disk is full, free some; if "
+                "the file is damaged, stop the run and move it away to start with an empty memory"
+            ) from error
+
+
+def tidy(text: str) -> str:
+    """One line of valid Unicode, with single spaces."""
+    return " ".join(text.encode("utf-8", "replace").decode("utf-8").replace("\0", " ").split())
+
+
+def terms(text: str, limit: int | None = TERMS_MAX) -> frozenset[str]:
+    """The first ``limit`` different words of a text. They hold nothing that is an operator of the search."""
+    found: dict[str, None] = {}
+    for word in _WORD.findall(text[:QUERY_CHARACTERS_MAX]):
+        found[word.lower()] = None
+        if limit is not None and len(found) >= limit:
+            break
+    return frozenset(found)
+
+
+def _fingerprint(task: str, lesson: str) -> bytes:
+    return hashlib.blake2b(f"{task}\0{lesson}".casefold().encode(), digest_size=16).digest()
+
+
+log = logging.getLogger("afterplay.lessons")
+
+NAME = "lesson source"
+"""In messages."""
+CLOSE_SECONDS_MAX = 5.0
+
+
+class LessonSource(Protocol):
+    """Made with ``lessons.source_options``, once in every actor, which searches, and once in every replay stage, which
+    hands over groups. Used inside an event loop; callers limit how long a call takes, and what it raises costs no more
+    than that call."""
+
+    async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]:
+        """Lessons that fit the text of a task, best first."""
+        ...
+
+    async def summarise(self, trajectories: Sequence[Trajectory]) -> int:
+        """Take the scored trajectories of a finished group; returns how many lessons came of it."""
+        ...
+
+    async def close(self) -> None:
+        """Called once, at the end."""
+        ...
+
+
+async def close_source(source: LessonSource) -> None:
+    """Close it; what it raises is logged, because the process stops anyway."""
+    try:
+        with anyio.move_on_after(CLOSE_SECONDS_MAX), boundary(f"{NAME} close"):
+            await source.close()
+    except PlugInError as error:
+        log.error("%s\n%s", error, error.details)

@@ -1,0 +1,255 @@
+"""The part of the replay stage that serves lessons, beside its rounds: nothing here makes ingest wait.
+
+*consumes* RECALL messages and :class:`Finished` effects from bounded queues; *produces* LESSONS messages and rows of
+the memory; *waits for* the memory and for the writer, in threads. What does not fit into a queue is counted and
+dropped: an actor that gets no answer plays without lessons.
+
+From a run file to the stage's lessons.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from pipeline.config import RunConfig
+from pipeline.config.replay import LessonsConfig
+from pipeline.errors import AfterplayError, PlugInTimeout, boundary
+from pipeline.experience.memory import NAME, Lesson, LessonSource, Memory, close_source, encode_lessons, task_text
+from pipeline.experience.memory_writer import Writer
+from pipeline.metrics.replay import ReplayMetrics
+from pipeline.runtime.process import load_main
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.schema import Trajectory
+from pipeline.stage.outgoing import PayloadCache
+from pipeline.store.journal import Finished, Send
+from pipeline.store.store import ReplayStore
+from pipeline.transport.codec import decode_trajectory
+from pipeline.transport.open import limits_of
+from pipeline.transport.protocol import Frames, Kind, Limits
+
+log = logging.getLogger("afterplay.lessons")
+
+RECALLS_MAX = 4096
+"""Questions of actors that may wait."""
+GROUPS_MAX = 256
+"""Finished groups that may wait for the writer."""
+WRITERS = 4
+"""Groups that lessons are written from at once."""
+
+Payloads = Callable[[Sequence[int]], Awaitable[Mapping[int, Frames]]]
+"""Frames of stored trajectories by ``seq``; those that were forgotten are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """A question of an actor."""
+
+    peer: str
+    order_id: str
+    query: str
+    top_k: int
+    asked_at: float
+    """Clock of ``time.perf_counter``."""
+
+
+class Lessons:
+    """One memory, or one source in its place, and the tasks around it."""
+
+    def __init__(
+        self,
+        config: LessonsConfig,
+        *,
+        memory: Memory | None,
+        source: LessonSource | None,
+        writer: Writer,
+        payloads: Payloads,
+        post: Callable[[Send], None],
+        limits: Limits,
+        metrics: ReplayMetrics,
+    ) -> None:
+        self._config = config
+        self._memory, self._source, self._writer = memory, source, writer
+        self._payloads, self._post, self._limits, self._metrics = payloads, post, limits, metrics
+        self._recalls: deque[Recall] = deque()
+        self._asked = anyio.Event()
+        self._groups_send, self._groups = anyio.create_memory_object_stream[Finished](GROUPS_MAX)
+
+    def recall(self, peer: str, header: Mapping[str, Any]) -> None:
+        """A RECALL came. Never waits."""
+        try:
+            question = Recall(
+                peer, str(header["order_id"]), str(header["query"]), int(header["top_k"]), time.perf_counter()
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            log.warning("RECALL of %s is not understood: %s: %s", peer, type(error).__name__, error)
+            self._metrics.lesson_searches_total.labels(outcome="error").inc()
+            return
+        if self._memory is None:
+            self._answer(question, [], "none")
+        elif len(self._recalls) >= RECALLS_MAX:
+            self._metrics.lesson_searches_total.labels(outcome="dropped").inc()
+        else:
+            self._recalls.append(question)
+            self._asked.set()
+
+    def finished(self, group: Finished) -> None:
+        """A group is complete and scored. Never waits."""
+        if self._source is None and not self._writer.wants([m.reward for m in group.members if m.reward is not None]):
+            return
+        try:
+            self._groups_send.send_nowait(group)
+        except anyio.WouldBlock:
+            self._metrics.lesson_groups_total.labels(outcome="dropped").inc()
+
+    async def run(self) -> None:
+        """Until cancelled; what waits then is dropped. Closes memory and source."""
+        if self._memory is not None:
+            self._metrics.lessons.set(await anyio.to_thread.run_sync(self._memory.__len__))
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._search, name="lesson searches")
+                for _ in range(WRITERS):
+                    group.start_soon(self._write, self._groups.clone(), name="lesson writer")
+        finally:
+            self._groups_send.close()
+            self._groups.close()
+            with anyio.CancelScope(shield=True):
+                if self._source is not None:
+                    await close_source(self._source)
+                if self._memory is not None:
+                    await anyio.to_thread.run_sync(self._memory.close)
+
+    async def _search(self) -> None:
+        while True:
+            if not self._recalls:
+                self._asked = anyio.Event()
+                await self._asked.wait()
+            batch = [self._recalls.popleft() for _ in range(len(self._recalls))]
+            for question, found in await anyio.to_thread.run_sync(partial(self._look_up, batch)):
+                if found is None:
+                    self._answer(question, [], "error")
+                else:
+                    self._answer(question, found, "found" if found else "none")
+
+    def _look_up(self, batch: list[Recall]) -> list[tuple[Recall, list[Lesson] | None]]:
+        """The rollouts of one group ask the same: it is searched once."""
+        assert self._memory is not None
+        known: dict[tuple[str, int], list[Lesson] | None] = {}
+        for question in batch:
+            key = question.query, question.top_k
+            if key not in known:
+                try:
+                    known[key] = self._memory.search(*key)
+                except AfterplayError as error:
+                    log.error("%s", error)
+                    known[key] = None
+        return [(question, known[question.query, question.top_k]) for question in batch]
+
+    def _answer(self, question: Recall, found: list[Lesson], outcome: str) -> None:
+        self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
+        self._metrics.lesson_search_duration_seconds.observe(time.perf_counter() - question.asked_at)
+        self._post(Send(question.peer, Kind.LESSONS, encode_lessons(question.order_id, found)))
+
+    async def _write(self, groups: MemoryObjectReceiveStream[Finished]) -> None:
+        async with groups:
+            async for group in groups:
+                try:
+                    outcome = await self._write_one(group)
+                except PlugInTimeout as error:
+                    log.warning("group %s gave no lesson: %s", group.group_id, error)
+                    outcome = "timeout"
+                except AfterplayError as error:
+                    log.warning("group %s gave no lesson: %s\n%s", group.group_id, error, getattr(error, "details", ""))
+                    outcome = "error"
+                except Exception:
+                    log.exception("group %s gave no lesson", group.group_id)
+                    outcome = "error"
+                self._metrics.lesson_groups_total.labels(outcome=outcome).inc()
+
+    async def _write_one(self, group: Finished) -> str:
+        frames = await self._payloads([member.seq for member in group.members])
+        trajectories = await anyio.to_thread.run_sync(partial(self._decode, group, frames))
+        if not trajectories:
+            return "dropped"
+        if self._source is not None:
+            try:
+                with anyio.fail_after(self._config.writer_seconds_max), boundary(NAME):
+                    added = await self._source.summarise(trajectories)
+            except TimeoutError as error:
+                limit = f"no answer within {self._config.writer_seconds_max:g} s"
+                raise PlugInTimeout(NAME, "TimeoutError", limit) from error
+        else:
+            assert self._memory is not None
+            task = task_text(trajectories[0])
+            texts = await self._writer(task, trajectories)
+            added = await anyio.to_thread.run_sync(partial(self._memory.add, task, texts))
+            self._metrics.lessons.set(await anyio.to_thread.run_sync(self._memory.__len__))
+        self._metrics.lessons_written_total.inc(added)
+        return "written" if added else "nothing"
+
+    def _decode(self, group: Finished, frames: Mapping[int, Frames]) -> list[Trajectory]:
+        """Those that are still stored, with the scorer's verdict."""
+        return [
+            decode_trajectory(frames[member.seq], self._limits).scored(member.reward, member.rewards)
+            for member in group.members
+            if member.seq in frames
+        ]
+
+
+MAKE_SOURCE = "actors.environments.plugins:make_source"
+"""Loaded by path, because the stage imports no actor."""
+
+
+async def open_lessons(
+    config: RunConfig,
+    directory: RunDirectory,
+    store: ReplayStore,
+    cache: PayloadCache,
+    post: Callable[[Send], None],
+    metrics: ReplayMetrics,
+) -> Lessons | None:
+    """None where lessons are off. Raises :class:`ConfigurationError` for a writer or source that does not exist,
+    :class:`StoreError` for a memory that cannot be used."""
+    section = config.lessons
+    if not section.enabled:
+        return None
+    memory: Memory | None = None
+    source: LessonSource | None = None
+    writer = Writer(section, config.replay.success_threshold)
+    if section.source != "stage":
+        source = load_main(MAKE_SOURCE)(section)
+    else:
+        memory = await anyio.to_thread.run_sync(
+            partial(
+                Memory,
+                section.store or directory.lessons_file,
+                capacity=section.capacity,
+                characters_max=section.lesson_characters_max,
+            )
+        )
+
+    async def payloads(seqs: Sequence[int]) -> Mapping[int, Frames]:
+        found = {seq: frames for seq in seqs if (frames := cache.get(seq)) is not None}
+        missing = [seq for seq in seqs if seq not in found]
+        return {**found, **await anyio.to_thread.run_sync(store.payloads, missing)} if missing else found
+
+    return Lessons(
+        section,
+        memory=memory,
+        source=source,
+        writer=writer,
+        payloads=payloads,
+        post=post,
+        limits=limits_of(config),
+        metrics=metrics,
+    )

@@ -1,0 +1,192 @@
+"""Which admissions of a batch are replay, which retest a retired task, and which failed group is rescued.
+
+A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them to be replay groups, ``factor``
+being the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not
+take the tasks that could be replayed; one that finds nothing valid is made up for by a later admission of the batch.
+
+Tasks that the sampler gave and nobody has played: they come first when there is room for them.
+
+How much of the replay share is left: the effective sample size of replayed tokens decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from pipeline.config.replay import EssGuardConfig, ReplayConfig
+from pipeline.schema import Task
+from pipeline.tasks.sampler import Drawn, TaskSampler, Verdict
+
+SLACK = 1e-9
+"""Products of a count and a ratio may fall below the whole number that is meant by so much: 100 * 0.29 < 29."""
+
+
+class Mixing:
+    """Counters of the batch being admitted, the latch of the start, credit for retests and rescues.
+
+    ``batch``: groups of every batch.
+    """
+
+    def __init__(self, replay: ReplayConfig, batch: int, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self._replay = replay
+        self._batch = batch
+        self.started = bool(state.get("started", False))
+        """Whether mixing has begun; it never ends."""
+        self._position = int(state.get("position", 0))
+        self._target = int(state.get("target", 0))
+        self._replays = int(state.get("replays", 0))
+        self._tasks = dict.fromkeys(str(task_id) for task_id in state.get("tasks", ()))
+        self._retest_credit = float(state.get("retest_credit", 0.0))
+        self._rescue_credit = float(state.get("rescue_credit", 0.0))
+        if self._position >= batch:
+            self._end_batch()
+
+    @property
+    def tasks(self) -> Mapping[str, None]:
+        """Ids of the tasks of this batch so far."""
+        return self._tasks
+
+    def begin(self, progress: float, factor: float) -> None:
+        """Before every admission. ``progress`` is the share of the run that is done."""
+        if self._replay.start_solve_rate is None and progress >= self._replay.start_ratio:
+            self.started = True
+        if self._position == 0:
+            self._target = self._targeted(factor)
+        self._retest_credit = min(1.0, self._retest_credit + self._replay.retest_ratio)
+
+    @property
+    def retest_due(self) -> bool:
+        """Whether this admission should play a retired task."""
+        return self._retest_credit >= 1 - SLACK
+
+    @property
+    def replay_due(self) -> bool:
+        """Whether this admission should be a replay group: those of a batch come first, so that its fresh draws do not
+        take the tasks that could be replayed."""
+        return self._replays < self._target
+
+    def admitted(self, task_id: str, *, replay: bool = False, retest: bool = False) -> None:
+        """The admission that :meth:`begin` began is made."""
+        self._tasks[task_id] = None
+        self._position += 1
+        self._replays += replay
+        if retest:
+            self._retest_credit = max(0.0, self._retest_credit - 1)
+        if self._position >= self._batch:
+            self._end_batch()
+
+    def solved(self, solve_rate: float) -> None:
+        """An update trained a batch in which this share of fresh rollouts succeeded (ExGRPO's start)."""
+        start = self._replay.start_solve_rate
+        if start is not None and solve_rate > start:
+            self.started = True
+
+    def take_rescue(self, factor: float) -> bool:
+        """Whether the group that could be rescued now is: all of them, or every ``1/factor``-th under the guard."""
+        credit = min(2.0, self._rescue_credit + factor)
+        taken = credit >= 1 - SLACK
+        self._rescue_credit = max(0.0, credit - 1) if taken else credit
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """JSON that :meth:`__init__` takes back."""
+        return {
+            "started": self.started,
+            "position": self._position,
+            "target": self._target,
+            "replays": self._replays,
+            "tasks": list(self._tasks),
+            "retest_credit": self._retest_credit,
+            "rescue_credit": self._rescue_credit,
+        }
+
+    def _targeted(self, factor: float) -> int:
+        if not self.started or self._replay.inject == "rescue":
+            return 0
+        return math.floor(self._batch * self._replay.task_ratio * factor + SLACK)
+
+    def _end_batch(self) -> None:
+        self._position = self._replays = 0
+        self._tasks.clear()
+
+
+class Aside:
+    """Draws fresh tasks, not twice in a batch where that can be helped, and keeps what was drawn in vain.
+
+    A task whose group was cancelled comes back once: were it to come back each time, one that cannot be played would
+    take the place of others for ever.
+    """
+
+    def __init__(self, environments: Collection[str], state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        tasks = (
+            Task(t["task_id"], t["environment"], t["seed"], t.get("payload") or {}) for t in state.get("tasks", ())
+        )
+        self._environments = environments
+        self._tasks = {task.task_id: task for task in tasks if task.environment in environments}
+        self._again = dict.fromkeys(str(task_id) for task_id in state.get("again", ()))
+
+    def draw(
+        self, sampler: TaskSampler, batch: Collection[str], is_retired: Callable[[str], bool], exhausted: set[str]
+    ) -> Task | None:
+        """A task that is neither retired nor in this batch; None when nothing like that is found."""
+        for task_id in [task_id for task_id in self._tasks if is_retired(task_id)]:
+            del self._tasks[task_id]
+            self._again.pop(task_id, None)
+        for task_id in self._tasks:
+            if task_id not in batch:
+                return self._tasks.pop(task_id)
+
+        def verdict(drawn: Drawn) -> Verdict:
+            if drawn.task_id in self._tasks:
+                return Verdict.PASS
+            if is_retired(drawn.task_id):
+                return Verdict.PASS
+            if drawn.task_id not in batch:
+                return Verdict.TAKE
+            self._tasks[drawn.task_id] = drawn.task()
+            return Verdict.KEEP
+
+        return sampler.draw_where(verdict, exhausted=exhausted)
+
+    def take(self) -> Task | None:
+        """The first task that was set aside, although it is in this batch; None when there is none."""
+        return self._tasks.pop(next(iter(self._tasks))) if self._tasks else None
+
+    def give_back(self, task: Task) -> None:
+        """The task's group was cancelled."""
+        if task.task_id in self._again:
+            del self._again[task.task_id]
+        elif task.environment in self._environments:
+            self._again[task.task_id] = None
+            self._tasks.setdefault(task.task_id, task)
+
+    def played(self, task_id: str) -> None:
+        """The task's group is finished."""
+        self._again.pop(task_id, None)
+
+    def state(self) -> dict[str, Any]:
+        """JSON that :meth:`__init__` takes back."""
+        tasks = [
+            {"task_id": t.task_id, "environment": t.environment, "seed": t.seed, "payload": dict(t.payload)}
+            for t in self._tasks.values()
+        ]
+        return {"tasks": tasks, "again": list(self._again)}
+
+
+def next_factor(guard: EssGuardConfig, factor: float, ess: float | None) -> float:
+    """The share's factor, in [share_min, 1], after an update whose replayed tokens had this ESS (0 to 1): Kish's times
+    ``min(1, mean ratio)``. Kish's alone is 1 where every ratio is 0.01, and such replays carry nothing but a baseline.
+
+    Below the floor it shrinks by a factor, else it grows by a constant: fast down, slow up. An update without replayed
+    tokens (``ess`` None) counts as one above the floor, or a share of 0 would stay 0 for ever. An ESS that is not
+    finite counts as 0.
+    """
+    if not guard.enabled:
+        return 1.0
+    if ess is not None and not (math.isfinite(ess) and ess >= guard.floor):
+        return max(guard.share_min, factor * guard.shrink)
+    return min(1.0, factor + guard.recover)

@@ -1,0 +1,218 @@
+"""Which tasks are replayed, and which of their trajectories (REPLAY.md 1, 2 and 5).
+
+Random numbers whose whole state is a few counters, so that a resumed stage draws what would have come.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+from pipeline.store.experience_records import PoolEntry
+
+Select = Literal["argmin", "argmax", "random"]
+
+TRIES = 16
+"""Draws that may hit a task of this batch before those tasks are sorted out exactly."""
+
+
+def rank(select: Select) -> Callable[[PoolEntry], float]:
+    """Sort key, smaller is better: mean entropy, or its negative; unknown (or not a number) is worst; nothing for
+    ``random``."""
+    if select == "random":
+        return lambda _: 0.0
+    sign = 1.0 if select == "argmin" else -1.0
+
+    def key(entry: PoolEntry) -> float:
+        known = entry.entropy is not None and math.isfinite(entry.entropy)
+        return sign * entry.entropy if known and entry.entropy is not None else math.inf
+
+    return key
+
+
+class TaskIndex:
+    """Ids of tasks that have something usable, together and by bucket.
+
+    Sorted, so that the same contents give the same draws whatever came before. A change costs a binary search and a
+    memory move.
+    """
+
+    def __init__(self) -> None:
+        self._bucket_of: dict[str, int | None] = {}
+        self._all: list[str] = []
+        self._buckets: dict[int | None, list[str]] = {}
+
+    def put(self, task_id: str, bucket: int | None) -> None:
+        """Enter a task, or move it to another bucket (None: no group of it has finished)."""
+        if task_id in self._bucket_of:
+            if self._bucket_of[task_id] == bucket:
+                return
+            self.discard(task_id)
+        self._bucket_of[task_id] = bucket
+        bisect.insort(self._all, task_id)
+        bisect.insort(self._buckets.setdefault(bucket, []), task_id)
+
+    def discard(self, task_id: str) -> None:
+        """Take a task out, if it is there."""
+        if task_id not in self._bucket_of:
+            return
+        bucket = self._bucket_of.pop(task_id)
+        _remove(self._all, task_id)
+        _remove(self._buckets[bucket], task_id)
+        if not self._buckets[bucket]:
+            del self._buckets[bucket]
+
+    def all(self) -> Sequence[str]:
+        return self._all
+
+    def of(self, bucket: int | None) -> Sequence[str]:
+        return self._buckets.get(bucket, ())
+
+    def buckets(self) -> list[int | None]:
+        """Those that are not empty, in order."""
+        return sorted(self._buckets, key=lambda b: -1 if b is None else b)
+
+
+def draw_uniform(ids: Sequence[str], exclude: Collection[str], rng: random.Random) -> str | None:
+    """One of ``ids`` that is not excluded, each with the same probability; None when there is none.
+
+    By rejection, with a scan after :data:`TRIES` misses: constant time while few are excluded.
+    """
+    if not ids:
+        return None
+    for _ in range(TRIES):
+        task_id = ids[rng.randrange(len(ids))]
+        if task_id not in exclude:
+            return task_id
+    left = [task_id for task_id in ids if task_id not in exclude]
+    return left[rng.randrange(len(left))] if left else None
+
+
+def draw_normal(index: TaskIndex, n_rollout: int, exclude: Collection[str], rng: random.Random) -> str | None:
+    """A bucket of s successes by weight ``exp(-(s - n/2)^2 / 2)`` among those that have a task left (ExGRPO,
+    arXiv:2510.02245), then one of its tasks uniformly. Tasks without a finished group count as ``s = n/2``."""
+    buckets = index.buckets()
+    while buckets:
+        exponents = [0.0 if s is None else -((s - n_rollout / 2) ** 2) / 2 for s in buckets]
+        bucket = buckets[_draw_weighted(_from_logs(exponents), rng)]
+        task_id = draw_uniform(index.of(bucket), exclude, rng)
+        if task_id is not None:
+            return task_id
+        buckets.remove(bucket)
+    return None
+
+
+def draw_by_turns(
+    ids: Sequence[str], n_turns: Mapping[str, int], exclude: Collection[str], rng: random.Random
+) -> str | None:
+    """A task with probability proportional to its number of turns, by cumulative ends."""
+    left = [task_id for task_id in ids if task_id not in exclude]
+    return left[_draw_weighted([n_turns[task_id] for task_id in left], rng)] if left else None
+
+
+def log_priority(success_rate: float, alpha: float, epsilon: float) -> float:
+    """Log of ``(p(1-p) + epsilon)^alpha``; of the whole priority ``-age / tau`` is added. Logs, because old tasks
+    underflow."""
+    return alpha * math.log(success_rate * (1 - success_rate) + epsilon)
+
+
+def draw_priority(
+    ids: Sequence[str],
+    log_priorities: Callable[[str], float],
+    beta: float,
+    exclude: Collection[str],
+    rng: random.Random,
+) -> tuple[str, float] | None:
+    """A task by its priority, and its importance correction ``min(1, (M P)^-beta)``, ``M = 1 / sum_j P_j^2``.
+
+    That is ``(N P)^-beta`` of prioritised replay (arXiv:1511.05952, 3.4) with Kish's effective number M of tasks in the
+    place of N: ``1 / M`` is the mean probability of a drawn task, so what is drawn more often than that is weighed
+    down, and a task that is never drawn counts for nothing. It is cut at 1 (truncated importance sampling, Ionides
+    2008) and not scaled by a maximum: the maximum over all tasks belongs to one that is nearly never drawn and makes
+    every update small; that over a batch depends on who was drawn beside (alone in its batch a task would not be
+    corrected). At most half of the draws have more than twice the mean probability (Markov), so the mean weight is at
+    least ``2^-(1 + beta)``, whatever the priorities. At beta 1 tasks count by ``min(P, 1/M)``: the common ones alike,
+    the rare ones by their priority.
+    """
+    left = [task_id for task_id in ids if task_id not in exclude]
+    if not left:
+        return None
+    shares = _from_logs([log_priorities(task_id) for task_id in left])
+    chosen = _draw_weighted(shares, rng)
+    mean = sum(share * share for share in shares) / sum(shares)
+    return left[chosen], min(1.0, mean / shares[chosen]) ** beta
+
+
+def choose(entries: Sequence[PoolEntry], k: int, select: Select, rng: random.Random) -> list[PoolEntry]:
+    """``k`` of ``entries`` (or as many as there are), best first: the first k of a sorted copy, older first on ties;
+    ``random`` draws without replacement."""
+    k = min(k, len(entries))
+    return rng.sample(list(entries), k) if select == "random" else sorted(entries, key=rank(select))[:k]
+
+
+def choose_turns(entries: Sequence[PoolEntry], k: int, rng: random.Random) -> list[tuple[PoolEntry, int]]:
+    """``k`` turns of different trajectories: each uniform over all turns of the trajectories that are left."""
+    left = list(entries)
+    chosen: list[tuple[PoolEntry, int]] = []
+    while left and len(chosen) < k:
+        i, turn = unit_at(cumulative_ends(left), rng.randrange(sum(e.n_turns for e in left)))
+        chosen.append((left.pop(i), turn))
+    return chosen
+
+
+def cumulative_ends(entries: Sequence[PoolEntry]) -> list[int]:
+    """``ends[i]``: turns of entries 0 to i together."""
+    return list(itertools.accumulate(entry.n_turns for entry in entries))
+
+
+def unit_at(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """(entry, turn) of a global turn index.
+
+    >>> [unit_at([2, 3], i) for i in range(3)]
+    [(0, 0), (0, 1), (1, 0)]
+    """
+    i = bisect.bisect_right(ends, index)
+    return i, index - (ends[i - 1] if i else 0)
+
+
+def _from_logs(logs: Sequence[float]) -> list[float]:
+    largest = max(logs)
+    return [math.exp(value - largest) for value in logs]
+
+
+def _draw_weighted(weights: Sequence[float], rng: random.Random) -> int:
+    ends = list(itertools.accumulate(weights))
+    index = bisect.bisect_right(ends, rng.random() * ends[-1])
+    while index >= len(weights) or not weights[index]:
+        index -= 1
+    return index
+
+
+def _remove(ids: list[str], task_id: str) -> None:
+    del ids[bisect.bisect_left(ids, task_id)]
+
+
+class Draws:
+    """Draw ``i`` for a purpose depends on nothing but (seed, purpose, i).
+
+    >>> Draws(7).next("task").random() == Draws(7).next("task").random()
+    True
+    """
+
+    def __init__(self, seed: int, counters: Mapping[str, int] | None = None) -> None:
+        self._seed = seed
+        self._counters = {str(purpose): int(count) for purpose, count in (counters or {}).items()}
+
+    def next(self, purpose: str) -> random.Random:
+        """The generator of this purpose's next draw. It may be asked for any number of values."""
+        counter = self._counters.get(purpose, 0)
+        self._counters[purpose] = counter + 1
+        return random.Random(f"{self._seed}/{purpose}/{counter}")
+
+    def state(self) -> dict[str, int]:
+        """JSON that :meth:`__init__` takes back."""
+        return dict(self._counters)

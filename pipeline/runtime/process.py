@@ -1,0 +1,295 @@
+"""The contract of a role: one process, one main coroutine, one way to start, drain, fail and tell how it is.
+
+``run_role`` gives every role the same life:
+
+* uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
+* SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
+  drain longer than ``supervisor.drain_seconds_max``, ends the process at once;
+* the exit code says how it ended (:class:`ExitCode`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import FrameType
+from typing import Any
+
+import anyio
+
+from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, ConfigurationError, ForcedExit
+from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
+from pipeline.metrics.server import MetricsServer
+from pipeline.runtime.plugin_guard import bounded_prints
+from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS_MAX = 60.0
+"""A main loop that has not come round for so long is reported as stuck (``/healthz`` answers 503)."""
+LAG_PROBE_SECONDS = 0.5
+"""How often the delay of the event loop is measured."""
+BLOCKED_SECONDS_MAX = 1.0
+"""Beyond the drain's own limit, before a process with a blocked event loop is ended by force."""
+
+Main = Callable[["RoleContext"], Awaitable[None]]
+
+
+class ExitCode(IntEnum):
+    """How a process of Afterplay ends."""
+
+    FINISHED = 0
+    """The work is done, or a signal asked for the end and everything was drained."""
+    FAILED = 1
+    """An error; the log has it."""
+    CONFIGURATION = 2
+    """The run file or an option is wrong; restarting does not help."""
+    FORCED = 3
+    """Ended without finishing: a second signal, or a drain that took too long."""
+    GAVE_UP = 4
+    """The supervisor restarted a process ``supervisor.restarts_max`` times in vain."""
+    BUSY = 5
+    """The run directory belongs to a run that is alive."""
+
+
+@dataclass(slots=True)
+class Status:
+    """What a role is doing, for people."""
+
+    state: str = "starting"
+    waiting_for: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class RoleContext:
+    """What a role's main coroutine is given."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        config: RunConfig,
+        directory: RunDirectory | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self.name = name
+        self.index = index
+        self.config = config
+        self.directory = directory or RunDirectory(config.run.path)
+        self.registry = registry or CollectorRegistry()
+        self.stopping = anyio.Event()
+        """Set when the process should drain and return."""
+        self.status = Status()
+        self.process = ProcessMetrics(self.registry, config.run.name, config.advantage.estimator, config.model.source)
+        self._beat_at = time.monotonic()
+
+    def report(self, state: str, waiting_for: str = "", **details: Any) -> None:
+        """Say what the role does now, in words: ``ctx.report("waiting", "the first group of update 3", ready=5)``.
+
+        ``details`` are JSON values. Shown by ``/healthz`` and the progress display.
+        """
+        self.status = Status(state, waiting_for, details)
+
+    def beat(self) -> None:
+        """Call once per iteration of the main loop, waiting iterations included (at least every minute)."""
+        self._beat_at = time.monotonic()
+        self.process.heartbeat_timestamp_seconds.set(time.time())
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the main loop has come round lately, and the status."""
+        age = time.monotonic() - self._beat_at
+        status = self.status
+        return age <= HEARTBEAT_SECONDS_MAX, {
+            "name": self.name,
+            "state": status.state if age <= HEARTBEAT_SECONDS_MAX else "stuck",
+            "waiting_for": status.waiting_for,
+            "details": status.details,
+            "heartbeat_age_seconds": round(age, 3),
+            "stopping": self.stopping.is_set(),
+        }
+
+
+def role_name(role: str, index: int) -> str:
+    """``actor-0``, ``actor-1`` …; ``learner`` and ``replay`` alone need no number."""
+    return f"{role}-{index}" if role in ("actor", "engine") or index else role
+
+
+def metrics_port(name: str, index: int, base: int) -> int:
+    """Port of ``/metrics``: replay ``base``, learner ``base + 1``, actor i ``base + 2 + i``; 0 stays 0 (any free)."""
+    if base == 0:
+        return 0
+    offsets = {"replay": 0, "learner": 1}
+    port = base + offsets.get(name.split("-")[0], 2 + index)
+    if port > 65535:
+        raise ConfigurationError(
+            f"expected metrics ports up to 65535, got {port} for {name}: set metrics.port lower than {base}"
+        )
+    return port
+
+
+def load_main(path: str) -> Any:
+    """The object at ``module:attribute``, imported only now. Raises :class:`ConfigurationError` that names the path."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"expected {path} to be importable, got {type(error).__name__}: {error}. Is Afterplay installed completely?"
+        ) from error
+
+
+def configure_logging(name: str) -> None:
+    """Time, role and level on stderr."""
+    level = os.environ.get("AFTERPLAY_LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(
+        level=getattr(logging, level, logging.INFO),
+        format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def run_role(name: str, index: int, config: RunConfig, main: Main) -> int:
+    """Run ``main`` as a process of its own and return its exit code."""
+    configure_logging(name)
+    try:
+        return anyio.run(_live, name, index, config, main, backend_options={"use_uvloop": _has_uvloop()})
+    except BaseException as error:
+        return _explain(name, error)
+
+
+async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
+    directory = RunDirectory(config.run.path).create()
+    ctx = RoleContext(name, index, config, directory)
+    with (
+        _signals(ctx),
+        MetricsServer(
+            ctx.registry,
+            ctx.health,
+            config.metrics.host,
+            metrics_port(name, index, config.metrics.port),
+        ) as server,
+        _process_file(directory, name, config.metrics.host, server.port),
+        bounded_prints(),
+    ):
+        log.info("started, /metrics on port %d", server.port)
+        async with anyio.create_task_group() as background:
+            background.start_soon(_measure_lag, ctx)
+            await _run_main(ctx, main, config.supervisor.drain_seconds_max)
+            background.cancel_scope.cancel()
+    log.info("finished")
+    return ExitCode.FINISHED
+
+
+async def _run_main(ctx: RoleContext, main: Main, drain_seconds_max: float) -> None:
+    """Run ``main``; once stopping is set it has ``drain_seconds_max`` to return. Raises :class:`ForcedExit`."""
+    overdue = False
+
+    async def limit_drain(scope: anyio.CancelScope) -> None:
+        nonlocal overdue
+        await ctx.stopping.wait()
+        log.info("stopping")
+        await anyio.sleep(drain_seconds_max)
+        overdue = True
+        scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(limit_drain, group.cancel_scope)
+        await main(ctx)
+        group.cancel_scope.cancel()
+    if overdue:
+        raise ForcedExit(
+            f"{ctx.name} was expected to drain within supervisor.drain_seconds_max={drain_seconds_max} s, and did not "
+            f"(it was {ctx.status.state}{' for ' + ctx.status.waiting_for if ctx.status.waiting_for else ''})"
+        )
+
+
+async def _measure_lag(ctx: RoleContext) -> None:
+    while True:
+        due = time.perf_counter() + LAG_PROBE_SECONDS
+        await anyio.sleep(LAG_PROBE_SECONDS)
+        ctx.process.event_loop_lag_seconds.observe(max(0.0, time.perf_counter() - due))
+
+
+@contextmanager
+def _signals(ctx: RoleContext) -> Iterator[None]:
+    """First SIGTERM or SIGINT: ``ctx.stopping``. Second: the process ends here and now.
+
+    A thread ends the process where the event loop is blocked for longer than the drain may take.
+    """
+    loop = asyncio.get_running_loop()
+    seconds_max = ctx.config.supervisor.drain_seconds_max + BLOCKED_SECONDS_MAX
+    watchdog: list[threading.Timer] = []
+
+    def force(why: str) -> None:
+        os.write(2, f"{ctx.name}: {why}, ending at once\n".encode())
+        os._exit(ExitCode.FORCED)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if watchdog:
+            force("second signal")
+        timer = threading.Timer(seconds_max, force, (f"the event loop was blocked for {seconds_max} s of the drain",))
+        timer.daemon = True
+        watchdog.append(timer)
+        timer.start()
+        loop.call_soon_threadsafe(ctx.stopping.set)
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for timer in watchdog:
+            timer.cancel()
+
+
+@contextmanager
+def _process_file(directory: RunDirectory, name: str, host: str, port: int) -> Iterator[None]:
+    """``processes/NAME.json`` while the process lives."""
+    path = directory.process_file(name)
+    record = {"pid": os.getpid(), "metrics_host": host, "metrics_port": port, "started_at": time.time()}
+    write_json_atomically(path, record)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _explain(name: str, error: BaseException) -> int:
+    """Tell why a role ended; the exit code says it to the supervisor."""
+    leaves = list(_leaves(error))
+    for leaf in leaves:
+        if isinstance(leaf, ConfigurationError):
+            print(f"{name}: {leaf}", file=sys.stderr, flush=True)
+            return ExitCode.CONFIGURATION
+    log.error("%s ended by an error", name, exc_info=error)
+    for leaf in leaves:
+        kind = "" if isinstance(leaf, AfterplayError) else f"{type(leaf).__name__}: "
+        print(f"{name}: {kind}{leaf}", file=sys.stderr, flush=True)
+    forced = any(isinstance(leaf, ForcedExit | KeyboardInterrupt) for leaf in leaves)
+    return ExitCode.FORCED if forced else ExitCode.FAILED
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _has_uvloop() -> bool:
+    return importlib.util.find_spec("uvloop") is not None

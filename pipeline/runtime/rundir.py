@@ -1,0 +1,192 @@
+"""Where a run keeps its things: one folder, one name for each file in it.
+
+::
+
+    runs/NAME/
+      config.yaml        the resolved configuration every process of the run reads
+      model/             the initial model as a Hugging Face folder (config, safetensors, tokenizer)
+      weights/v000007/   published weights, one folder for each policy version
+      checkpoints/       what the learner resumes from
+      replay.sqlite      trajectories, groups, orders and their states
+      lessons.sqlite     the memory of lessons, where they are on
+      traces/            some trained, evaluated and failed rollouts, for ``afterplay show``
+      metrics.jsonl      one JSON object for each update
+      skipped/           batches of optimizer steps that were not finite (learner/checkpoints/skipped_steps.py)
+      evaluations.jsonl  one JSON object for each evaluation
+      evaluations/NAME/  one ``afterplay eval`` of a checkpoint: a small run directory
+      curves.png         the picture of metrics.jsonl
+      logs/NAME.log      stdout and stderr of each process
+      processes/NAME.json  pid and metrics port of each process that lives
+      processes.json     what the supervisor knows of all of them
+      run.lock           held by the supervisor while the run lives
+
+A lock that one process holds; freed by the kernel when the process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of one run. Building it creates nothing; :meth:`create` does."""
+
+    path: Path
+
+    def create(self) -> RunDirectory:
+        """Make the folder and the folders in it; harmless when they exist."""
+        for folder in (self.path, self.checkpoints, self.logs, self.processes, self.path / "weights"):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def model(self) -> Path:
+        """Folder of the prepared initial model: ``config.json``, safetensors, tokenizer."""
+        return self.path / "model"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations_file(self) -> Path:
+        """One JSON object for each evaluation that ended, written by the replay stage."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def evaluated_file(self) -> Path:
+        """In the folder of one ``afterplay eval``: ``{updates, policy_version, checkpoint}`` of its weights."""
+        return self.path / "evaluated.json"
+
+    @property
+    def evaluations(self) -> Path:
+        """Folders of ``afterplay eval``, each a small run directory."""
+        return self.path / "evaluations"
+
+    @property
+    def store_file(self) -> Path:
+        """Of the replay stage."""
+        return self.path / "replay.sqlite"
+
+    @property
+    def lessons_file(self) -> Path:
+        """The memory of lessons."""
+        return self.path / "lessons.sqlite"
+
+    def weights(self, version: int) -> Path:
+        """Folder of the weights published as policy ``version`` (``weights/v000007``)."""
+        if version < 0:
+            raise ValueError(f"expected a policy version of at least 0, got {version}")
+        return self.path / "weights" / f"v{version:06d}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        """Rollouts kept for people to look at (:mod:`pipeline.traces`)."""
+        return self.path / "traces"
+
+    @property
+    def skipped(self) -> Path:
+        """Batches whose optimizer steps were skipped."""
+        return self.path / "skipped"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log_file(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    @property
+    def processes(self) -> Path:
+        return self.path / "processes"
+
+    def process_file(self, name: str) -> Path:
+        """``{pid, metrics_host, metrics_port, started_at}`` of one process, written by itself."""
+        return self.processes / f"{name}.json"
+
+    @property
+    def processes_file(self) -> Path:
+        """State of all processes, written by the supervisor."""
+        return self.path / "processes.json"
+
+    @property
+    def curves_file(self) -> Path:
+        return self.path / "curves.png"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "run.lock"
+
+
+def write_json_atomically(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Replace ``path`` by ``value`` as JSON so that a reader sees the old file or the new one, never a part.
+
+    ``durable``: when this returns, the new one also survives a power loss.
+    """
+    write_bytes_atomically(path, orjson.dumps(value, option=orjson.OPT_INDENT_2), durable=durable)
+
+
+def write_bytes_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write beside ``path`` and rename. The name is per process, so two writers cannot mix their bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        if durable:
+            sync(temporary)
+        temporary.replace(path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make the bytes of a file, or the names in a directory, survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in ``path``; None where there is no such file or no object in it."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class FileLock:
+    """Takes ``file`` (made where there is none, and left behind). Raises :class:`StoreError` that says ``taken`` when
+    another process holds it."""
+
+    def __init__(self, file: Path, taken: str) -> None:
+        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            raise StoreError(taken) from error
+
+    def release(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,262 @@
+"""How one user function is called: awaited, in a thread, or in a worker process; always with a limit on its time.
+
+A call ends in a number or in a :class:`ScoreFailure` for each trajectory; it never raises for what user code does.
+
+How long a coroutine holds the event loop between two waits.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from numbers import Real
+from typing import Any, Generic, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from pipeline.config.rewards import ScoreFunction
+from pipeline.errors import ConfigurationError, being_cancelled
+from pipeline.runtime.plugin_guard import StartedTasks, watch_tasks
+from pipeline.schema import Trajectory
+from pipeline.scorer.conversation import UserFunction, resolve
+from pipeline.scorer.graders import BUILT_IN
+from pipeline.scorer.verdict import ScoreFailure
+from pipeline.scorer.workers import Workers
+from pipeline.transport.codec import decode_trajectory, encode_trajectory
+
+T = TypeVar("T")
+
+
+class Steps(Generic[T]):
+    """``await Steps(coroutine, held)`` is ``await coroutine``; ``held`` is told the seconds of each step."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], held: Callable[[float], None]) -> None:
+        self._coroutine, self._held = coroutine, held
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        step: Callable[[], Any] = partial(self._coroutine.send, None)
+        while True:
+            started = time.perf_counter()
+            try:
+                waits_for = step()
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            finally:
+                self._held(time.perf_counter() - started)
+            try:
+                sent = yield waits_for
+            except BaseException as error:
+                step = partial(self._coroutine.throw, error)
+            else:
+                step = partial(self._coroutine.send, sent)
+
+
+log = logging.getLogger("afterplay.scorer")
+
+ABANDONED_MAX = 64
+"""Threads given up because a function hangs in them; beyond it such functions time out without being called."""
+HELD_SECONDS_MAX = 0.25
+"""An async function that holds the loop for longer is told to, once."""
+DETAILS_CHARACTERS_MAX = 8_000
+"""Of a traceback, kept with its trajectory and logged."""
+
+Outcome = float | ScoreFailure
+
+
+class _TookTooLong(Exception):
+    """The function did; a ``TimeoutError`` of its own is something that it raised."""
+
+
+class Call:
+    """One function of the run file. Raises :class:`ConfigurationError` when its path does not lead to one, or it does
+    not take its options."""
+
+    def __init__(self, section: ScoreFunction, threads: anyio.CapacityLimiter, workers: Workers) -> None:
+        self.name = section.known_as
+        self._timeout_seconds = section.timeout_seconds
+        self._options = dict(section.options)
+        grader = BUILT_IN.get(section.path)
+        self._path = grader.path if grader else section.path
+        self._needs = grader.needs if grader else None
+        self._worker = section.worker if section.worker is not None else grader is not None and grader.worker
+        if grader is not None:
+            grader.check(self.name)
+        self._function = resolve(self._path)
+        _check_options(self.name, self._function, self._options)
+        self._async = inspect.iscoroutinefunction(self._function)
+        self._threads = threads
+        self._workers = workers
+        self._abandoned = 0
+        self._told_held = False
+
+    async def one(self, trajectory: Trajectory) -> Outcome:
+        """The function's number, or why there is none."""
+        value = await self._limited(trajectory, trajectory.trajectory_id)
+        return value if isinstance(value, ScoreFailure) else self._told(self._checked(value), trajectory.trajectory_id)
+
+    async def many(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
+        """A function of several trajectories: a number for each, or why there is none."""
+        n, first = len(trajectories), trajectories[0].trajectory_id
+        values = await self._limited(list(trajectories), f"{first} and {n - 1} more")
+        if isinstance(values, ScoreFailure):
+            return [values] * n
+        if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
+            return [self._told(self._wrong(f"a list of {n} numbers", values), first)] * n
+        listed: list[object] = list(values)  # type: ignore[call-overload]
+        if len(listed) != n:
+            return [self._told(self._wrong(f"a list of {n} numbers", f"{len(listed)} of them"), first)] * n
+        return [
+            self._told(self._checked(v), t.trajectory_id) for v, t in zip(listed, trajectories, strict=True)
+        ]  # fmt: skip
+
+    async def _limited(self, what: Trajectory | list[Trajectory], which: str) -> object:
+        try:
+            if self._worker:
+                async with self._workers.place(self._path, self._needs):
+                    value = await self._in_time(what)
+            else:
+                value = await self._in_time(what)
+            return self._told(value, which) if isinstance(value, ScoreFailure) else value
+        except _TookTooLong:
+            failure = ScoreFailure(self.name, "timeout", f"no answer within {self._timeout_seconds} s")
+            self._abandon()
+        except anyio.BrokenWorkerProcess:
+            failure = ScoreFailure(self.name, "crashed", "its worker process died")
+        except anyio.get_cancelled_exc_class():
+            if being_cancelled():
+                raise
+            failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
+        except (Exception, SystemExit):
+            failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
+        return self._told(failure, which)
+
+    async def _in_time(self, what: Trajectory | list[Trajectory]) -> object:
+        with anyio.move_on_after(self._timeout_seconds):
+            return await self._run(what)
+        raise _TookTooLong
+
+    async def _run(self, what: Trajectory | list[Trajectory]) -> object:
+        if self._worker:
+            many = isinstance(what, list)
+            every = [
+                tuple(bytes(f) for f in encode_trajectory(t)) for t in (what if isinstance(what, list) else [what])
+            ]
+            outcome, value = await self._workers.run(call_in_worker, self._path, every, many, self._options)
+            return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
+        what = [_copy(t) for t in what] if isinstance(what, list) else _copy(what)
+        if self._async:
+            return await self._awaited(what)
+        return await anyio.to_thread.run_sync(
+            lambda: self._function(what, **self._options), abandon_on_cancel=True, limiter=self._threads
+        )
+
+    async def _awaited(self, what: Trajectory | list[Trajectory]) -> object:
+        """Tasks that it leaves running are cancelled."""
+        watch_tasks()
+        started = StartedTasks()
+        try:
+            with started.owning():
+                return await Steps(self._function(what, **self._options), self._held)
+        finally:
+            if leaked := started.cancel():
+                log.warning("score function %s left %d tasks running; they were cancelled", self.name, leaked)
+
+    def _held(self, seconds: float) -> None:
+        """An ``async def`` runs on the stage's own loop, which nothing else can use meanwhile."""
+        if seconds > HELD_SECONDS_MAX and not self._told_held:
+            self._told_held = True
+            log.warning(
+                "%s held the event loop of the replay stage for %.1f s: await what takes long, make it a plain def, or "
+                "set worker: true for it", self.name, seconds,
+            )  # fmt: skip
+
+    def _abandon(self) -> None:
+        """A thread cannot be killed: give its place in the pool to another, up to a bound."""
+        if not (self._worker or self._async) and self._abandoned < ABANDONED_MAX:
+            self._abandoned += 1
+            self._threads.total_tokens += 1
+            log.warning("%s hangs in a thread, which cannot be stopped: set worker: true for it", self.name)
+
+    def _checked(self, value: object) -> Outcome:
+        if isinstance(value, ScoreFailure):
+            return value
+        if value is None:
+            return ScoreFailure(self.name, "missing", "it returned None")
+        if not isinstance(value, Real):
+            return self._wrong("a number or None", value)
+        try:
+            number = float(value)
+        except Exception:
+            return self._wrong("a number or None", value)
+        return number if math.isfinite(number) else ScoreFailure(self.name, "nonfinite", f"it returned {number}")
+
+    def _wrong(self, expected: str, came: object) -> ScoreFailure:
+        return ScoreFailure(self.name, "type", f"expected {expected}, got {type(came).__name__}: {str(came)[:200]}")
+
+    def _told(self, outcome: Any, which: str) -> Any:
+        """The same, logged if it is a failure."""
+        if isinstance(outcome, ScoreFailure):
+            log.warning("score function %s, trajectory %s: %s: %s", self.name, which, outcome.reason, outcome.details)
+        return outcome
+
+
+def call_in_worker(
+    path: str, every: list[tuple[bytes, ...]], many: bool, options: Mapping[str, Any]
+) -> tuple[str, object]:
+    """Runs in the worker process: ``("value", number or list)`` or ``("raised", traceback)``, both safe to send
+    back."""
+    try:
+        function = resolve(path)
+        trajectories = [decode_trajectory(frames) for frames in every]
+        value = function(trajectories if many else trajectories[0], **options)
+        if inspect.iscoroutine(value):
+            import asyncio
+
+            value = asyncio.run(value)
+        if many and not isinstance(value, str) and hasattr(value, "__iter__"):
+            return "value", [_plain(v) for v in value]
+        return "value", _plain(value)
+    except (Exception, SystemExit):
+        return "raised", _bounded(traceback.format_exc())
+
+
+def _copy(trajectory: Trajectory) -> Trajectory:
+    """What a function may change without changing what is stored: arrays of tokens cannot be written anyway."""
+    task = trajectory.task
+    if task.payload:
+        task = replace(task, payload=copy.deepcopy(dict(task.payload)))
+    turns = tuple(replace(turn, signals=dict(turn.signals)) for turn in trajectory.turns)
+    return replace(trajectory, task=task, turns=turns, rewards=dict(trajectory.rewards))
+
+
+def _bounded(text: str) -> str:
+    """Its beginning and its end, where it is longer."""
+    half = DETAILS_CHARACTERS_MAX // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def _plain(value: object) -> object:
+    return float(value) if isinstance(value, Real) else (None if value is None else repr(value))
+
+
+def _check_options(name: str, function: UserFunction, options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        takes = ", ".join(list(signature.parameters)[1:]) or "none"
+        raise ConfigurationError(
+            f"score function {name}: expected to call it with a trajectory and options {sorted(options)}, got: "
+            f"{error}; its options are {takes}"
+        ) from error

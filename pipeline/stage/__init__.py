@@ -1,0 +1,1 @@
+"""The replay stage: admission, leases, groups, placement, dispatch, evaluation."""

@@ -1,0 +1,270 @@
+"""When which weights are evaluated, and what came out: at most one evaluation at a time.
+
+*consumes* versions, answers and scores of its rollouts; *produces* slots to order, results. Its groups
+(:mod:`pipeline.stage.evaluation_rollouts`) are in no batch, pool, difficulty or admission. Everything is derived from
+rows that are written anyway: after a restart the tasks without a group are planned, and those that had one go on.
+
+The best evaluations so far, each better than the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.stage.evaluation_rollouts import HeldOut, Playing
+from pipeline.stage.state import StageState, log
+from pipeline.store.evaluation_results import Result
+from pipeline.store.journal import Evaluated
+from pipeline.store.records import GroupRecord, OrderRecord
+from pipeline.tasks.source import TaskSplit
+from pipeline.tasks.splits import Splits
+
+
+class Bests:
+    """By ``metric`` (``score`` or ``pass@K``). ``kept``: what :meth:`as_json` gave; of another metric it is dropped.
+
+    Those before the best stay: a learner that goes back takes the last ones with it."""
+
+    def __init__(self, metric: str, kept: Sequence[dict[str, Any]]) -> None:
+        self._metric = metric
+        self._bests = list(kept) if kept and kept[-1]["metric"] == metric else []
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        return self._bests[-1] if self._bests else None
+
+    def offer(self, result: Result, shape: dict[str, Any]) -> None:
+        """A complete evaluation. Of other tasks, or played otherwise (``shape``), it begins anew: such values are not
+        to be compared. Of equals the first stays."""
+        if self.best is not None and self.best["of"] != shape:
+            self._bests = []
+        value = result.value(self._metric)
+        if value is not None and (self.best is None or value > self.best["value"]):
+            self._bests.append(
+                {
+                    "evaluation": result.number, "updates": result.updates, "policy_version": result.policy_version,
+                    "metric": self._metric, "value": value, "of": shape,
+                }
+            )  # fmt: skip
+
+    def go_back(self, updates: int) -> None:
+        """The learner has ``updates`` updates: had the checkpoint of a later best been durable, it would not have gone
+        back behind it."""
+        while self._bests and self._bests[-1]["updates"] > updates:
+            self._bests.pop()
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return self._bests
+
+
+Active = dict[str, Any]
+
+
+class Evaluations:
+    """``meta``: what an earlier process has written; ``sources``: held-out rows of environments with data."""
+
+    def __init__(self, state: StageState, meta: Mapping[str, Any], sources: Mapping[str, TaskSplit]) -> None:
+        self._s = state
+        self._section = state.config.evaluation
+        self._sources = sources
+        kept = meta.get("evaluation") or {}
+        self._next: int = kept.get("next", 0)
+        self._begun: int = kept.get("begun", -1)
+        self.active: Active | None = kept.get("active")
+        self.last: dict[str, Any] | None = kept.get("last")
+        """The newest result."""
+        self._bests = Bests(self._section.metric, kept.get("bests", []))
+        self.tasks: HeldOut | None = None
+        self.playing = Playing(state)
+        """The rollouts of the active one."""
+        self._told: object = None
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Number, updates, version and value of the best complete one, by ``evaluation.metric``."""
+        return self._bests.best
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is to be evaluated."""
+        return self._section.on
+
+    def learn(self, own: Mapping[str, Splits]) -> None:
+        """What splits the environments have: now the tasks are known. Raises :class:`ConfigurationError`."""
+        if self.on and self.tasks is None:
+            self.tasks = HeldOut(self._s.config, self._sources, own)
+            self._resume()
+
+    def may_hold(self, places: int) -> int:
+        """How many of the actors' ``places`` evaluation may have now."""
+        if self._s.batches.finished or self._section.only or self._section.strict:
+            return places
+        return max(1, int(self._section.slots * places))
+
+    def holds_back(self, update: int) -> bool:
+        """Whether ``update`` must wait for an evaluation of the weights before it: the first update for that of the
+        start, every one with ``evaluation.strict``."""
+        if not self.on:
+            return False
+        if self.active is not None:
+            due: int | None = self.active["updates"]
+        else:
+            # what was due before the weights of now is not made up for
+            reached = max(self._begun + 1, self._s.batches.live or 0)
+            due = self._section.next_due(reached, self._s.config.run.total_steps)
+        return due is not None and update >= due and (self._section.strict or due == 0)
+
+    def take(self) -> tuple[GroupRecord, int] | None:
+        """The next slot to order; the caller checks :meth:`may_hold`."""
+        return None if self.active is None or self.tasks is None else self.playing.take()
+
+    def policy_version(self) -> int:
+        """That engines must have at least."""
+        assert self.active is not None
+        return int(self.active["policy_version"])
+
+    def plan(self) -> list[OrderRecord]:
+        """Begin and end what is due. Returns orders that actors must be told to stop."""
+        s, section = self._s, self._section
+        if not self.on:
+            return self._end("abandoned") if self.active is not None else []
+        stopped: list[OrderRecord] = []
+        live = s.batches.live
+        if live is not None and live < self._begun:
+            # the learner went back to a checkpoint: those weights are gone
+            if self.active is not None:
+                stopped += self._end("abandoned")
+            self._begun = live
+            self._bests.go_back(live)
+            self._write()
+        if self.active is not None and self.tasks is not None:
+            if self.playing.done:
+                stopped += self._end("complete")
+            elif s.wall >= self.active["started_at"] + section.seconds_max:
+                stopped += self._end("timed_out")
+        free = self.active is None and self.tasks is not None
+        if free and live is not None and live > self._begun and section.is_due(live, s.config.run.total_steps):
+            self._begin(live)
+        return stopped
+
+    def next_deadline(self) -> float | None:
+        """On the clock of ``now``."""
+        if self.active is None or self.tasks is None:
+            return None
+        left: float = self.active["started_at"] + self._section.seconds_max - self._s.wall
+        return self._s.now + max(0.0, left)
+
+    def header(self) -> dict[str, Any]:
+        """What the learner is told."""
+        brief = None
+        if self.last is not None:
+            brief = {key: self.last[key] for key in ("evaluation", "updates", "policy_version", "status", "score")}
+            brief["environments"] = {name: e["score"] for name, e in self.last["environments"].items()}
+        return {
+            "evaluating": None if self.active is None else self.active["updates"],
+            "begun": self._begun,
+            "last": brief,
+            "best": self.best,
+        }
+
+    def news(self) -> dict[str, Any] | None:
+        """:meth:`header` if it has changed since the last call."""
+        header = self.header()
+        if not self.on or header == self._told:
+            return None
+        self._told = header
+        return header
+
+    @property
+    def progress(self) -> str:
+        """For people: ``12 of 64 tasks``; empty when nothing plays."""
+        if self.active is None:
+            return ""
+        ended, total = self.playing.ended, self.active["total"]
+        return f"{ended} of {total} held-out tasks, weights of {self.active['updates']} updates"
+
+    def _begin(self, live: int) -> None:
+        s, section, tasks = self._s, self._section, self.tasks
+        assert tasks is not None
+        total = s.config.run.total_steps
+        reason = "command" if section.only else "start" if live == 0 else "end" if live >= total else "schedule"
+        step = section.every or 1
+        passed = [u for u in range(max(0, self._begun + 1), live) if u % step == 0 and section.is_due(u, total)]
+        self.active = {
+            "number": self._next, "updates": live, "policy_version": s.policy_version, "reason": reason,
+            "started_at": s.wall, "total": len(tasks), "skipped": len(passed) if self._next else 0,
+            "shape": self._shape(),
+        }  # fmt: skip
+        self._next += 1
+        self._begun = live
+        self.playing.begin(tasks, live)
+        s.journal.count("evaluations.begun")
+        s.journal.count("evaluations.skipped", self.active["skipped"])
+        self._write()
+        log.info("evaluation %d: %d tasks with the weights of %d updates (version %d)", self._next - 1, len(tasks),
+                 live, s.policy_version)  # fmt: skip
+
+    def _resume(self) -> None:
+        """Go on with what an earlier process was playing, if it would be the same today."""
+        if self.active is None or self.tasks is None:
+            return
+        if self.active["shape"] != self._shape():
+            log.warning("the run file changed what is evaluated: the evaluation under way is given up")
+            self._s.stopped += self._end("abandoned")
+            return
+        self.playing.resume(self.tasks, self.active["updates"])
+
+    def _shape(self) -> dict[str, Any]:
+        assert self.tasks is not None
+        return {"tasks": self.tasks.fingerprint, **self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
+        section = self._section
+        temperature = section.temperature or self._s.config.sampling.temperature
+        return {
+            "split": section.split,
+            "samples": section.samples,
+            "greedy": section.greedy,
+            "temperature": 0.0 if section.greedy else temperature,
+        }
+
+    def _end(self, status: str) -> list[OrderRecord]:
+        s, active = self._s, self.active
+        assert active is not None
+        result = self._result(active, status)
+        stopped = self.playing.end(status)
+        self.active = None
+        self.last = result.as_json()
+        if status == "complete":
+            self._bests.offer(result, active["shape"])
+        s.journal.count(f"evaluations.{status}")
+        s.journal.effect(Evaluated(self.last))
+        self._write()
+        log.info("evaluation %d %s: score %s", result.number, status, result.score)
+        return stopped
+
+    def _result(self, active: Active, status: str) -> Result:
+        threshold = self._section.success_threshold
+        if threshold is None:
+            threshold = self._s.config.replay.success_threshold
+        return Result(
+            active["number"],
+            active["updates"],
+            active["policy_version"],
+            active["reason"],
+            status,
+            self.playing.summaries(self._section.pass_at, threshold),
+            self.playing.versions,
+            active["started_at"],
+            self._s.wall,
+            active["skipped"],
+            {"success_threshold": threshold, **{k: v for k, v in active["shape"].items() if k != "tasks"}},
+        )
+
+    def _write(self) -> None:
+        state = {
+            "next": self._next, "begun": self._begun, "active": self.active, "last": self.last,
+            "bests": self._bests.as_json(),
+        }  # fmt: skip
+        self._s.journal.meta("evaluation", state)

@@ -1,0 +1,345 @@
+"""The rollouts of one evaluation: groups of the states ``evaluating`` and ``evaluated``, one for each held-out task.
+
+*consumes* answers and scores of its orders; *produces* slots to order, summaries. A rollout that failed is ordered
+again up to ``evaluation.attempts_max`` times in all, and then is missing.
+
+The tasks of an evaluation: always the same ones, read when they are ordered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.schema import Task
+from pipeline.stage.state import StageState, log
+from pipeline.store.evaluation_results import Summary, TaskResult, summarise
+from pipeline.store.journal import GivenUp, Unfit
+from pipeline.store.records import (
+    Drop,
+    GroupRecord,
+    GroupState,
+    OrderRecord,
+    OrderState,
+    Slot,
+    TrajectoryRecord,
+    TrajectoryState,
+)
+from pipeline.tasks.source import TaskSplit
+from pipeline.tasks.splits import Seeds, SeedSplit, Splits
+from pipeline.transport.protocol import Frames
+
+
+class Split(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Task: ...
+    def task_id(self, index: int) -> str: ...
+
+
+class OwnSplit:
+    """A split that the environment has of its own."""
+
+    def __init__(self, environment: str, split: str, seeds: Seeds) -> None:
+        self._environment, self._split, self._seeds = environment, split, seeds
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def task_id(self, index: int) -> str:
+        """``bfcl/eval/35``: its seed is 35."""
+        return f"{self._environment}/{self._split}/{self._seeds[index]}"
+
+    def __getitem__(self, index: int) -> Task:
+        return Task(self.task_id(index), self._environment, self._seeds[index])
+
+
+class HeldOut:
+    """``sources``: the evaluated split of environments with ``tasks_from`` that have it. ``own``: splits that the
+    environments have themselves. Raises :class:`ConfigurationError` where a split is missing."""
+
+    def __init__(self, config: RunConfig, sources: Mapping[str, TaskSplit], own: Mapping[str, Splits]) -> None:
+        section = config.evaluation
+        found = {name: self._split(config, name, sources, own.get(name, {})) for name in config.environments}
+        wanted = section.environments or tuple(
+            name
+            for name, split in found.items()
+            if split is not None or not (section.only or name in config.trained_environments)
+        )
+        if missing := [name for name in wanted if found[name] is None]:
+            raise _missing(config, missing, own)
+        if not wanted:
+            raise _missing(config, list(config.environments), own)
+        self.splits: dict[str, Split] = {name: split for name in wanted if (split := found[name]) is not None}
+        self._places = [
+            (name, index * len(split) // n)
+            for name, split in self.splits.items()
+            for n in (min(section.tasks, len(split)),)
+            for index in range(n)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: int) -> Task:
+        name, index = self._places[place]
+        return self.splits[name][index]
+
+    def environment(self, place: int) -> str:
+        return self._places[place][0]
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """How many of each environment."""
+        return {name: sum(env == name for env, _ in self._places) for name in self.splits}
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with anything that changes which tasks these are."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, index in self._places:
+            digest.update(f"{self.splits[name].task_id(index)}\n".encode())
+        return digest.hexdigest()
+
+    @staticmethod
+    def _split(config: RunConfig, name: str, sources: Mapping[str, TaskSplit], own: Splits) -> Split | None:
+        section, split = config.environments[name], config.evaluation.split
+        if section.tasks_from is not None:
+            return sources.get(name)
+        if split in own:
+            return OwnSplit(name, split, own[split]) if len(own[split]) else None
+        if split in section.held_out:
+            if own:
+                raise ConfigurationError(
+                    f"environments.{name} has splits of its own ({', '.join(own)}), and held_out.{split} would add "
+                    "seeds that it may map to tasks of train: set evaluation.split to one of its own"
+                )
+            return SeedSplit(name, section, split)
+        return None
+
+
+def _missing(config: RunConfig, names: list[str], own: Mapping[str, Splits]) -> ConfigurationError:
+    split = config.evaluation.split
+    has = "; ".join(f"{name} has {', '.join(_names(config, name, own)) or 'none'}" for name in names)
+    return ConfigurationError(
+        f"evaluation.split is {split}, which is not there ({has}): set evaluation.split to another, or hold tasks out, "
+        f"for example environments: {{{names[0]}: {{held_out: {{{split}: 64}}}}}}, with tasks_from: "
+        f"{{splits: {{train: 0.9, {split}: 0.1}}}}"
+    )
+
+
+def _names(config: RunConfig, name: str, own: Mapping[str, Splits]) -> list[str]:
+    """Every split that the environment has, from wherever."""
+    section = config.environments[name]
+    if section.tasks_from is not None:
+        return list(section.tasks_from.splits)
+    return [*own.get(name, ()), *section.held_out]
+
+
+class Playing:
+    """Of the evaluation that plays now; empty between two."""
+
+    def __init__(self, state: StageState) -> None:
+        self._s = state
+        self._section = state.config.evaluation
+        self._tasks: HeldOut | None = None
+        self._updates = 0
+        self._waiting: list[int] = []
+        """Places of tasks that have no group yet, the next one last."""
+        self._wants: list[tuple[int, int]] = []
+        """Group number and slot to order."""
+
+    @property
+    def groups(self) -> list[GroupRecord]:
+        return [g for g in self._s.groups.values() if g.evaluation]
+
+    @property
+    def in_flight(self) -> int:
+        """Places of actors that it has."""
+        return sum(slot.leased for g in self.groups if g.state is GroupState.EVALUATING for slot in g.slots)
+
+    @property
+    def ended(self) -> int:
+        """Tasks of which there is all that there will be."""
+        return sum(g.state is GroupState.EVALUATED for g in self.groups)
+
+    @property
+    def done(self) -> bool:
+        return not self._waiting and all(g.state is GroupState.EVALUATED for g in self.groups)
+
+    def begin(self, tasks: HeldOut, updates: int) -> None:
+        """All ``tasks``, with the weights that contain ``updates`` updates."""
+        self._tasks, self._updates = tasks, updates
+        self._waiting, self._wants = list(reversed(range(len(tasks)))), []
+
+    def resume(self, tasks: HeldOut, updates: int) -> None:
+        """After a restart: ``tasks`` without a group are still to be planned."""
+        self.begin(tasks, updates)
+        planned = {group.place_in_evaluation for group in self.groups}
+        self._waiting = [place for place in self._waiting if place not in planned]
+        self._wants = [
+            (group.number, index)
+            for group in self.groups
+            for index in range(len(group.slots))
+            if self._open(group, index)
+        ]
+        heapq.heapify(self._wants)
+        for group in self.groups:
+            self._settle(group)
+
+    def take(self) -> tuple[GroupRecord, int] | None:
+        """The next slot to order; None when all are ordered."""
+        while True:
+            while self._wants:
+                number, index = heapq.heappop(self._wants)
+                group = self._s.groups.get(number)
+                if group is not None and self._open(group, index):
+                    return group, index
+            if not self._waiting:
+                return None
+            self._plan(self._waiting.pop())
+
+    def again(self, order: OrderRecord) -> None:
+        """An order gave nothing: it is given again, or its rollout stays missing."""
+        group = self._s.groups[order.key.group]
+        if group.state is not GroupState.EVALUATING:
+            return
+        if group.slots[order.key.slot].failures < self._section.attempts_max:
+            heapq.heappush(self._wants, (group.number, order.key.slot))
+            return
+        log.warning("evaluation: rollout %d of %s failed %d times and is left out", order.key.slot,
+                    group.task.task_id, self._section.attempts_max)  # fmt: skip
+        if self._s.config.scorer.by_group:
+            # a function that must see all of them never will
+            self._s.stopped += self._end_group(group, "a rollout failed, and a reward function needs all")
+        self._settle(group)
+
+    def answered(self, group: GroupRecord, record: TrajectoryRecord, frames: Frames) -> None:
+        """A rollout came. Some are handed out for people to look at, before the score: the store has that."""
+        if self._is_shown(group.place_in_evaluation, record.key.slot):
+            self._s.journal.effect(Unfit(record.key.text, frames, record.received_at, evaluated=True))
+
+    def scored(self, group: GroupRecord, record: TrajectoryRecord) -> None:
+        """A rollout has its reward: that is all that is needed of it."""
+        s = self._s
+        record.state = TrajectoryState.EVALUATED
+        s.journal.trajectory(record)
+        s.payloads.release(record.seq, record.facts.n_bytes)
+        s.journal.count("trajectories.held", -1)
+        s.journal.count("trajectories.evaluated")
+        self._settle(group)
+
+    def given_up(self, slot: Slot) -> bool:
+        return slot.failures >= self._section.attempts_max and not slot.leased
+
+    def summaries(self, pass_at: Sequence[int], threshold: float) -> dict[str, Summary]:
+        """By environment, in the order of the tasks; those that were never ordered count as missing."""
+        played = {group.place_in_evaluation: _of(group) for group in self.groups}
+        if self._tasks is not None:
+            for place in self._waiting:
+                played.setdefault(place, TaskResult(self._tasks.environment(place), (), missing=self._section.samples))
+        return summarise([played[place] for place in sorted(played)], pass_at, threshold)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version that sampled a token of it; None: nothing was scored."""
+        records = [slot.trajectory for group in self.groups for slot in group.slots if slot.trajectory is not None]
+        sampled = [r.facts for r in records if r.reward is not None and r.facts.n_sampled]
+        return (min(f.version_min for f in sampled), max(f.version_max for f in sampled)) if sampled else None
+
+    def end(self, reason: str) -> list[OrderRecord]:
+        """Forget all groups; those that still play are cancelled. Returns orders that actors must be told to stop."""
+        stopped: list[OrderRecord] = []
+        for group in self.groups:
+            if group.state is GroupState.EVALUATING:
+                stopped += self.cancel(group, reason)
+            self.forget(group)
+        self._tasks, self._waiting, self._wants = None, [], []
+        return stopped
+
+    def cancel(self, group: GroupRecord, reason: str) -> list[OrderRecord]:
+        """Returns its orders that were out."""
+        s = self._s
+        group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason, s.wall
+        s.journal.group(group)
+        s.journal.count("evaluations.tasks_cancelled")
+        return self._stop(group, reason)
+
+    def forget(self, group: GroupRecord) -> None:
+        self._s.journal.forget_group(group.number)
+        del self._s.groups[group.number]
+
+    def _plan(self, place: int) -> None:
+        s = self._s
+        assert self._tasks is not None
+        number = s.next_group
+        s.next_group += 1
+        slots = [Slot() for _ in range(self._section.samples)]
+        group = GroupRecord(number, self._tasks[place], place, s.wall, slots, GroupState.EVALUATING, self._updates)
+        s.groups[number] = group
+        s.journal.group(group)
+        s.journal.meta("next_group", s.next_group)
+        s.journal.count("evaluations.tasks_planned")
+        for index in range(len(slots)):
+            heapq.heappush(self._wants, (number, index))
+
+    def _is_shown(self, place: int, slot: int) -> bool:
+        """``traces.evaluated`` rollouts: spread over the tasks, and the first of a task before its second."""
+        tasks = 0 if self._tasks is None else len(self._tasks)
+        whole, rest = divmod(self._s.config.traces.evaluated, tasks) if tasks else (0, 0)
+        return slot < whole or (slot == whole and place * rest % tasks < rest)
+
+    def _open(self, group: GroupRecord, index: int) -> bool:
+        slot = group.slots[index]
+        free = not slot.leased and slot.trajectory is None and slot.failures < self._section.attempts_max
+        return free and group.state is GroupState.EVALUATING
+
+    def _settle(self, group: GroupRecord) -> None:
+        """A group ends when each of its rollouts has a reward or was given up."""
+        if group.state is not GroupState.EVALUATING:
+            return
+        if all(
+            self.given_up(slot) if slot.trajectory is None else slot.trajectory.reward is not None
+            for slot in group.slots
+        ):
+            self._end_group(group, "")
+
+    def _end_group(self, group: GroupRecord, reason: str) -> list[OrderRecord]:
+        s = self._s
+        group.state, group.reason, group.ended_at = GroupState.EVALUATED, reason, s.wall
+        s.journal.group(group)
+        s.journal.count("evaluations.tasks_ended")
+        return self._stop(group, reason)
+
+    def _stop(self, group: GroupRecord, reason: str) -> list[OrderRecord]:
+        """Take back its orders and drop what waits for a score."""
+        s = self._s
+        stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
+        for order in stopped:
+            s.end_order(order, OrderState.CANCELLED, reason or "the evaluation ended")
+        for slot in group.slots:
+            record = slot.trajectory
+            if record is not None and record.state is TrajectoryState.HELD:
+                record.state, record.reason, slot.trajectory = TrajectoryState.DROPPED, Drop.CANCELLED.value, None
+                s.journal.trajectory(record)
+                s.payloads.release(record.seq, record.facts.n_bytes)
+                s.journal.count("trajectories.held", -1)
+                s.journal.count(f"trajectories.dropped.{Drop.CANCELLED.value}")
+        if s.config.scorer.by_group:
+            s.journal.effect(GivenUp(group.number))
+        return stopped
+
+
+def _of(group: GroupRecord) -> TaskResult:
+    records = [s.trajectory for s in group.slots if s.trajectory is not None and s.trajectory.reward is not None]
+    return TaskResult(
+        group.task.environment,
+        tuple(r.reward for r in records if r.reward is not None),
+        truncated=sum(r.facts.status == "truncated" for r in records),
+        failed=sum(order.failure for order in group.orders.values()),
+        missing=len(group.slots) - len(records),
+        tokens=sum(r.facts.n_sampled for r in records),
+    )

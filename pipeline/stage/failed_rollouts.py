@@ -1,0 +1,67 @@
+"""Rollouts that are not trained, kept for ``afterplay show``: the store keeps their facts only (``traces.failed`` and
+``traces.evaluated``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.config.evaluation import TracesConfig
+from pipeline.store.journal import Unfit
+from pipeline.store.traces import TraceWriter
+
+log = logging.getLogger(__name__)
+FAILED, EVALUATED = "failed", "evaluated"
+
+
+class UnfitTraces:
+    """Writes the traces of each kind that has a writer. A disk that refuses ends it, with a warning."""
+
+    def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
+        self._writers = {FAILED: failed, EVALUATED: evaluated}
+
+    def keep(self, rollouts: Sequence[Unfit]) -> None:
+        """Blocks for the disk's page cache. Called by one thread at a time."""
+        for one in rollouts:
+            kind = EVALUATED if one.evaluated else FAILED
+            writer = self._writers[kind]
+            if writer is None:
+                continue
+            try:
+                writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
+            except OSError as error:
+                log.warning("traces of %s rollouts are kept no longer: %s", kind, error)
+                self._close(kind)
+
+    def close(self) -> None:
+        """Harmless when done already."""
+        for kind in self._writers:
+            self._close(kind)
+
+    def _close(self, kind: str) -> None:
+        writer, self._writers[kind] = self._writers[kind], None
+        if writer is not None:
+            writer.close()
+
+
+@contextmanager
+def unfit_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UnfitTraces]:
+    """Of a stage that ``evaluates`` or not."""
+
+    def writer(kind: str, on: bool) -> TraceWriter | None:
+        if not on:
+            return None
+        try:
+            return TraceWriter(directory, kind, config.bytes_max)
+        except OSError as error:
+            log.warning("traces of %s rollouts are not kept: %s", kind, error)
+            return None
+
+    traces = UnfitTraces(writer(FAILED, config.failed), writer(EVALUATED, evaluates and config.evaluated > 0))
+    try:
+        yield traces
+    finally:
+        traces.close()

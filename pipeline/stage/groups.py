@@ -1,0 +1,353 @@
+"""Groups from admission to completion: which slots want an order, what an answer does to its slot.
+
+*consumes* admissions, answers, scores; *produces* slots to order, complete groups, cancelled groups.
+
+What becomes of a finished group whose rewards are all equal (``groups.equal_rewards``): it teaches nothing.
+
+*consumes* finished groups and the place they would take; *produces* the decision to train, drop or replace each, and
+its count. *waits for*: nothing.
+
+Slows admission down while nothing succeeds: a broken environment must not turn into a flood of orders.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipeline.stage.evaluation_rollouts import Playing
+from pipeline.stage.replay_groups import Replays
+from pipeline.stage.state import StageState, log
+from pipeline.store.experience_records import Planned
+from pipeline.store.journal import Finished, GivenUp
+from pipeline.store.records import (
+    LEFT_OUT,
+    CancelReason,
+    Drop,
+    Facts,
+    GroupRecord,
+    GroupState,
+    OrderRecord,
+    OrderState,
+    Slot,
+    TrajectoryRecord,
+    TrajectoryState,
+)
+from pipeline.transport.protocol import Frames
+
+TOLERANCE = 1e-9
+"""Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
+
+
+class Fate(StrEnum):
+    """What becomes of a finished group."""
+
+    TRAIN = "train"
+    DROP = "drop"
+    REFILL = "refill"
+
+
+class EqualRewards:
+    """Bounds what ``refill`` replaces: ``refill_max`` times ``groups_per_step`` groups for one update.
+
+    A group is counted for the update that it would have gone to. Counts of updates to come are kept over restarts.
+    """
+
+    def __init__(self, state: StageState, refilled: Mapping[str, int] | None = None) -> None:
+        self._s = state
+        self._refilled = {int(update): count for update, count in (refilled or {}).items()}
+
+    def fate(self, group: GroupRecord) -> Fate:
+        """Decide, once, about a group that has just become complete. Counts what it decides about equal rewards."""
+        s = self._s
+        rule = s.config.groups
+        with_baseline = s.config.advantage.estimator == "remax" or ":" in s.config.advantage.estimator
+        if not equal(group, with_baseline=with_baseline):
+            return Fate.TRAIN
+        if rule.equal_rewards == "drop":
+            s.journal.count("groups.equal_dropped")
+            return Fate.DROP
+        if rule.equal_rewards == "refill" and self._may_refill():
+            s.journal.count("groups.equal_refilled")
+            return Fate.REFILL
+        s.journal.count("groups.equal_kept")
+        return Fate.TRAIN
+
+    def _may_refill(self) -> bool:
+        s = self._s
+        update, most = s.batches.update_ahead, s.config.groups.refill_max * s.batches.rule.groups_per_step
+        if self._refilled.get(update, 0) + 1 > most:
+            return False
+        self._refilled = {u: n for u, n in self._refilled.items() if u >= s.batches.consumed}
+        self._refilled[update] = self._refilled.get(update, 0) + 1
+        s.journal.meta("refilled", {str(u): n for u, n in self._refilled.items()})
+        return True
+
+
+def equal(group: GroupRecord, *, with_baseline: bool) -> bool:
+    """Whether all rewards that ``group`` may be trained with are equal: of fresh rollouts, of the stored trajectories
+    it may be completed with, and of the greedy rollout where it is compared with that. One alone has none to be equal
+    to."""
+    rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
+    rewards += [replay.candidate.entry.reward for replay in group.replays]
+    rewards += [group.baseline] if with_baseline and group.baseline is not None else []
+    known = [reward for reward in rewards if reward is not None]
+    return len(known) > 1 and max(known) - min(known) <= TOLERANCE
+
+
+GROUPS_FREE = 4
+"""Groups that may be given up one after another before new ones have to wait."""
+WAIT_SECONDS = 0.25
+WAIT_SECONDS_MAX = 15.0
+
+
+@dataclass(slots=True)
+class Brake:
+    """Pure; times are those of the caller's clock, seconds."""
+
+    failures: int = 0
+    """Groups given up since the last one that was completed."""
+    until: float = 0.0
+    reason: str = ""
+    """What the last rollout failed with."""
+
+    def failed(self, now: float) -> None:
+        """A group was given up because its rollouts fail."""
+        self.failures += 1
+        if self.failures > GROUPS_FREE:
+            doublings = min(self.failures - GROUPS_FREE - 1, 16)
+            self.until = now + min(WAIT_SECONDS * 2.0**doublings, WAIT_SECONDS_MAX)
+
+    def succeeded(self) -> None:
+        """A group was completed."""
+        self.failures, self.until = 0, 0.0
+
+    def holds(self, now: float) -> bool:
+        """Whether new groups have to wait."""
+        return now < self.until
+
+
+class Groups:
+    """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
+
+    def __init__(self, state: StageState, replays: Replays, equal: EqualRewards, evaluating: Playing) -> None:
+        self._s = state
+        self._evaluating = evaluating
+        self._replays = replays
+        self._equal = equal
+        self._pending: list[tuple[int, int, int]] = []
+        self.given_up: list[GroupRecord] = []
+        """Groups to cancel because a slot failed too often; the core empties it."""
+        self.brake = Brake()
+
+    def restore(self) -> None:
+        """Rebuild what is derived, from the groups in memory."""
+        self._pending = []
+        for group in self._s.groups.values():
+            if group.state is GroupState.PLAYING:
+                self._want_all(group)
+
+    def plan(self, planned: Planned) -> GroupRecord:
+        """Admit a new group (the caller has checked the capacity)."""
+        s = self._s
+        number = s.next_group
+        s.next_group += 1
+        admitted = s.batches.admit(number)
+        slots = [Slot() for _ in range(s.config.groups.n_rollout - planned.k)]
+        group = s.groups[number] = GroupRecord(number, planned.task, admitted, s.wall, slots)
+        self._replays.pin(group, planned.candidates, planned.k)
+        if s.config.advantage.orders_greedy:
+            group.greedy = Slot()
+        s.journal.group(group)
+        s.journal.meta("next_group", s.next_group)
+        s.journal.count("groups.planned")
+        self._want_all(group)
+        return group
+
+    def _want_all(self, group: GroupRecord) -> None:
+        for index, slot in enumerate(group.slots):
+            if not slot.leased and slot.trajectory is None:
+                self.want(group, index)
+        if group.greedy is not None and not group.greedy.leased and group.greedy.trajectory is None:
+            self.want(group, group.greedy_index)
+
+    def want(self, group: GroupRecord, slot: int) -> None:
+        """The slot needs an order. Older groups are served first."""
+        heapq.heappush(self._pending, (group.admitted_update, group.number, slot))
+
+    def take_pending(self) -> tuple[GroupRecord, int] | None:
+        """The most urgent slot that needs an order, or None."""
+        while self._pending:
+            _, number, index = heapq.heappop(self._pending)
+            group = self._s.groups.get(number)
+            if group is not None and group.state is GroupState.PLAYING:
+                slot = group.place(index)
+                if not slot.leased and slot.trajectory is None:
+                    return group, index
+        return None
+
+    def answered(self, order: OrderRecord, facts: Facts, frames: Frames, late: bool) -> TrajectoryRecord:
+        """A usable trajectory came: hold it until it is scored."""
+        s = self._s
+        group = s.groups[order.key.group]
+        record = self._record(order, facts)
+        group.place(order.key.slot).trajectory = record
+        group.late |= late
+        s.end_order(order, OrderState.DELIVERED)
+        s.journal.trajectory(record, frames)
+        s.journal.count("trajectories.held")
+        s.payloads.arrived(record.seq, facts.n_bytes)
+        s.journal.group(group)
+        if group.evaluation:
+            self._evaluating.answered(group, record, frames)
+        return record
+
+    def failed(self, order: OrderRecord, drop: Drop, facts: Facts | None, reason: str) -> None:
+        """The rollout gave nothing to train; its slot is ordered again, or the group given up."""
+        s = self._s
+        aborted = drop is Drop.ABORTED
+        if not aborted and not s.groups[order.key.group].evaluation:
+            self.brake.reason = reason
+        if not aborted:
+            log.warning("rollout %s failed: %s", order.key.text, reason)
+        if facts is not None:
+            record = self._record(order, facts)
+            record.state, record.reason = TrajectoryState.DROPPED, drop.value
+            s.journal.trajectory(record)
+        s.journal.count(f"trajectories.dropped.{drop.value}")
+        s.end_order(order, OrderState.ABORTED if aborted else OrderState.FAILED, reason, failure=not aborted)
+        self._again(order)
+
+    def lost(self, order: OrderRecord, reason: str, *, failure: bool) -> None:
+        """No answer will come to this order."""
+        self._s.end_order(order, OrderState.EXPIRED, reason, failure=failure)
+        self._again(order)
+
+    def scored(self, record: TrajectoryRecord, reward: float | None, rewards: Mapping[str, float | None]) -> None:
+        """The scorer's verdict on a held trajectory."""
+        s = self._s
+        group = s.groups.get(record.key.group)
+        if group is None or record.state is not TrajectoryState.HELD or record.reward is not None:
+            return
+        record.reward, record.rewards = reward, dict(rewards)
+        if reward is None:
+            slot = group.place(record.key.slot)
+            slot.trajectory = None
+            slot.failures += 1
+            order = group.orders[record.key]
+            order.failure = True
+            s.journal.order(order)
+            self._drop(record, Drop.UNSCORED)
+            self._again(order)
+            return
+        if group.evaluation:
+            self._evaluating.scored(group, record)
+            return
+        if group.is_greedy(record.key):
+            self._keep_as_baseline(record)
+        s.journal.trajectory(record)
+        if group.state is GroupState.PLAYING and group.complete:
+            group.state = GroupState.READY
+            self.brake.succeeded()
+            self._replays.finished(group)
+            self._settle(group)
+
+    def unscored(self, record: TrajectoryRecord) -> int:
+        """Fresh places of its group without a reward, its own and the open ones included."""
+        group = self._s.groups[record.key.group]
+        return sum(
+            slot.trajectory is None or slot.trajectory.reward is None
+            for slot in group.slots
+            if not (group.evaluation and slot.trajectory is None and self._evaluating.given_up(slot))
+        )
+
+    def _settle(self, group: GroupRecord) -> None:
+        """A group is complete: it is trained, unless its rewards are all equal."""
+        s = self._s
+        fate = self._equal.fate(group)
+        if fate is Fate.REFILL:
+            self.cancel(group, CancelReason.UNINFORMATIVE)
+            return
+        if fate is Fate.DROP:
+            self._leave_out(group)
+        elif s.config.lessons.enabled:
+            s.journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
+        s.journal.group(group)
+        s.batches.complete(group.number)
+
+    def _leave_out(self, group: GroupRecord) -> None:
+        """Its trajectories end here; the group keeps its place, so that its update is made without it."""
+        self._replays.left_out(group)
+        self._drop_held(group, Drop.UNINFORMATIVE)
+        group.reason = LEFT_OUT
+
+    def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
+        """Give up an open group; returns the orders that actors must be told to stop."""
+        s = self._s
+        assert group.open, group
+        self._replays.cancelled(group, finished=group.state is not GroupState.PLAYING)
+        group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, s.wall
+        s.batches.cancel(group.number)
+        s.journal.group(group)
+        s.journal.count(f"groups.cancelled.{reason.value}")
+        stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
+        for order in stopped:
+            s.end_order(order, OrderState.CANCELLED, reason.value)
+        if s.config.scorer.by_group:
+            s.journal.effect(GivenUp(group.number))
+        equal = reason is CancelReason.UNINFORMATIVE
+        if equal:
+            self._replays.solved_aside(group)
+        self._drop_held(group, Drop.UNINFORMATIVE if equal else Drop.CANCELLED)
+        return stopped
+
+    def _drop_held(self, group: GroupRecord, drop: Drop) -> None:
+        for slot in group.places:
+            if slot.trajectory is not None and slot.trajectory.state is TrajectoryState.HELD:
+                self._drop(slot.trajectory, drop)
+                slot.trajectory = None
+
+    def _again(self, order: OrderRecord) -> None:
+        group = self._s.groups[order.key.group]
+        if group.evaluation:
+            self._evaluating.again(order)
+        if group.state is not GroupState.PLAYING:
+            return
+        failures = group.place(order.key.slot).failures
+        if failures < self._s.config.groups.attempts_max:
+            self.want(group, order.key.slot)
+        else:
+            log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
+                        failures)  # fmt: skip
+            self.given_up.append(group)
+            self.brake.failed(self._s.now)
+
+    def _record(self, order: OrderRecord, facts: Facts) -> TrajectoryRecord:
+        s = self._s
+        record = TrajectoryRecord(s.next_seq, order.key, facts, s.wall)
+        record.age_insert = max(0, s.policy_version - facts.version_min) if facts.n_sampled else 0
+        s.next_seq += 1
+        return record
+
+    def _keep_as_baseline(self, record: TrajectoryRecord) -> None:
+        """Of a scored greedy rollout only the reward is needed."""
+        s = self._s
+        record.state = TrajectoryState.BASELINE
+        s.payloads.release(record.seq, record.facts.n_bytes)
+        s.journal.count("trajectories.held", -1)
+        s.journal.count("trajectories.baseline")
+
+    def _drop(self, record: TrajectoryRecord, drop: Drop) -> None:
+        s = self._s
+        record.state, record.reason = TrajectoryState.DROPPED, drop.value
+        s.journal.trajectory(record)
+        s.payloads.release(record.seq, record.facts.n_bytes)
+        s.journal.count("trajectories.held", -1)
+        s.journal.count(f"trajectories.dropped.{drop.value}")
+        if drop is Drop.UNINFORMATIVE and record.reward is not None:
+            s.journal.observe("uninformative_reward", record.reward)
+            s.journal.observe("uninformative_tokens", record.facts.n_sampled)
+            s.journal.observe("uninformative_duration", record.facts.duration_seconds)
+            s.journal.observe("uninformative_age", record.age_insert)

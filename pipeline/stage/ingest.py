@@ -1,0 +1,207 @@
+"""Trajectories coming in: expected ones are kept and scored, all others get the answer that ends them at the actor.
+
+*consumes* TRAJECTORY messages and verdicts; *produces* acknowledgements, refusals, :class:`Score` effects.
+
+One look at the bytes of an arriving trajectory: is it one, is it the one that was ordered, what is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
+from pipeline.schema import Task, Trajectory, TrajectoryStatus
+from pipeline.schema.tokens import NO_VERSION
+from pipeline.scorer.verdict import Verdict
+from pipeline.stage.groups import Groups
+from pipeline.stage.leases import Leases
+from pipeline.stage.state import StageState, log
+from pipeline.store.journal import Score, Unfit
+from pipeline.store.records import Drop, Facts, OrderKey, OrderRecord, OrderState, TrajectoryRecord, group_id
+from pipeline.transport.codec import decode_trajectory
+from pipeline.transport.protocol import Buffer, Frames, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A trajectory that was understood. ``drop`` says why it cannot be trained, if it cannot."""
+
+    trajectory: Trajectory
+    facts: Facts
+    drop: Drop | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Bytes that are not the trajectory that was ordered."""
+
+    drop: Drop
+    reason: str
+
+
+def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task) -> Arrival | Unreadable:
+    """Decode and validate once; arrays stay views on ``frames``, laid out as in ``pipeline.codec``."""
+    try:
+        trajectory = decode_trajectory(frames, limits)
+    except (SchemaError, VersionMismatch) as error:
+        return Unreadable(Drop.SCHEMA, str(error))
+    except (WireError, LimitExceeded) as error:
+        return Unreadable(Drop.CORRUPT, str(error))
+    expected = (key.text, group_id(key.group), task.task_id)
+    came = (trajectory.trajectory_id, trajectory.group_id, trajectory.task.task_id)
+    if came != expected:
+        return Unreadable(Drop.CORRUPT, f"expected trajectory, group and task {expected}, got {came}")
+    facts = facts_of(trajectory, frames)
+    return Arrival(trajectory, facts, _unfit(trajectory, facts))
+
+
+def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
+    """What the stage keeps in memory of a trajectory and its payload frames."""
+    versions = np.frombuffer(frames[3], dtype="<i4")[2::3]
+    failure = trajectory.failure
+    return Facts(
+        status=trajectory.status.value,
+        n_turns=len(trajectory.turns),
+        n_tokens=_size(frames[1]) // 4,
+        n_sampled=_size(frames[2]) // 4,
+        version_min=int(versions.min()) if len(versions) else NO_VERSION,
+        version_max=int(versions.max()) if len(versions) else NO_VERSION,
+        duration_seconds=trajectory.timings.duration_seconds,
+        actor=trajectory.actor_id,
+        n_bytes=sum(map(_size, frames)),
+        failure={
+            "boundary": failure.boundary,
+            "kind": failure.kind,
+            "message": failure.message,
+            "details": failure.details,
+        }
+        if failure
+        else None,
+        entropy=_entropy(frames[2]) if trajectory.recorded else None,
+        replayable=trajectory.recorded and (trajectory.guidance is None or trajectory.guidance.keep),
+    )
+
+
+def _entropy(logprobs: Buffer) -> float | None:
+    """``-mean(log mu)`` of float32 log-probabilities, nats: an unbiased estimate of the mean entropy of the
+    distributions that the tokens were drawn from. None where there is no finite one."""
+    values = np.frombuffer(logprobs, dtype="<f4")
+    mean = -float(values.mean(dtype=np.float64)) if len(values) else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _unfit(trajectory: Trajectory, facts: Facts) -> Drop | None:
+    if trajectory.status is TrajectoryStatus.ABORTED:
+        return Drop.ABORTED
+    failed = trajectory.status is TrajectoryStatus.ERROR or facts.n_sampled == 0
+    return Drop.FAILED if failed else None
+
+
+def _size(frame: Buffer) -> int:
+    return len(frame) if isinstance(frame, bytes) else frame.nbytes
+
+
+ScoreNow = Callable[[Trajectory], Verdict]
+
+_ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED}
+_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
+
+
+class Arrivals:
+    """Every trajectory that arrives is counted once as received, and once by what became of it."""
+
+    def __init__(
+        self, state: StageState, groups: Groups, leases: Leases, limits: Limits, score_now: ScoreNow | None
+    ) -> None:
+        self._s = state
+        self._groups = groups
+        self._leases = leases
+        self._limits = limits
+        self._score_now = score_now
+
+    def accept(self, actor: str, trajectory_id: object, frames: Frames) -> None:
+        """One TRAJECTORY message."""
+        s = self._s
+        s.journal.count("trajectories.received")
+        key = OrderKey.parse(trajectory_id)
+        order = s.find_order(key) if key else None
+        if order is None or order.state is not OrderState.LEASED:
+            self._unexpected(actor, str(trajectory_id), key, order)
+            return
+        seen = examine(frames, self._limits, order.key, s.groups[order.key.group].task)
+        self._leases.ended([order])
+        if isinstance(seen, Unreadable):
+            why = f"{seen.drop.value}: {seen.reason}"
+            s.journal.refuse(actor, order.key.text, why)
+            self._groups.failed(order, seen.drop, None, why)
+            return
+        s.journal.ack(actor, order.key.text)
+        if seen.drop is not None:
+            self._groups.failed(order, seen.drop, seen.facts, _failure(seen))
+            s.journal.effect(Unfit(order.key.text, frames, s.wall))
+        else:
+            late = self._is_late(order, seen.facts.version_min)
+            self._hold(seen.trajectory, self._groups.answered(order, seen.facts, frames, late))
+
+    def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
+        """The scorer's answer to a :class:`Score` effect."""
+        if verdict.reward is not None:
+            if not self._is_aside(record):
+                self._s.journal.observe("sampled_reward", verdict.reward)
+        else:
+            why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
+            log.warning("trajectory %s has no reward: %s", record.key.text, why)
+            if not self._is_aside(record):
+                self._groups.brake.reason = f"score: {why}"
+        self._groups.scored(record, verdict.reward, verdict.rewards)
+
+    def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
+        journal = self._s.journal
+        journal.count(f"inserted.{trajectory.task.environment}")
+        if not self._is_aside(record):
+            journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
+            journal.observe("sampled_tokens", record.facts.n_sampled)
+            journal.observe("sampled_age", record.age_insert)
+            journal.observe("sampled_duration", record.facts.duration_seconds)
+        if self._score_now is not None:
+            self.scored(record, self._score_now(trajectory))
+        else:
+            journal.effect(Score(record, trajectory, self._groups.unscored(record)))
+
+    def _is_aside(self, record: TrajectoryRecord) -> bool:
+        """Greedy rollouts and evaluations are never meant to be trained: the bias audit does not compare with them."""
+        group = self._s.groups.get(record.key.group)
+        return group is not None and (group.evaluation or group.is_greedy(record.key))
+
+    def _is_late(self, order: OrderRecord, version_min: int) -> bool:
+        late = version_min < order.policy_version
+        if late:
+            versions = (version_min, order.policy_version)
+            log.warning("trajectory %s was sampled by version %d, ordered from %d on", order.key.text, *versions)
+        return late
+
+    def _unexpected(self, actor: str, trajectory_id: str, key: OrderKey | None, order: OrderRecord | None) -> None:
+        """An answer to an order that is not open: acknowledged again if it is here, refused otherwise."""
+        drop = self._why_unexpected(key, order)
+        self._s.journal.count(f"trajectories.dropped.{drop.value}")
+        if drop is Drop.DUPLICATE:
+            self._s.journal.ack(actor, trajectory_id)
+        else:
+            self._s.journal.refuse(actor, trajectory_id, drop.value)
+
+    def _why_unexpected(self, key: OrderKey | None, order: OrderRecord | None) -> Drop:
+        if order is not None:
+            if order.state is OrderState.FAILED and order.reason.startswith(_UNREADABLE):
+                return Drop(order.reason.split(":")[0])
+            return _ENDED.get(order.state, Drop.DUPLICATE)
+        forgotten = key is not None and key.group < self._s.next_group and key.group not in self._s.groups
+        return Drop.ENDED if forgotten else Drop.UNKNOWN
+
+
+def _failure(seen: Arrival) -> str:
+    failure = seen.trajectory.failure
+    return f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing was sampled"

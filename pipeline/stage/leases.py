@@ -1,0 +1,229 @@
+"""Orders at actors: who may take one, who has which, which came back, which never will.
+
+*consumes* actors coming and going, answers, the clock; *produces* ORDER and CANCEL messages and lost orders.
+
+Orders for actors that have room: rollouts of held-out tasks in their share, then what training waits for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.schema import Order
+from pipeline.stage.evaluation import Evaluations
+from pipeline.stage.groups import Groups
+from pipeline.stage.replay_groups import Replays
+from pipeline.stage.state import StageState
+from pipeline.store.journal import Send
+from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState
+from pipeline.transport.codec import encode_order
+from pipeline.transport.protocol import Kind
+
+LEASE_MARGIN_SECONDS = 30.0
+"""An order's deadline is 1.5 times its ``seconds_max`` plus this: for queueing, sending and scoring."""
+
+
+@dataclass(slots=True)
+class Actor:
+    """An actor that is up, or was until ``down_since``."""
+
+    name: str
+    slots: int
+    down_since: float | None = None
+    leases: dict[OrderKey, OrderRecord] = field(default_factory=dict)
+
+    @property
+    def free(self) -> int:
+        return 0 if self.down_since is not None else self.slots - len(self.leases)
+
+
+class Leases:
+    """An actor never has more orders than slots; every order ends, at the latest by the clock."""
+
+    def __init__(self, state: StageState, groups: Groups) -> None:
+        self._s = state
+        self._groups = groups
+        self.actors: dict[str, Actor] = {}
+        self._deadlines: list[tuple[float, OrderKey]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(actor.leases) for actor in self.actors.values())
+
+    @property
+    def connected(self) -> int:
+        """Actors that are up."""
+        return sum(actor.down_since is None for actor in self.actors.values())
+
+    def restore(self) -> None:
+        """After a restart of the stage every actor is down until it says HELLO."""
+        for group in self._s.groups.values():
+            for order in group.orders.values():
+                if order.state is OrderState.LEASED:
+                    actor = self.actors.setdefault(order.actor, Actor(order.actor, 0, down_since=self._s.now))
+                    self._lease(actor, order)
+
+    def up(self, name: str, slots: int, holding: Sequence[str]) -> None:
+        """HELLO: compare what the actor holds with what it should hold."""
+        actor = self.actors.setdefault(name, Actor(name, slots))
+        actor.slots, actor.down_since = slots, None
+        held = {key for text in holding if (key := OrderKey.parse(text)) is not None}
+        for key, order in list(actor.leases.items()):
+            if key not in held:
+                del actor.leases[key]
+                self._groups.lost(order, "not held by its actor any more", failure=False)
+        unknown = [text for text in holding if not self._wanted(OrderKey.parse(text), actor)]
+        if unknown:
+            self._s.journal.effect(Send(name, Kind.CANCEL, {"order_ids": unknown, "reason": "the order has ended"}))
+
+    def down(self, name: str, *, left: bool) -> None:
+        """The actor is silent, or ``left`` on purpose: then its orders go back at once."""
+        actor = self.actors.get(name)
+        if actor is None:
+            return
+        actor.down_since = self._s.now
+        if left:
+            self._forget(actor, "its actor left")
+
+    def issue(self, group: GroupRecord, index: int, actor: Actor, version: int | None = None) -> None:
+        """Send one order for a slot. ``version``: the oldest that may play it; None: the newest published."""
+        s = self._s
+        slot = group.place(index)
+        key = OrderKey(group.number, index, slot.serial)
+        section = s.config.evaluation
+        version = s.policy_version if version is None else version
+        order = OrderRecord(key, actor.name, slot.failures, version, s.wall)
+        slot.serial += 1
+        slot.leased = True
+        group.orders[key] = order
+        self._lease(actor, order)
+        s.journal.order(order)
+        s.journal.count("orders.issued")
+        s.journal.count("orders.in_flight")
+        header = encode_order(
+            Order(
+                key.text,
+                group.group_id,
+                group.task,
+                index,
+                slot.failures,
+                version,
+                self._seconds_max(group),
+                greedy=section.greedy if group.evaluation else group.is_greedy(key),
+                evaluation=group.evaluation,
+                temperature=section.temperature if group.evaluation else None,
+            )
+        )
+        s.journal.effect(Send(actor.name, Kind.ORDER, header))
+
+    def ended(self, orders: Iterable[OrderRecord], cancel: str = "") -> None:
+        """Forget leases that ended elsewhere; with ``cancel``, tell their actors to stop."""
+        told: dict[str, list[str]] = {}
+        for order in orders:
+            actor = self.actors.get(order.actor)
+            if actor is not None and actor.leases.pop(order.key, None) is not None and actor.down_since is None:
+                told.setdefault(actor.name, []).append(order.key.text)
+        if cancel:
+            for name, ids in told.items():
+                self._s.journal.effect(Send(name, Kind.CANCEL, {"order_ids": ids, "reason": cancel}))
+
+    def tick(self) -> None:
+        """Expire what is over its time."""
+        s = self._s
+        for actor in list(self.actors.values()):
+            if actor.down_since is not None and s.now - actor.down_since >= s.config.transport.silence_seconds_max:
+                self._forget(actor, "its actor is silent")
+        late: list[OrderRecord] = []
+        while self._deadlines and self._deadlines[0][0] <= s.now:
+            _, key = heapq.heappop(self._deadlines)
+            order = s.find_order(key)
+            if order is not None and order.state is OrderState.LEASED:
+                late.append(order)
+        self.ended(late, cancel="the order was not answered in time")
+        for order in late:
+            self._groups.lost(order, "not answered in time", failure=True)
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`tick` has something to do, on the clock of ``now``."""
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        silence = self._s.config.transport.silence_seconds_max
+        times += [actor.down_since + silence for actor in self.actors.values() if actor.down_since is not None]
+        return min(times, default=None)
+
+    def _lease(self, actor: Actor, order: OrderRecord) -> None:
+        seconds = self._seconds_max(self._s.groups[order.key.group])
+        order.deadline = self._s.now + 1.5 * seconds + LEASE_MARGIN_SECONDS
+        actor.leases[order.key] = order
+        heapq.heappush(self._deadlines, (order.deadline, order.key))
+
+    def _wanted(self, key: OrderKey | None, actor: Actor) -> bool:
+        """Whether the actor should go on with it: its lease, or answered and waiting to be acknowledged."""
+        if key is None:
+            return False
+        order = self._s.find_order(key)
+        if order is None:
+            return False
+        return key in actor.leases or order.state in (OrderState.DELIVERED, OrderState.FAILED, OrderState.ABORTED)
+
+    def _forget(self, actor: Actor, reason: str) -> None:
+        del self.actors[actor.name]
+        for order in actor.leases.values():
+            self._groups.lost(order, reason, failure=False)
+
+    def _seconds_max(self, group: GroupRecord) -> float:
+        section = self._s.config.environments.get(group.task.environment)
+        return section.max_seconds if section is not None else 600.0
+
+
+class Ordering:
+    """*consumes* pending slots, new groups and free places; *produces* leases."""
+
+    def __init__(
+        self, state: StageState, leases: Leases, groups: Groups, replays: Replays, evaluations: Evaluations
+    ) -> None:
+        self._s = state
+        self._leases = leases
+        self._groups = groups
+        self._replays = replays
+        self._evaluations = evaluations
+
+    def order(self) -> None:
+        """Give free actors what is to be played: pending slots first, then new groups as far as admission allows."""
+        s = self._s
+        if s.policy_version < 0:
+            return
+        free = [(-actor.free, actor.name) for actor in self._leases.actors.values() if actor.free > 0]
+        heapq.heapify(free)
+        self._order_evaluation(free)
+        if s.batches.finished or s.config.evaluation.only:
+            return
+        while free:
+            pending = self._groups.take_pending()
+            if pending is None:
+                if s.batches.capacity() < 1 or self._groups.brake.holds(s.now):
+                    break
+                self._groups.plan(self._replays.next())
+                continue
+            self._give(free, *pending)
+        if self._evaluations.holds_back(s.batches.consumed):
+            self._order_evaluation(free, share=False)
+
+    def _order_evaluation(self, free: list[tuple[int, str]], *, share: bool = True) -> None:
+        """They come first, in their ``share`` of the places; all places that are left where training waits for them."""
+        evaluations = self._evaluations
+        if evaluations.active is None:
+            return
+        places = sum(actor.slots for actor in self._leases.actors.values() if actor.down_since is None)
+        room = (evaluations.may_hold(places) if share else places) - evaluations.playing.in_flight
+        while free and room > 0 and (wanted := evaluations.take()) is not None:
+            self._give(free, *wanted, version=evaluations.policy_version())
+            room -= 1
+
+    def _give(self, free: list[tuple[int, str]], group: GroupRecord, index: int, version: int | None = None) -> None:
+        """An order for the actor with the most free places."""
+        name = free[0][1]
+        actor = self._leases.actors[name]
+        self._leases.issue(group, index, actor, version)
+        heapq.heapreplace(free, (-actor.free, name)) if actor.free else heapq.heappop(free)

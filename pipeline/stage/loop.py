@@ -1,0 +1,183 @@
+"""The main loop: gather what happened, apply it, write it, and only then say anything.
+
+*consumes* events of the hub and verdicts of the scorer from one bounded inbox; *produces* transactions and then
+messages; *waits for* an event or the next deadline; is slowed down by the disk: at most one transaction is written and
+one waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from pipeline.runtime.process import RoleContext
+from pipeline.scorer.verdict import Verdict
+from pipeline.stage.core import StageCore
+from pipeline.stage.metrics import Observer
+from pipeline.stage.outgoing import Outgoing, PayloadCache
+from pipeline.stage.scoring import Scoring
+from pipeline.store.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, Unfit
+from pipeline.store.records import TrajectoryRecord
+from pipeline.store.store import ReplayStore
+from pipeline.transport.protocol import Event, EventKind
+
+IDLE_SECONDS_MAX = 5.0
+"""The loop comes round at least so often (heartbeat)."""
+
+
+@dataclass(slots=True)
+class Scored:
+    """Verdicts on their way into the loop, to be committed together."""
+
+    verdicts: Sequence[tuple[TrajectoryRecord, Verdict]]
+
+
+Item = Event | Scored
+Written = tuple[Changes, list[Effect], float]
+
+
+class Rounds:
+    """One iteration is one round: events, :meth:`StageCore.plan`, one transaction, effects."""
+
+    def __init__(
+        self,
+        ctx: RoleContext,
+        core: StageCore,
+        store: ReplayStore,
+        outgoing: Outgoing,
+        cache: PayloadCache,
+        scoring: Scoring,
+        observer: Observer,
+    ) -> None:
+        self._ctx = ctx
+        self._core = core
+        self._store = store
+        self._outgoing = outgoing
+        self._cache = cache
+        self._scoring = scoring
+        self._observer = observer
+        self._written_send: MemoryObjectSendStream[Written]
+        self._written_receive: MemoryObjectReceiveStream[Written]
+        self._written_send, self._written_receive = anyio.create_memory_object_stream(1)
+        self.on_commit: Callable[[float], None] = lambda seconds: None
+        self.on_finished: Callable[[Finished], None] = lambda group: None
+        """Called with each group that became complete, once that is durable."""
+        self.on_unfit: Callable[[list[Unfit]], None] = lambda rollouts: None
+        """Called with the failed and evaluated rollouts of a round that people may look at, in a worker thread."""
+        self.on_evaluated: Callable[[list[dict[str, Any]]], None] = lambda results: None
+        """Called with the evaluations that ended, in a worker thread."""
+
+    async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
+        """Until the inbox closes; what was applied is then written and answered."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._write)
+            async with self._written_send, inbox:
+                await self._apply_round([])
+                while (items := await self._gather(inbox)) is not None:
+                    await self._apply_round(items)
+
+    async def _gather(self, inbox: MemoryObjectReceiveStream[Item]) -> list[Item] | None:
+        deadline = min(self._core.next_deadline() or float("inf"), time.monotonic() + IDLE_SECONDS_MAX)
+        items: list[Item] = []
+        try:
+            with anyio.move_on_after(max(0.0, deadline - time.monotonic())):
+                items.append(await inbox.receive())
+            while items and len(items) < self._ctx.config.replay.commit_batch_max:
+                items.append(inbox.receive_nowait())
+        except anyio.WouldBlock:
+            pass
+        except anyio.EndOfStream:
+            return items or None
+        return items
+
+    async def _apply_round(self, items: list[Item]) -> None:
+        core = self._core
+        core.set_time(time.monotonic(), time.time())
+        for item in items:
+            if isinstance(item, Scored):
+                for record, verdict in item.verdicts:
+                    core.scored(record, verdict)
+            else:
+                self._apply(item)
+        core.plan()
+        changes, effects = core.collect()
+        self._observer.update(core)
+        self._ctx.beat()
+        self._report()
+        if changes or effects:
+            await self._written_send.send((changes, effects, time.perf_counter()))
+
+    def _apply(self, event: Event) -> None:
+        core = self._core
+        match event.kind:
+            case EventKind.PEER_UP:
+                assert event.message is not None
+                core.peer_up(event.peer, event.message.header)
+            case EventKind.PEER_DOWN:
+                core.peer_down(event.peer, left=event.message is not None)
+            case EventKind.MESSAGE:
+                assert event.message is not None
+                core.message(event.peer, event.message)
+            case EventKind.CORRUPT:
+                core.corrupt(event.peer, event.reason)
+
+    async def _write(self) -> None:
+        async with self._written_receive:
+            async for changes, effects, started in self._written_receive:
+                for seq, frames in changes.payloads:
+                    self._cache.put(seq, frames)
+                if changes:
+                    # a transaction that has begun is finished, cancelled or not
+                    with anyio.CancelScope(shield=True):
+                        await anyio.to_thread.run_sync(partial(self._store.commit, changes))
+                self._cache.forget(changes.forgotten_payloads)
+                self.on_commit(time.perf_counter() - started)
+                if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
+                    # before the learner is told: who is told may look
+                    await anyio.to_thread.run_sync(self.on_evaluated, ended)
+                for effect in effects:
+                    if isinstance(effect, Score):
+                        self._scoring.put(effect)
+                    elif isinstance(effect, GivenUp):
+                        self._scoring.forget(effect.group)
+                    elif isinstance(effect, Finished):
+                        self.on_finished(effect)
+                    elif isinstance(effect, Send):
+                        self._outgoing.post(effect)
+                if unfit := [effect for effect in effects if isinstance(effect, Unfit)]:
+                    await anyio.to_thread.run_sync(self.on_unfit, unfit)
+
+    def _report(self) -> None:
+        core, batches = self._core, self._core.batches
+        if core.evaluations.active is not None and (core.finished or core.config.evaluation.only):
+            state, waiting = "evaluating", core.evaluations.progress
+        elif core.finished:
+            state, waiting = "finished", ""
+        elif core.policy_version < 0:
+            state, waiting = "waiting", "the learner's first weights"
+        elif core.groups.brake.holds(time.monotonic()):
+            state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.brake.reason[:300]})"
+        elif not core.leases.connected:
+            state, waiting = "waiting", "actors"
+        elif core.learner.peer is None:
+            state, waiting = "waiting", "the learner"
+        else:
+            state, waiting = "serving", ""
+        self._ctx.report(
+            state,
+            waiting,
+            updates=batches.consumed,
+            policy_version=core.policy_version,
+            orders_in_flight=core.leases.in_flight,
+            groups_open=batches.open,
+            groups_ready=batches.ready,
+            actors=core.leases.connected,
+            evaluation=core.evaluations.progress,
+        )

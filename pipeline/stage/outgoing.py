@@ -1,0 +1,133 @@
+"""Messages on their way to peers: one queue and one task for each, so that a slow peer stops nobody else.
+
+*consumes* effects whose rows are durable; *produces* sends on the hub; *waits for* that one peer's queue. What is
+queued is bounded by the protocol: orders by an actor's slots, groups by the learner's credits. Payloads are read when
+their turn comes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from pipeline.errors import LimitExceeded, PeerGone
+from pipeline.stage.state import log
+from pipeline.store.journal import Send
+from pipeline.store.store import ReplayStore
+from pipeline.transport.protocol import Frames, Hub, Kind, Message
+
+READ_AHEAD = 16
+
+
+class PayloadCache:
+    """The newest payloads, up to ``bytes_max``; the oldest go first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._frames: OrderedDict[int, tuple[int, Frames]] = OrderedDict()
+        self._bytes_max = bytes_max
+        self.bytes = 0
+
+    def put(self, seq: int, frames: Frames) -> None:
+        size = sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames)
+        self._frames[seq] = (size, frames)
+        self.bytes += size
+        while self.bytes > self._bytes_max:
+            self.bytes -= self._frames.popitem(last=False)[1][0]
+
+    def get(self, seq: int) -> Frames | None:
+        found = self._frames.get(seq)
+        return found[1] if found else None
+
+    def forget(self, seqs: Sequence[int]) -> None:
+        for seq in seqs:
+            found = self._frames.pop(seq, None)
+            if found:
+                self.bytes -= found[0]
+
+
+class Outgoing:
+    """A peer that is not welcome (down, or its HELLO not answered yet) gets nothing: that would be of an old
+    connection.
+    """
+
+    def __init__(self, hub: Hub, store: ReplayStore, cache: PayloadCache, group: anyio.abc.TaskGroup) -> None:
+        self._hub = hub
+        self._store = store
+        self._cache = cache
+        self._group = group
+        self._queues: dict[str, deque[Send]] = {}
+        self._wake: dict[str, anyio.Event] = {}
+        self._welcome: set[str] = set()
+        self._idle = anyio.Event()
+
+    def shut(self, peer: str) -> None:
+        """The peer's connection is new or gone: forget what was meant for the old one."""
+        self._welcome.discard(peer)
+        if peer in self._queues:
+            self._queues[peer].clear()
+
+    def post(self, effect: Send) -> None:
+        """Queue without waiting."""
+        peer = effect.peer
+        if peer not in self._queues:
+            self._queues[peer], self._wake[peer] = deque(), anyio.Event()
+            self._group.start_soon(self._run, peer, name=f"to {peer}")
+        if effect.kind is Kind.WELCOME:
+            self._welcome.add(peer)
+        elif peer not in self._welcome and effect.kind is not Kind.REFUSED:
+            return
+        self._queues[peer].append(effect)
+        self._wake[peer].set()
+
+    async def drain(self) -> None:
+        """Wait until everything queued was handed to the hub."""
+        while any(self._queues.values()):
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    async def _run(self, peer: str) -> None:
+        queue = self._queues[peer]
+        ahead: dict[int, Frames] = {}
+        while True:
+            if not queue:
+                self._idle.set()
+                self._wake[peer] = anyio.Event()
+                await self._wake[peer].wait()
+            while queue:
+                effect = queue[0]
+                frames = await self._payload(effect, queue, ahead)
+                if not queue or queue[0] is not effect:
+                    continue
+                try:
+                    if frames is not None:
+                        await self._hub.send(peer, Message(effect.kind, effect.header, frames))
+                except PeerGone as error:
+                    log.info("%s: %s", peer, error)
+                    self.shut(peer)
+                except LimitExceeded as error:
+                    log.error("%s to %s cannot be sent: %s", effect.kind.value, peer, error)
+                if queue and queue[0] is effect:
+                    queue.popleft()
+
+    async def _payload(self, effect: Send, queue: deque[Send], ahead: dict[int, Frames]) -> Frames | None:
+        """Frames that go with ``effect``, read together with the next ones'; None when they were forgotten."""
+        seq = effect.payload
+        if seq is None:
+            return ()
+        found = self._cache.get(seq) or ahead.pop(seq, None)
+        if found is None:
+            ahead.clear()
+            wanted = [
+                e.payload
+                for e in islice(queue, READ_AHEAD)
+                if e.payload is not None and self._cache.get(e.payload) is None
+            ]
+            ahead.update(await anyio.to_thread.run_sync(partial(self._store.payloads, wanted)))
+            found = ahead.pop(seq, None)
+        return found

@@ -1,0 +1,180 @@
+"""The replay stage as a process: the only one that binds. Everyone else connects, so everyone else can restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectSendStream
+
+from pipeline.config.tasks import TRAIN
+from pipeline.errors import TransportClosed
+from pipeline.experience.memory_service import Lessons, open_lessons
+from pipeline.metrics.replay import ReplayMetrics
+from pipeline.runtime.plugin_guard import interrupting_blocks
+from pipeline.runtime.process import RoleContext
+from pipeline.scorer.scorer import Scorer
+from pipeline.scorer.verdict import Verdict
+from pipeline.stage.core import StageCore
+from pipeline.stage.failed_rollouts import UnfitTraces, unfit_traces
+from pipeline.stage.loop import Item, Rounds, Scored
+from pipeline.stage.metrics import Observer
+from pipeline.stage.outgoing import Outgoing, PayloadCache
+from pipeline.stage.scoring import Scoring
+from pipeline.stage.state import log
+from pipeline.store.evaluation_results import write_results
+from pipeline.store.records import TrajectoryRecord
+from pipeline.store.store import ReplayStore, store_path
+from pipeline.tasks.open import open_sources
+from pipeline.tasks.source import TaskSource
+from pipeline.transport.open import limits_of, open_hub
+from pipeline.transport.protocol import EventKind, Hub, Kind
+
+DRAIN_SECONDS_MAX = 1.0
+"""For the last acknowledgements to leave."""
+
+
+async def main(ctx: RoleContext) -> None:
+    """Serve until ``ctx.stopping``. Raises :class:`ConfigurationError` for a bad score function or address,
+    :class:`StoreError` for a store that cannot be used."""
+    await serve(ctx, open_hub(ctx.config))
+
+
+async def serve(ctx: RoleContext, hub: Hub) -> None:
+    """The stage on a given hub (tests use one in memory)."""
+    config = ctx.config
+    metrics = ReplayMetrics(
+        ctx.registry,
+        environments=tuple(config.environments),
+        score_functions=config.scorer.names,
+        pass_at=config.evaluation.pass_at,
+        split=config.evaluation.split,
+    )
+    scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
+    sources = await _open_sources(ctx, metrics)
+    path = store_path(config, ctx.directory)
+    ctx.report("starting", f"the store {path}")
+    store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
+    try:
+        snapshot = await anyio.to_thread.run_sync(store.load)
+        core = StageCore(
+            config,
+            snapshot,
+            now=time.monotonic(),
+            wall=time.time(),
+            score_now=scorer.score_now if scorer.immediate else None,
+            sources={n: source.splits[TRAIN] for n, source in sources.items() if n in config.trained_environments},
+            held_out={
+                name: source.splits[config.evaluation.split]
+                for name, source in sources.items()
+                if config.evaluation.split in source.splits
+            },
+        )
+        if core.evaluations.last is not None:
+            # a kill may have come between the transaction and the line
+            write_results(ctx.directory.evaluations_file, [core.evaluations.last])
+        log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
+        traces = unfit_traces(config.traces, ctx.directory.traces, evaluates=core.evaluations.on)
+        with traces as unfit, interrupting_blocks():
+            await _serve(ctx, hub, store, core, scorer, metrics, unfit)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(store.close)
+            await scorer.close()
+        for source in sources.values():
+            source.close()
+
+
+async def _open_sources(ctx: RoleContext, metrics: ReplayMetrics) -> dict[str, TaskSource]:
+    """The data of the environments, read once in a thread: minutes where it is large, with a sign of life."""
+    config = ctx.config
+    if all(section.tasks_from is None for section in config.environments.values()):
+        return {}
+    ctx.report("starting", "the tasks (reading tasks_from)")
+    async with anyio.create_task_group() as living:
+        living.start_soon(_beat, ctx)
+        sources = await anyio.to_thread.run_sync(open_sources, config)
+        living.cancel_scope.cancel()
+    for name, source in sources.items():
+        for kind, n in source.counts.items():
+            metrics.task_rows.labels(env=name, kind=kind).set(n)
+    return sources
+
+
+async def _beat(ctx: RoleContext) -> None:
+    while True:
+        ctx.beat()
+        await anyio.sleep(1.0)
+
+
+async def _serve(
+    ctx: RoleContext,
+    hub: Hub,
+    store: ReplayStore,
+    core: StageCore,
+    scorer: Scorer,
+    metrics: ReplayMetrics,
+    unfit: UnfitTraces,
+) -> None:
+    config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
+    inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
+
+    async def deliver(verdicts: Sequence[tuple[TrajectoryRecord, Verdict]]) -> None:
+        for _, verdict in verdicts:
+            for name, value in verdict.rewards.items():
+                if name in scorer.names and value is not None:
+                    metrics.score_value.labels(function=name).observe(value)
+        await inbox_send.send(Scored(verdicts))
+
+    async with hub, anyio.create_task_group() as sending:
+        log.info("bound to %s", hub.address)
+        outgoing = Outgoing(hub, store, cache, sending)
+        scoring = Scoring(scorer, store, limits_of(config), config.scorer.concurrency, deliver)
+        rounds = Rounds(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
+        lessons = await open_lessons(config, ctx.directory, store, cache, outgoing.post, metrics)
+        if lessons is not None:
+            rounds.on_finished = lessons.finished
+        rounds.on_unfit = unfit.keep
+        rounds.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
+        rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
+        async with anyio.create_task_group() as working:
+            working.start_soon(rounds.run, inbox_receive, name="rounds")
+            async with inbox_send, anyio.create_task_group() as feeding:
+                feeding.start_soon(scoring.run, name="scoring")
+                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, name="listen")
+                if lessons is not None:
+                    feeding.start_soon(lessons.run, name="lessons")
+                await ctx.stopping.wait()
+                ctx.report("stopping")
+                # scores that are still being computed are dropped here and made again by the next process
+                feeding.cancel_scope.cancel()
+        with anyio.move_on_after(DRAIN_SECONDS_MAX):
+            await outgoing.drain()
+        sending.cancel_scope.cancel()
+
+
+async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgoing, lessons: Lessons | None) -> None:
+    while True:
+        try:
+            event = await hub.receive()
+        except TransportClosed:
+            return
+        if event.kind in (EventKind.PEER_UP, EventKind.PEER_DOWN):
+            outgoing.shut(event.peer)
+        if lessons is not None and event.message is not None and event.message.kind is Kind.RECALL:
+            lessons.recall(event.peer, event.message.header)
+            continue
+        await inbox.send(event)
+
+
+def _observe_score(metrics: ReplayMetrics, name: str, seconds: float, failure: str) -> None:
+    metrics.score_duration_seconds.labels(function=name).observe(seconds)
+    if failure:
+        metrics.score_failures_total.labels(function=name, reason=failure).inc()
+
+
+def _observe_retry(metrics: ReplayMetrics, name: str) -> None:
+    metrics.score_retries_total.labels(function=name).inc()

@@ -1,0 +1,1 @@
+"""The durable state of the stage: SQLite tables, records, ledger, traces, archives."""

@@ -1,0 +1,245 @@
+"""The index, the counters and the random state as one file that is replaced as a whole.
+
+``checkpoint`` = ``b"Afterplay buffer checkpoint 1\\n"``, SHA-256 of what follows (32 bytes), length of the JSON
+(8 bytes, little-endian), the JSON, then the rows of the index as ``<i8 [n, 7]``. A reader sees the old file or the new
+one.
+
+What a buffer starts from: its checkpoint, and what became durable after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from pipeline.errors import SchemaError, StoreError
+from pipeline.runtime.rundir import FileLock, sync, write_bytes_atomically
+from pipeline.store.buffer_index import COLUMNS, Ints, Layout
+from pipeline.store.segments import FILE_HEADER_BYTES, Record, SegmentReader, segment_file, segment_numbers, truncate
+
+NAME = "checkpoint"
+_MAGIC = b"Afterplay buffer checkpoint 1\n"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state of a buffer. Payloads are in the segments that ``rows`` name."""
+
+    generation: int
+    """Of the segments that belong to it: others are left over from a copy that was never finished."""
+    seed: int
+    stream: int
+    """Rank of the shard that this is: shards of one seed draw differently."""
+    draws: int
+    """Draws made so far. Draw i of a buffer is a function of the seed, i and what is in the window."""
+    next_id: int
+    added: int
+    """Trajectories ever added. Those that are not in ``rows`` were evicted."""
+    end: tuple[int, int]
+    """Segment and byte after the last record that this state knows."""
+    layouts: tuple[Layout, ...]
+    rows: Ints
+    """int64 ``[n, 7]``: see :data:`pipeline.store.buffer_index.COLUMNS`."""
+
+    @property
+    def segments(self) -> frozenset[int]:
+        """Segments that must lie beside this checkpoint."""
+        return frozenset(int(s) for s in np.unique(self.rows[:, 4]))
+
+
+def write_checkpoint(directory: Path, state: Checkpoint) -> None:
+    """Replace the checkpoint of a directory. Killed at any moment, the one before is still there."""
+    header = {
+        "generation": state.generation,
+        "seed": state.seed,
+        "stream": state.stream,
+        "draws": state.draws,
+        "next_id": state.next_id,
+        "added": state.added,
+        "end": list(state.end),
+        "layouts": [layout.fields for layout in state.layouts],
+        "n": len(state.rows),
+    }
+    json = orjson.dumps(header)
+    body = len(json).to_bytes(8, "little") + json + state.rows.astype("<i8").tobytes()
+    data = _MAGIC + hashlib.sha256(body).digest() + body
+    write_bytes_atomically(directory / NAME, data, durable=True)
+
+
+def read_checkpoint(directory: Path) -> Checkpoint | None:
+    """None where there is none. Raises :class:`StoreError` for a file that is damaged or something else."""
+    path = directory / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"the buffer checkpoint {path} cannot be read: {error}") from error
+    if not data.startswith(_MAGIC):
+        raise StoreError(f"expected {path} to be a checkpoint of a trajectory buffer (version 1), got something else")
+    digest, body = data[len(_MAGIC) : len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
+    if hashlib.sha256(body).digest() != digest:
+        raise StoreError(f"{path} is damaged: its checksum does not fit. Restore it from a copy")
+    try:
+        length = int.from_bytes(body[:8], "little")
+        header = orjson.loads(body[8 : 8 + length])
+        rows = np.frombuffer(body, "<i8", offset=8 + length).reshape(header["n"], COLUMNS).astype(np.int64)
+        return Checkpoint(
+            generation=header["generation"],
+            seed=header["seed"],
+            stream=header["stream"],
+            draws=header["draws"],
+            next_id=header["next_id"],
+            added=header["added"],
+            end=(header["end"][0], header["end"][1]),
+            layouts=tuple(Layout.decode(orjson.dumps(fields)) for fields in header["layouts"]),
+            rows=rows,
+        )
+    except (KeyError, IndexError, TypeError, ValueError, SchemaError) as error:
+        raise StoreError(f"{path} is not understood ({type(error).__name__}: {error})") from error
+
+
+def lock_directory(directory: Path) -> FileLock:
+    """Held by the one buffer that writes a directory. Raises :class:`StoreError` while another one has it."""
+    taken = f"{directory} is written by another buffer: close that one, or use another directory"
+    return FileLock(directory / "lock", taken)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A state to go on from."""
+
+    state: Checkpoint
+    checkpointed: frozenset[int]
+    """Segments that the checkpoint on disk needs."""
+    next_segment: int
+    segments: tuple[int, ...]
+    """Those that lie in the directory."""
+
+
+def recover(directory: Path, reader: SegmentReader, seed: int, *, newest: bool) -> Recovered:
+    """The state of a directory that we hold the lock of. ``newest``: with everything that was acknowledged after the
+    checkpoint; else exactly the checkpoint, and what came after it is removed.
+
+    Raises :class:`StoreError` where segments are missing or damaged; then nothing has been changed.
+    """
+    numbers = segment_numbers(directory)
+    state = read_checkpoint(directory)
+    if state is None and numbers:
+        raise StoreError(f"{directory} holds segments and no checkpoint: restore it, or use an empty directory")
+    if state is None:
+        state = Checkpoint(new_generation(), seed, 0, 0, 0, 0, (0, 0), (), np.zeros((0, COLUMNS), np.int64))
+        write_checkpoint(directory, state)
+    saved = state
+    check_places(reader, state)
+    tail, repairs = _tail(directory, reader, state, numbers)
+    if newest:
+        state = _extended(directory, reader, state, tail, repairs)
+    else:
+        for number in tail:
+            cut = state.end[1] if number == state.end[0] else 0
+            repairs.append(_cut(directory, reader, number, cut))
+    for repair in repairs:
+        repair()
+    sync(directory)
+    following = max([*numbers, state.end[0] - 1]) + 1
+    return Recovered(state, saved.segments, following, tuple(segment_numbers(directory)))
+
+
+def new_generation() -> int:
+    return secrets.randbits(62)
+
+
+def check_places(reader: SegmentReader, state: Checkpoint) -> None:
+    """Raise :class:`StoreError` unless every payload that a state names lies within its segment."""
+    for segment in state.segments:
+        rows = state.rows[state.rows[:, 4] == segment]
+        needed, size = int((rows[:, 5] + rows[:, 2]).max()), reader.size(segment)
+        if needed > size:
+            raise StoreError(
+                f"{segment_file(reader.directory, segment)} is cut off: expected {needed} bytes, got {size}. "
+                "Restore the directory from a copy"
+            )
+
+
+def _tail(
+    directory: Path, reader: SegmentReader, state: Checkpoint, numbers: list[int]
+) -> tuple[list[int], list[Callable[[], None]]]:
+    """Segments that may hold what came after ``state``, and the removal of those that are of no use."""
+    tail, repairs = [], []
+    for number in numbers:
+        if segment_file(directory, number).stat().st_size < FILE_HEADER_BYTES and number == numbers[-1]:
+            repairs.append(_cut(directory, reader, number, 0))  # it was being made
+        elif reader.generation(number) != state.generation:
+            repairs.append(_cut(directory, reader, number, 0))  # of a copy that was never finished
+        elif number >= state.end[0]:
+            tail.append(number)
+    return tail, repairs
+
+
+def _extended(
+    directory: Path, reader: SegmentReader, state: Checkpoint, tail: list[int], repairs: list[Callable[[], None]]
+) -> Checkpoint:
+    """``state`` and the records of the segments ``tail`` that came after it."""
+    records: list[Record] = []
+    end = state.end
+    for number in tail:
+        last = number == tail[-1]
+        start = state.end[1] if number == state.end[0] else 0
+        size = segment_file(directory, number).stat().st_size
+        stop = max(start, FILE_HEADER_BYTES)
+        for record in reader.scan(number, start, payloads=last):
+            records.append(record)
+            stop = record.offset + record.n_bytes
+        if stop != size and last:
+            repairs.append(_cut(directory, reader, number, stop))
+        elif stop != size:
+            raise StoreError(
+                f"{segment_file(directory, number)} is damaged at byte {stop}: expected the next record. Restore the "
+                "directory from a copy"
+            )
+        end = (number, stop)
+    if not records:
+        return replace(state, end=end)
+    layouts = list(state.layouts)
+    numbers = {layout.encode(): i for i, layout in enumerate(layouts)}
+    added, evicted = records[-1].added, records[-1].evicted
+    ordinals = [*range(state.added - len(state.rows) + 1, state.added + 1), *(r.added for r in records)]
+    live = added - evicted
+    if live > len(ordinals) or (live and ordinals[-live] != evicted + 1):
+        raise StoreError(f"{directory} lacks a segment: some live trajectories are in none. Restore it from a copy")
+    rows = state.rows
+    if records:
+        new = []
+        for r in records:
+            if r.layout not in numbers:
+                numbers[r.layout] = len(layouts)
+                layouts.append(Layout.decode(r.layout))
+            new.append((r.id, r.units, r.n_bytes, numbers[r.layout], r.segment, r.offset, r.crc))
+        rows = np.concatenate([rows, np.asarray(new, np.int64)])
+    return replace(
+        state,
+        draws=max(state.draws, records[-1].draws),
+        next_id=max(state.next_id, records[-1].id + 1),
+        added=added,
+        end=end,
+        layouts=tuple(layouts),
+        rows=rows[len(rows) - live :],
+    )
+
+
+def _cut(directory: Path, reader: SegmentReader, number: int, size: int) -> Callable[[], None]:
+    def repair() -> None:
+        if size <= FILE_HEADER_BYTES:
+            reader.forget(number)
+            segment_file(directory, number).unlink(missing_ok=True)
+        else:
+            truncate(directory, number, size)
+
+    return repair

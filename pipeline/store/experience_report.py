@@ -1,0 +1,198 @@
+"""The experience of a run in numbers: buckets, pool, ages, terminal states, guard, bias audit. Read from the rows."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.config import RunConfig
+from pipeline.store.queries import meta, reading
+from pipeline.store.records import TrainedVersions
+
+AGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+"""Lower bounds of the age classes, in versions."""
+_FACTS = "n_sampled, duration_seconds, reward"
+_POPULATION = {
+    "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE group_number >= 0 AND reward IS NOT NULL",
+    "stored": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE saved IS NOT NULL",
+    "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE state = 'trained'",
+    "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
+    "trajectories t USING (seq) WHERE r.chosen = 1",
+    "uninformative": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "
+    "reason = 'uninformative'",
+}
+"""The populations of the selection-bias audit. Age: versions that its oldest token was behind the newest one when
+it came (sampled, stored, uninformative), or behind the weights that were updated when it was trained (trained,
+replayed). ``uninformative``: left out because all rewards of its group were equal."""
+_TRAINED_AGES = """
+SELECT g.update_number, t.version_min, count(*), total(t.age_insert) FROM trajectories t
+JOIN groups g ON g.number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """One task of the pool."""
+
+    task_id: str
+    trajectories: int
+    n_bytes: int
+    bucket: int | None
+    visits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """Sums over one population."""
+
+    count: int = 0
+    tokens: float = 0.0
+    """Sampled tokens."""
+    seconds: float = 0.0
+    reward: float = 0.0
+    age: float = 0.0
+
+    def __add__(self, other: Population) -> Population:
+        return Population(
+            self.count + other.count,
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.reward + other.reward,
+            self.age + other.age,
+        )
+
+    def means(self) -> dict[str, float | int | None]:
+        n = self.count
+        values = {"tokens": self.tokens, "seconds": self.seconds, "reward": self.reward, "age": self.age}
+        return {"count": n, **{name: value / n if n else None for name, value in values.items()}}
+
+
+@dataclass(slots=True)
+class Experience:
+    """What the store of a run holds."""
+
+    policy_version: int = -1
+    updates: int = 0
+    buckets: Counter[int] = field(default_factory=Counter)
+    """Tasks by successes in their latest fresh group; retired ones are apart."""
+    retired: list[str] = field(default_factory=list)
+    entries: int = 0
+    n_bytes: int = 0
+    unrecorded: int = 0
+    """Entries without recorded log-probabilities."""
+    uses: int = 0
+    ages: Counter[int] = field(default_factory=Counter)
+    """Entries by lower bound of their age class."""
+    shelves: list[Shelf] = field(default_factory=list)
+    trajectories: Counter[str] = field(default_factory=Counter)
+    groups: Counter[str] = field(default_factory=Counter)
+    orders: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    """``pool.*``, ``replays.*`` and ``tasks.*`` of the ledger."""
+    started: bool = False
+    """Whether mixing has begun."""
+    factor: float = 1.0
+    """What the guard has left of ``task_ratio``."""
+    audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in _POPULATION})
+
+    def json(self, config: RunConfig) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "enabled": config.replay.enabled,
+            "policy_version": self.policy_version,
+            "updates": self.updates,
+            "buckets": {str(k): v for k, v in sorted(self.buckets.items())},
+            "retired": sorted(self.retired),
+            "pool": {
+                "trajectories": self.entries,
+                "capacity": config.replay.capacity,
+                "tasks": len(self.shelves),
+                "bytes": self.n_bytes,
+                "unrecorded": self.unrecorded,
+                "uses": self.uses,
+                "ages": {str(k): v for k, v in sorted(self.ages.items())},
+                "by_task": [
+                    {"task_id": s.task_id, "trajectories": s.trajectories, "bytes": s.n_bytes, "bucket": s.bucket,
+                     "visits": s.visits}
+                    for s in self.shelves
+                ],
+            },
+            "states": {
+                "trajectories": dict(self.trajectories),
+                "groups": dict(self.groups),
+                "orders": dict(self.orders),
+            },
+            "counters": dict(self.counters),
+            "guard": {
+                "enabled": config.replay.ess_guard.enabled,
+                "mixing": self.started,
+                "factor": self.factor,
+                "share": config.replay.task_ratio * self.factor if self.started else 0.0,
+            },
+            "audit": {name: population.means() for name, population in self.audit.items()},
+        }  # fmt: skip
+
+
+def examine_run(path: Path) -> Experience:
+    """Read the store in one read-only transaction; a run may be using it.
+
+    Raises :class:`StoreError` when it is missing or not ours.
+    """
+    with reading(path) as connection:
+        return _examine(connection, meta(connection))
+
+
+def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experience:
+    read = connection.execute
+    version = state.get("policy_version", -1)
+    found = Experience(policy_version=version, updates=state.get("consumed", 0))
+    experience = state.get("experience") or {}
+    found.started = bool((experience.get("mixing") or {}).get("started", False))
+    found.factor = float(experience.get("factor", 1.0))
+    tasks = {}
+    for task_id, bucket, retired, visits in read("SELECT task_id, bucket, retired, visits FROM tasks"):
+        tasks[task_id] = (bucket, visits)
+        if retired:
+            found.retired.append(task_id)
+        elif bucket is not None:
+            found.buckets[bucket] += 1
+    pool = "FROM pool p JOIN trajectories t USING (seq)"
+    for task_id, count, n_bytes in read(f"SELECT p.task_id, count(*), sum(t.n_bytes) {pool} GROUP BY 1"):
+        found.shelves.append(Shelf(task_id, count, n_bytes, *tasks.get(task_id, (None, 0))))
+        found.entries += count
+        found.n_bytes += n_bytes
+    found.shelves.sort(key=lambda shelf: (-shelf.trajectories, shelf.task_id))
+    for version_min, recorded, uses in read(f"SELECT t.version_min, p.recorded, p.uses {pool}"):
+        age = max(0, version - version_min) if recorded else 0
+        found.ages[max(bound for bound in AGES if bound <= age)] += 1
+        found.unrecorded += not recorded
+        found.uses += uses
+    ended = "CASE WHEN state IN ('dropped', 'cancelled') THEN state || '.' || reason ELSE state END"
+    for table, counts in (("trajectories", found.trajectories), ("groups", found.groups)):
+        counts.update(dict(read(f"SELECT {ended}, count(*) FROM {table} GROUP BY 1")))
+    found.orders.update(dict(read("SELECT state, count(*) FROM orders GROUP BY 1")))
+    for name, value in read("SELECT name, value FROM counters"):
+        if name.startswith(("pool.", "replays.", "tasks.", "groups.rescued", "groups.equal_")):
+            found.counters[name] += value
+    for name, query in _POPULATION.items():
+        sums = read(
+            "SELECT count(*), total(n_sampled), total(duration_seconds), total(reward), total(age_insert) "
+            f"FROM ({query})"
+        )
+        found.audit[name] += Population(*sums.fetchone())
+    versions = TrainedVersions(state.get("trained_versions"))
+    for update, version_min, count, age_insert in read(_TRAINED_AGES):
+        at = versions.at(update) if update is not None else None
+        # of updates that an older Afterplay recorded only the age at arrival is known
+        found.audit["trained"] += Population(age=age_insert if at is None else count * max(0, at - version_min))
+    return found
+
+
+def dumps(found: Experience, config: RunConfig) -> str:
+    """JSON text."""
+    return orjson.dumps(found.json(config), option=orjson.OPT_INDENT_2).decode()

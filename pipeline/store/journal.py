@@ -1,0 +1,266 @@
+"""What one round of events changed, and what has to be said once that is durable.
+
+Records as rows of the store: columns in the order of ``store_file.TABLES``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from pipeline.schema import Task, Trajectory
+from pipeline.store.experience_records import ExperienceChanges, PoolEntry, TaskRecord
+from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord
+from pipeline.transport.protocol import Frames, Kind
+
+Row = tuple[Any, ...]
+
+
+def group_row(g: GroupRecord) -> Row:
+    return (
+        g.number, task_json(g.task), g.n_rollout, g.n_fresh, g.k, g.rescued, g.admitted_update, g.state.value,
+        g.update, g.late, g.reason, g.planned_at, g.ended_at,
+    )  # fmt: skip
+
+
+def replay_rows(g: GroupRecord) -> Iterator[Row]:
+    for position, replay in enumerate(g.replays):
+        candidate, entry = replay.candidate, replay.candidate.entry
+        yield (
+            g.number, position, entry.seq, candidate.weight, candidate.turn, replay.chosen, replay.age, entry.saved,
+            entry.entropy, entry.success_rate, entry.recorded,
+        )  # fmt: skip
+
+
+def order_row(o: OrderRecord) -> Row:
+    return (*o.key, o.actor, o.attempt, o.policy_version, o.state.value, o.reason, o.failure, o.issued_at, o.ended_at)
+
+
+def trajectory_row(t: TrajectoryRecord, trajectory_id: str | None = None) -> Row:
+    """``trajectory_id`` of one that answers no order; None: the id of the order."""
+    f = t.facts
+    return (
+        t.seq, trajectory_id or t.key.text, *t.key, t.state.value, t.reason, t.reward, orjson.dumps(dict(t.rewards)),
+        t.samples, t.received_at, f.status, f.n_turns, f.n_tokens, f.n_sampled, f.version_min, f.version_max,
+        f.duration_seconds, f.actor, f.n_bytes, orjson.dumps(dict(f.failure)) if f.failure else None, f.entropy,
+        f.replayable, t.age_insert, t.saved,
+    )  # fmt: skip
+
+
+def pool_row(e: PoolEntry) -> Row:
+    return (e.seq, e.trajectory_id, e.task.task_id, e.saved, e.entropy, e.success_rate, e.recorded, e.uses)
+
+
+def task_row(t: TaskRecord) -> Row:
+    return (
+        t.task.task_id, task_json(t.task), t.bucket, t.n_fresh, t.retired, t.visits, orjson.dumps(t.history),
+    )  # fmt: skip
+
+
+def task_json(task: Task) -> bytes:
+    return orjson.dumps(
+        {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
+    )
+
+
+@dataclass(slots=True)
+class Send:
+    """A message for a peer. ``payload`` names the trajectory (by ``seq``) whose frames go with it."""
+
+    peer: str
+    kind: Kind
+    header: dict[str, Any]
+    payload: int | None = None
+
+
+@dataclass(slots=True)
+class Score:
+    """Ask the scorer for the reward of a stored trajectory (decoded already, unless the stage has just started)."""
+
+    record: TrajectoryRecord
+    trajectory: Trajectory | None = None
+    members: int = 1
+    """Fresh trajectories of its group that have no reward yet, those that are still to come included."""
+
+
+@dataclass(slots=True)
+class GivenUp:
+    """A group was cancelled: a reward function that must see all of it has nothing to wait for."""
+
+    group: int
+
+
+@dataclass(slots=True)
+class Finished:
+    """A group is complete and scored: lessons may be written from it."""
+
+    group_id: str
+    members: tuple[TrajectoryRecord, ...]
+    """Its fresh rollouts, with their rewards."""
+
+
+@dataclass(slots=True)
+class Unfit:
+    """A rollout that is not trained and is kept for people to look at: it failed, or was played for an evaluation."""
+
+    trajectory_id: str
+    frames: Frames
+    received_at: float
+    """Unix seconds."""
+    evaluated: bool = False
+
+
+@dataclass(slots=True)
+class Evaluated:
+    """An evaluation ended: a line for ``evaluations.jsonl``."""
+
+    result: dict[str, Any]
+
+
+Effect = Send | Score | GivenUp | Finished | Unfit | Evaluated
+
+
+@dataclass(slots=True)
+class Changes:
+    """Rows of one transaction, copied so that the core may go on while they are written."""
+
+    groups: list[Row] = field(default_factory=list)
+    replays: list[Row] = field(default_factory=list)
+    orders: list[Row] = field(default_factory=list)
+    trajectories: list[Row] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    """``seq`` of stored trajectories that were sent to the learner, other than by their own group."""
+    payloads: list[tuple[int, Frames]] = field(default_factory=list)
+    forgotten_payloads: list[int] = field(default_factory=list)
+    forgotten_groups: list[int] = field(default_factory=list)
+    pool: list[Row] = field(default_factory=list)
+    left_pool: list[int] = field(default_factory=list)
+    tasks: list[Row] = field(default_factory=list)
+    forgotten_tasks: list[str] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+class Journal:
+    """Collects changes, effects, counters and observations while the core applies events."""
+
+    def __init__(self, counters: dict[str, int] | None = None) -> None:
+        self.counters: Counter[str] = Counter(counters or {})
+        """The ledger: events by name, such as ``orders.issued`` or ``trajectories.dropped.duplicate``."""
+        self._observations: defaultdict[str, list[float]] = defaultdict(list)
+        self._groups: dict[int, GroupRecord] = {}
+        self._replays: dict[int, GroupRecord] = {}
+        self._orders: dict[int, OrderRecord] = {}
+        self._trajectories: dict[int, TrajectoryRecord] = {}
+        self._imported: list[Row] = []
+        self._sampled: list[int] = []
+        self._payloads: dict[int, Frames] = {}
+        self._forgotten_payloads: list[int] = []
+        self._forgotten_groups: list[int] = []
+        self._experience = ExperienceChanges()
+        self._meta: dict[str, Any] = {}
+        self._counted: set[str] = set()
+        self._effects: list[Effect] = []
+        self._acks: defaultdict[str, tuple[list[str], dict[str, str]]] = defaultdict(lambda: ([], {}))
+
+    def count(self, name: str, amount: int = 1) -> None:
+        if amount:
+            self.counters[name] += amount
+            self._counted.add(name)
+
+    def group(self, group: GroupRecord) -> None:
+        self._groups[group.number] = group
+
+    def replays(self, group: GroupRecord) -> None:
+        """The replays of ``group`` were decided, sent or trained."""
+        self._replays[group.number] = group
+
+    def order(self, order: OrderRecord) -> None:
+        self._orders[id(order)] = order
+
+    def trajectory(self, trajectory: TrajectoryRecord, frames: Frames | None = None) -> None:
+        self._trajectories[trajectory.seq] = trajectory
+        if frames is not None:
+            self._payloads[trajectory.seq] = frames
+
+    def imported(self, trajectory: TrajectoryRecord, trajectory_id: str, frames: Frames) -> None:
+        """A trajectory that answers no order."""
+        self._imported.append(trajectory_row(trajectory, trajectory_id))
+        self._payloads[trajectory.seq] = frames
+
+    def sampled(self, seq: int) -> None:
+        """A stored trajectory whose own group is not in memory was sent to the learner."""
+        self._sampled.append(seq)
+
+    def experience(self, changes: ExperienceChanges) -> None:
+        """What changed in the pool; at most once in each round."""
+        self._experience = changes
+        if changes.state is not None:
+            self.meta("experience", changes.state)
+
+    def forget_payload(self, seq: int) -> None:
+        if self._payloads.pop(seq, None) is None:
+            self._forgotten_payloads.append(seq)
+
+    def forget_group(self, number: int) -> None:
+        """The group leaves memory: it will not be asked for when the stage starts again."""
+        self._forgotten_groups.append(number)
+
+    def meta(self, key: str, value: Any) -> None:
+        self._meta[key] = value
+
+    def observe(self, name: str, value: float) -> None:
+        """A value for a histogram."""
+        self._observations[name].append(value)
+
+    def take_observations(self) -> dict[str, list[float]]:
+        """Values since the last call, by name."""
+        taken, self._observations = self._observations, defaultdict(list)
+        return taken
+
+    def effect(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def ack(self, actor: str, trajectory_id: str) -> None:
+        self._acks[actor][0].append(trajectory_id)
+
+    def refuse(self, actor: str, trajectory_id: str, reason: str) -> None:
+        self._acks[actor][1][trajectory_id] = reason
+
+    def collect(self) -> tuple[Changes, list[Effect]]:
+        """Everything since the last call; acknowledgements come first, one message per actor."""
+        experience = self._experience
+        changes = Changes(
+            groups=[group_row(g) for g in self._groups.values()],
+            replays=[row for g in self._replays.values() for row in replay_rows(g)],
+            orders=[order_row(o) for o in self._orders.values()],
+            trajectories=[trajectory_row(t) for t in self._trajectories.values()] + self._imported,
+            sampled=self._sampled,
+            payloads=list(self._payloads.items()),
+            forgotten_payloads=self._forgotten_payloads,
+            forgotten_groups=self._forgotten_groups,
+            pool=[pool_row(e) for e in experience.entries],
+            left_pool=list(experience.removed),
+            tasks=[task_row(t) for t in experience.tasks],
+            forgotten_tasks=list(experience.forgotten_tasks),
+            meta=self._meta,
+            counters={name: self.counters[name] for name in self._counted},
+        )
+        acks: list[Effect] = [
+            Send(actor, Kind.ACK, {"trajectory_ids": ids, "refused": refused})
+            for actor, (ids, refused) in self._acks.items()
+        ]
+        effects = acks + self._effects
+        self._groups, self._orders, self._trajectories, self._payloads = {}, {}, {}, {}
+        self._replays, self._imported, self._sampled, self._experience = {}, [], [], ExperienceChanges()
+        self._forgotten_payloads, self._forgotten_groups, self._meta, self._counted = [], [], {}, set()
+        self._effects = []
+        self._acks.clear()
+        return changes, effects

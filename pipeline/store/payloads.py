@@ -1,0 +1,59 @@
+"""Who still needs which payload. One that nobody needs is freed, in the same transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.store.experience_records import PoolEntry
+from pipeline.store.journal import Journal
+from pipeline.store.records import GroupRecord, GroupState, TrajectoryState
+
+_FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
+
+
+class PayloadHolds:
+    """Counts holders by ``seq``: the group it was played for, the pool, every group that may replay it."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._holders: dict[int, int] = {}
+
+    def restore(self, groups: Iterable[GroupRecord], entries: Iterable[PoolEntry]) -> None:
+        """Count again after a restart."""
+        for group in groups:
+            for slot in group.places:
+                if slot.trajectory is not None and slot.trajectory.state not in _FREED:
+                    self._hold(slot.trajectory.seq)
+            if group.state is not GroupState.CANCELLED and not group.left_out:
+                for replay in group.replays:
+                    self._hold(replay.seq)
+        for entry in entries:
+            self._hold(entry.seq)
+
+    def arrived(self, seq: int, n_bytes: int) -> None:
+        """A new payload, with its first holder."""
+        self._hold(seq)
+        self._journal.count("payload.bytes", n_bytes)
+
+    def hold(self, seq: int) -> None:
+        """One more holder of a payload that is there. Raises :class:`KeyError` when it is not."""
+        self._holders[seq] += 1
+
+    def release(self, seq: int, n_bytes: int) -> None:
+        """One holder less."""
+        self._holders[seq] -= 1
+        if self._holders[seq] == 0:
+            del self._holders[seq]
+            self._journal.forget_payload(seq)
+            self._journal.count("payload.bytes", -n_bytes)
+
+    @property
+    def held(self) -> set[int]:
+        """``seq`` of all that somebody needs."""
+        return set(self._holders)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._holders
+
+    def _hold(self, seq: int) -> None:
+        self._holders[seq] = self._holders.get(seq, 0) + 1

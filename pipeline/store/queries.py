@@ -1,0 +1,275 @@
+"""The trajectories of a store as a list: filtered and sorted by SQLite from facts, without touching a payload.
+
+What people and files want to know of a store, read while a stage may be writing it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from pipeline.config.tasks import TRAIN
+from pipeline.errors import StoreError
+from pipeline.store import tables
+from pipeline.store.archive import Portable
+from pipeline.transport.protocol import Frames
+
+_POOLED = """
+SELECT p.entropy, p.success_rate, p.uses, t.reward, d.header, d.token_ids, d.logprobs, d.spans
+FROM pool p JOIN trajectories t USING (seq) JOIN payloads d USING (seq) ORDER BY p.saved"""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """One read-only transaction on the store at ``path``: nothing that a stage writes meanwhile is seen.
+
+    Raises :class:`StoreError` when there is no store, or it is not ours, damaged, or of another version.
+    """
+    if not tables.check_header(path):
+        raise StoreError(f"there is no replay store at {path}: has the run been started?")
+    try:
+        connection = tables.connect(path, read_only=True)
+        try:
+            connection.execute("BEGIN")
+            tables.check_tables(connection, path)
+            yield connection
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise StoreError(f"the replay store {path} could not be read: {error}") from error
+
+
+def origin(connection: sqlite3.Connection) -> str:
+    """A name for the history of this store: two stores never share it, a restarted one keeps it. Empty: nothing was
+    stored yet."""
+    row = connection.execute("SELECT trajectory_id, received_at FROM trajectories ORDER BY seq LIMIT 1").fetchone()
+    return hashlib.sha256(f"{row[0]}|{row[1]!r}".encode()).hexdigest()[:16] if row else ""
+
+
+def meta(connection: sqlite3.Connection) -> dict[str, Any]:
+    return {key: orjson.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+
+
+def pooled(connection: sqlite3.Connection) -> Iterator[Portable]:
+    """Every trajectory of the pool, oldest first."""
+    name = origin(connection)
+    for entropy, success_rate, uses, reward, *frames in connection.execute(_POOLED):
+        marks = {"entropy": entropy, "success_rate": success_rate, "uses": uses, "reward": reward, "origin": name}
+        yield Portable(marks, tuple(frames))
+
+
+Sort = Literal[
+    "newest", "oldest", "step", "reward", "tokens", "turns", "seconds", "entropy", "version", "age", "replays"
+]
+_ORDER: Mapping[Sort, tuple[str, bool]] = {
+    "newest": ("received_at", True),
+    "oldest": ("received_at", False),
+    "step": ("step", True),
+    "reward": ("reward", True),
+    "tokens": ("n_sampled", True),
+    "turns": ("n_turns", True),
+    "seconds": ("duration_seconds", True),
+    "entropy": ("entropy", True),
+    "version": ("version_max", True),
+    "age": ("age_insert", True),
+    "replays": ("n_replays", True),
+}
+"""Column, and whether the largest comes first."""
+_ROWS = """
+WITH replayed AS (
+    SELECT r.seq, count(*) AS n_replays, group_concat(g.update_number + 1) AS steps
+    FROM group_replays r JOIN groups g ON g.number = r.group_number
+    WHERE r.chosen = 1 AND g.state = 'trained' AND g.update_number IS NOT NULL GROUP BY r.seq
+), rows AS (
+    SELECT t.seq, t.trajectory_id, t.group_number, t.state, t.reason, t.status, t.reward, t.rewards, t.n_turns,
+        t.n_tokens, t.n_sampled, t.version_min, t.version_max, t.duration_seconds, t.actor, t.received_at, t.failure,
+        t.entropy, t.age_insert, t.n_bytes, coalesce(g.task, k.task) AS task,
+        CASE WHEN t.state = 'trained' THEN g.update_number + 1 END AS step,
+        CASE WHEN t.state = 'evaluated' OR g.state IN ('evaluating', 'evaluated')
+            THEN g.update_number END AS evaluation,
+        coalesce(x.n_replays, 0) AS n_replays, x.steps
+    FROM trajectories t LEFT JOIN groups g ON g.number = t.group_number LEFT JOIN pool p ON p.seq = t.seq
+    LEFT JOIN tasks k ON k.task_id = p.task_id LEFT JOIN replayed x ON x.seq = t.seq
+)"""
+_FAILURE = "lower(coalesce(CAST(failure AS TEXT), '') || ' ' || reason)"
+_TASK = "json_extract(CAST(task AS TEXT), '$.{}')"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Whole numbers from ``low`` to ``high``, both included; None: no bound."""
+
+    low: int | None = None
+    high: int | None = None
+
+    def __contains__(self, value: int) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which trajectories; all conditions hold. A default asks for nothing."""
+
+    trajectory_id: str | None = None
+    step: Span | None = None
+    """Trained in such an update, fresh or replayed. The first step is 1."""
+    evaluation: Span | None = None
+    """Played to evaluate weights with so many updates."""
+    split: str | None = None
+    """Of the task: ``train``, or one that is held out."""
+    version: Span | None = None
+    """A token was sampled by such a policy version."""
+    reward_min: float | None = None
+    reward_max: float | None = None
+    task: str | None = None
+    """A part of the task id, or a pattern of the whole with ``*`` and ``?``."""
+    environment: str | None = None
+    status: str | None = None
+    """How the episode ended (``complete``, ``truncated``, ``error``, ``aborted``), or what became of it here
+    (``trained``, ``held``, ``dropped``, ``baseline``, ``evaluated``, ``imported``)."""
+    failure: str | None = None
+    """A part of the failure (boundary, kind, message, traceback) or of why it was dropped, in any case of letters;
+    empty: any failure."""
+    replayed: bool = False
+    """Trained again from the pool at least once."""
+    kept: frozenset[str] | None = None
+    """Tokens are in the store, or kept elsewhere of these trajectory ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One trajectory as the store knows it."""
+
+    seq: int
+    trajectory_id: str
+    group_number: int
+    state: str
+    reason: str
+    status: str
+    reward: float | None
+    rewards: Mapping[str, float | None]
+    n_turns: int
+    n_tokens: int
+    n_sampled: int
+    version_min: int
+    """-1: nothing was sampled."""
+    version_max: int
+    duration_seconds: float
+    actor: str
+    received_at: float
+    failure: Mapping[str, str] | None
+    entropy: float | None
+    """Mean over sampled tokens, nats: estimated when it came."""
+    age: int
+    n_bytes: int
+    task_id: str
+    environment: str
+    step: int | None
+    """Of the update that trained it fresh; the first is 1."""
+    evaluation: int | None = None
+    """Updates in the weights that it was played to evaluate; None: it was played for training."""
+    replays: tuple[int, ...] = ()
+    """Steps that trained it again."""
+
+
+def list_store(path: Path, filters: Filters, sort: Sort, reverse: bool, limit: int) -> tuple[list[Listed], int]:
+    """The first ``limit`` that fit, and how many fit. Raises :class:`StoreError`."""
+    column, largest_first = _ORDER[sort]
+    where, values = _conditions(filters)
+    down = "DESC" if largest_first != reverse else "ASC"
+    with reading(path) as connection:
+        (count,) = connection.execute(f"{_ROWS} SELECT count(*) FROM rows {where}", values).fetchone()
+        rows = connection.execute(
+            f"{_ROWS} SELECT * FROM rows {where} ORDER BY {column} IS NULL, {column} {down}, seq {down} LIMIT ?",
+            (*values, limit),
+        )
+        return [_listed(row) for row in rows], int(count)
+
+
+def stored_frames(path: Path, seqs: Sequence[int]) -> Iterator[tuple[int, Frames]]:
+    """Payloads of those that the stage still holds. Raises :class:`StoreError`."""
+    with reading(path) as connection:
+        for seq in seqs:
+            row = connection.execute(
+                "SELECT header, token_ids, logprobs, spans FROM payloads WHERE seq = ?", (seq,)
+            ).fetchone()
+            if row is not None:
+                yield seq, tuple(row)
+
+
+def _conditions(f: Filters) -> tuple[str, list[Any]]:
+    parts: list[str] = []
+    values: list[Any] = []
+
+    def add(condition: str, *given: Any) -> None:
+        parts.append(condition)
+        values.extend(given)
+
+    if f.trajectory_id is not None:
+        add("trajectory_id = ?", f.trajectory_id)
+    if f.step is not None:
+        low, high = _bounds(f.step)
+        add(
+            "(step BETWEEN ? AND ? OR seq IN (SELECT r.seq FROM group_replays r JOIN groups g ON g.number = "
+            "r.group_number WHERE r.chosen = 1 AND g.state = 'trained' AND g.update_number + 1 BETWEEN ? AND ?))",
+            low, high, low, high,
+        )  # fmt: skip
+    if f.evaluation is not None:
+        add("evaluation BETWEEN ? AND ?", *_bounds(f.evaluation))
+    if f.split == TRAIN:
+        add("evaluation IS NULL")
+    elif f.split is not None:
+        # as pipeline.tasks names what is held out: environment/split/number
+        add(f"instr({_TASK.format('task_id')}, {_TASK.format('environment')} || '/' || ? || '/') = 1", f.split)
+    if f.version is not None:
+        low, high = _bounds(f.version)
+        add("version_max >= ? AND version_min BETWEEN 0 AND ?", low, high)
+    if f.reward_min is not None:
+        add("reward >= ?", f.reward_min)
+    if f.reward_max is not None:
+        add("reward <= ?", f.reward_max)
+    if f.task is not None:
+        task = _TASK.format("task_id")
+        if any(c in f.task for c in "*?"):
+            add(f"{task} GLOB ?", f.task.replace("[", "[[]"))
+        else:
+            add(f"instr({task}, ?) > 0", f.task)
+    if f.environment is not None:
+        add(f"{_TASK.format('environment')} = ?", f.environment)
+    if f.status is not None:
+        add("(status = ? OR state = ?)", f.status, f.status)
+    if f.failure is not None:
+        add("(failure IS NOT NULL OR (state = 'dropped' AND reason IN ('failed', 'unscored', 'aborted')))")
+        if f.failure:
+            add(f"instr({_FAILURE}, ?) > 0", f.failure.lower())
+    if f.kept is not None:
+        add(
+            "(trajectory_id IN (SELECT value FROM json_each(?)) OR seq IN (SELECT seq FROM payloads))",
+            orjson.dumps(sorted(f.kept)).decode(),
+        )
+    if f.replayed:
+        add("n_replays > 0")
+    return (f"WHERE {' AND '.join(parts)}" if parts else ""), values
+
+
+def _bounds(span: Span) -> tuple[int, int]:
+    return (-1 if span.low is None else span.low), (2**62 if span.high is None else span.high)
+
+
+def _listed(row: sqlite3.Row | tuple[Any, ...]) -> Listed:
+    (seq, name, group, state, reason, status, reward, rewards, n_turns, n_tokens, n_sampled, low, high, seconds, actor,
+     received_at, failure, entropy, age, n_bytes, task, step, evaluation, _, steps) = row  # fmt: skip
+    about = orjson.loads(task) if task else {}
+    return Listed(
+        seq, name, group, state, reason, status, reward, orjson.loads(rewards), n_turns, n_tokens, n_sampled,
+        low, high, seconds, actor, received_at, orjson.loads(failure) if failure else None, entropy, age, n_bytes,
+        str(about.get("task_id", "")), str(about.get("environment", "")), step, evaluation,
+        tuple(sorted(int(s) for s in steps.split(","))) if steps else (),
+    )  # fmt: skip

@@ -1,0 +1,370 @@
+"""What the stage keeps: groups, orders and trajectories, each in one named state at a time.
+
+Which policy version every update was trained from: a version is published for each update, so few numbers say it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from pipeline.schema import Task
+from pipeline.store.experience_records import Candidate
+
+_ORDER_ID = re.compile(r"g(\d{6,18})\.(\d{1,9})\.(\d{1,9})")
+_GROUP_ID = re.compile(r"g(\d{6,18})")
+
+
+class GroupState(StrEnum):
+    PLAYING = "playing"
+    """Some rollouts are missing or not scored."""
+    READY = "ready"
+    """Complete and scored; no update chosen yet."""
+    PLACED = "placed"
+    """Promised to one update; sent, or to be sent, to the learner."""
+    TRAINED = "trained"
+    """Terminal: an update was made from it."""
+    CANCELLED = "cancelled"
+    """Terminal; ``reason`` says why."""
+    UNINFORMATIVE = "uninformative"
+    """Terminal: its rewards were all equal, and its update was made without it (``groups.equal_rewards: drop``)."""
+    EVALUATING = "evaluating"
+    """Its task is held out: it is played for an evaluation and is in no batch."""
+    EVALUATED = "evaluated"
+    """Terminal: an evaluation has what there is of it. ``reason`` says why rollouts are missing, if they are."""
+
+
+class OrderState(StrEnum):
+    LEASED = "leased"
+    """In flight: an actor has it."""
+    DELIVERED = "delivered"
+    """Terminal: its trajectory is stored."""
+    FAILED = "failed"
+    """Terminal: the rollout failed, or its trajectory could not be understood."""
+    ABORTED = "aborted"
+    """Terminal: the actor ended it on purpose."""
+    EXPIRED = "expired"
+    """Terminal: no answer in time, or its actor has gone."""
+    CANCELLED = "cancelled"
+    """Terminal: its group was cancelled."""
+
+
+class TrajectoryState(StrEnum):
+    HELD = "held"
+    """Stored; waits for its score, its group or its update."""
+    TRAINED = "trained"
+    """Terminal: an update was made from it."""
+    DROPPED = "dropped"
+    """Terminal: ``reason`` is one of :class:`Drop`."""
+    BASELINE = "baseline"
+    """Terminal: a greedy rollout that was scored. Its reward is what its group is compared with; it is never trained
+    and its payload is not kept."""
+    EVALUATED = "evaluated"
+    """Terminal: a rollout of a held-out task that was scored. Its payload is not kept."""
+    IMPORTED = "imported"
+    """Came from a file instead of an order: it lives in the pool only."""
+
+
+class Drop(StrEnum):
+    """Why a trajectory that arrived is not trained."""
+
+    DUPLICATE = "duplicate"
+    """It was stored already."""
+    FAILED = "failed"
+    """The rollout failed (status error), or nothing was sampled in it."""
+    ABORTED = "aborted"
+    UNSCORED = "unscored"
+    """No reward could be computed."""
+    CANCELLED = "cancelled"
+    """Its group was cancelled (before or after it arrived)."""
+    EXPIRED = "expired"
+    """It came after its order had expired."""
+    ENDED = "ended"
+    """Its group ended before the last checkpoint and is forgotten."""
+    UNKNOWN = "unknown"
+    """No such order was ever issued here."""
+    CORRUPT = "corrupt"
+    """Its bytes are no trajectory, or not the one that was ordered."""
+    SCHEMA = "schema"
+    """Its values break the data model, or it has another schema version."""
+    REPLACED = "replaced"
+    """A stored success took its place, because every fresh rollout of its group failed."""
+    UNINFORMATIVE = "uninformative"
+    """All rewards of its group were equal (``groups.equal_rewards``)."""
+
+
+class CancelReason(StrEnum):
+    """Why a group is not trained."""
+
+    ATTEMPTS = "attempts"
+    """One of its slots failed ``groups.attempts_max`` times."""
+    LATE = "late"
+    """Over the staleness bound, with ``staleness.late: drop``."""
+    FINISHED = "finished"
+    """The run has made all its updates."""
+    RECONFIGURED = "reconfigured"
+    """The run file changed group size, batch size or environments while the group was open."""
+    UNTRAINED = "untrained"
+    """The learner made its update without it."""
+    UNINFORMATIVE = "uninformative"
+    """Its rewards were all equal, and a new group takes its place (``groups.equal_rewards: refill``)."""
+
+
+LEFT_OUT = "uninformative"
+"""Reason of a group that keeps its place in an update and is not trained: its trajectories are dropped already."""
+
+
+class OrderKey(NamedTuple):
+    """An order, and the trajectory that answers it: ``g000012.3.0`` is group 12, slot 3, first order of the slot."""
+
+    group: int
+    slot: int
+    serial: int
+
+    @property
+    def text(self) -> str:
+        return f"{group_id(self.group)}.{self.slot}.{self.serial}"
+
+    @classmethod
+    def parse(cls, text: object) -> OrderKey | None:
+        """None for anything that is not an order id."""
+        match = _ORDER_ID.fullmatch(text) if isinstance(text, str) else None
+        key = cls(*map(int, match.groups())) if match else None
+        return key if key is not None and key.text == text else None
+
+
+def group_id(number: int) -> str:
+    return f"g{number:06d}"
+
+
+def parse_group_id(text: object) -> int | None:
+    match = _GROUP_ID.fullmatch(text) if isinstance(text, str) else None
+    return int(match.group(1)) if match else None
+
+
+@dataclass(slots=True)
+class OrderRecord:
+    """One lease."""
+
+    key: OrderKey
+    actor: str
+    attempt: int
+    policy_version: int
+    issued_at: float
+    """Unix seconds."""
+    state: OrderState = OrderState.LEASED
+    reason: str = ""
+    failure: bool = False
+    """Whether it used up one of the slot's attempts."""
+    ended_at: float | None = None
+    deadline: float = 0.0
+    """Clock of the running process, seconds; not stored."""
+
+
+@dataclass(slots=True, frozen=True)
+class Facts:
+    """What the stage knows of a trajectory without its arrays."""
+
+    status: str
+    n_turns: int
+    n_tokens: int
+    n_sampled: int
+    version_min: int
+    version_max: int
+    duration_seconds: float
+    actor: str
+    n_bytes: int
+    failure: Mapping[str, str] | None = None
+    entropy: float | None = None
+    """``-mean(log mu)`` over sampled tokens, nats: estimates the mean entropy at collection. None: not recorded."""
+    replayable: bool = True
+    """False where it may not enter the experience pool: its training prompt is not the played one, or its
+    log-probabilities were not recorded."""
+
+
+@dataclass(slots=True)
+class TrajectoryRecord:
+    """One trajectory that was stored."""
+
+    seq: int
+    """Order of arrival; key of the payload in the store."""
+    key: OrderKey
+    facts: Facts
+    received_at: float
+    """Unix seconds."""
+    state: TrajectoryState = TrajectoryState.HELD
+    reason: str = ""
+    reward: float | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    samples: int = 0
+    """Times it was sent to a learner."""
+    age_insert: int = 0
+    """Versions that its oldest token was behind the newest published one when it came."""
+    saved: int | None = None
+    """Number of its save into the experience pool; None: never saved. It may have left the pool since."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One of the fresh places of a group: at most one order out, at most one trajectory in."""
+
+    serial: int = 0
+    """Orders issued for it so far."""
+    failures: int = 0
+    leased: bool = False
+    trajectory: TrajectoryRecord | None = None
+
+
+@dataclass(slots=True)
+class Replay:
+    """A stored trajectory that a group may be completed with; its payload is kept while the group may be trained."""
+
+    candidate: Candidate
+    chosen: bool = False
+    """Whether the learner trained it with the group."""
+    age: int = 0
+    """Versions it was old when it was trained; before that, when it was sent last."""
+
+    @property
+    def seq(self) -> int:
+        return self.candidate.entry.seq
+
+    @property
+    def trajectory_id(self) -> str:
+        return self.candidate.entry.trajectory_id
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """One group, open or kept until a checkpoint covers its update: ``len(slots)`` fresh places and ``k`` replays."""
+
+    number: int
+    task: Task
+    admitted_update: int
+    planned_at: float
+    """Unix seconds."""
+    slots: list[Slot]
+    state: GroupState = GroupState.PLAYING
+    update: int | None = None
+    late: bool = False
+    reason: str = ""
+    ended_at: float | None = None
+    orders: dict[OrderKey, OrderRecord] = field(default_factory=dict)
+    k: int = 0
+    """Replayed members that the group is trained with."""
+    replays: list[Replay] = field(default_factory=list)
+    """What these may be chosen from, the stage's own choice first."""
+    rescued: bool = False
+    """All its fresh rollouts failed and one gave its place to a replay."""
+    greedy: Slot | None = None
+    """Place of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether it is played for an evaluation. Then ``update`` is the number of updates in the evaluated weights."""
+        return self.state in (GroupState.EVALUATING, GroupState.EVALUATED)
+
+    @property
+    def place_in_evaluation(self) -> int:
+        """Of its task in the list of the evaluation; kept where groups for training keep ``admitted_update``."""
+        return self.admitted_update
+
+    @property
+    def group_id(self) -> str:
+        return group_id(self.number)
+
+    @property
+    def n_fresh(self) -> int:
+        return len(self.slots)
+
+    @property
+    def n_rollout(self) -> int:
+        return len(self.slots) + self.k
+
+    @property
+    def attempt(self) -> int:
+        """How many rollouts were ordered again."""
+        return sum(max(0, slot.serial - 1) for slot in self.slots)
+
+    @property
+    def complete(self) -> bool:
+        return all(slot.trajectory is not None and slot.trajectory.reward is not None for slot in self.places)
+
+    @property
+    def places(self) -> list[Slot]:
+        """All that are ordered: the fresh ones and the greedy one."""
+        return [*self.slots, self.greedy] if self.greedy is not None else self.slots
+
+    @property
+    def greedy_index(self) -> int:
+        """Number of the greedy place: behind all of the group, so that a rescue does not move it."""
+        return self.n_rollout
+
+    def place(self, index: int) -> Slot:
+        """By the number that orders tell. Raises :class:`IndexError`."""
+        if self.greedy is not None and index == self.greedy_index:
+            return self.greedy
+        return self.slots[index]
+
+    def is_greedy(self, key: OrderKey) -> bool:
+        """Whether the order is that of the greedy rollout."""
+        return self.greedy is not None and key.slot == self.greedy_index
+
+    @property
+    def baseline(self) -> float | None:
+        """Reward of the greedy rollout, once it is scored."""
+        return None if self.greedy is None or self.greedy.trajectory is None else self.greedy.trajectory.reward
+
+    @property
+    def left_out(self) -> bool:
+        """Whether its rewards were all equal and its update is made without it."""
+        return self.reason == LEFT_OUT and self.state is not GroupState.CANCELLED
+
+    @property
+    def consumed(self) -> bool:
+        """Whether its update was made, with it or without."""
+        return self.state in (GroupState.TRAINED, GroupState.UNINFORMATIVE)
+
+    @property
+    def open(self) -> bool:
+        return self.state in (GroupState.PLAYING, GroupState.READY, GroupState.PLACED)
+
+
+class TrainedVersions:
+    """``version(update)`` is kept where it is not one more than that of the update before.
+
+    >>> versions = TrainedVersions()
+    >>> [versions.note(update, version) for update, version in ((0, 1), (1, 2), (2, 7), (3, 8))]
+    [True, False, True, False]
+    >>> versions.state(), versions.at(1), versions.at(3)
+    ([[0, 1], [2, 7]], 2, 8)
+    """
+
+    def __init__(self, state: Iterable[Sequence[int]] | None = None) -> None:
+        self._points = [(int(update), int(version)) for update, version in state or ()]
+
+    def note(self, update: int, version: int) -> bool:
+        """``update`` was trained from the weights of ``version``; what is known of later updates is forgotten, they
+        will be made anew. Returns whether :meth:`state` changed."""
+        before = list(self._points)
+        del self._points[bisect.bisect_left(self._points, (update,)) :]
+        if self.at(update) != version:
+            self._points.append((update, version))
+        return self._points != before
+
+    def at(self, update: int) -> int | None:
+        """The version that an update was trained from; None for one before the first that was noted. Of an update that
+        was not noted it is the version it would have without a break."""
+        i = bisect.bisect_right(self._points, update, key=lambda point: point[0])
+        if i == 0:
+            return None
+        first, version = self._points[i - 1]
+        return version + update - first
+
+    def state(self) -> list[list[int]]:
+        """JSON that :meth:`__init__` takes back."""
+        return [list(point) for point in self._points]

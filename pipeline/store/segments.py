@@ -1,0 +1,398 @@
+"""Payloads on disk: append-only segment files of checksummed records.
+
+A record says everything the index needs, so what was added after the last checkpoint is found again by reading the
+headers of what follows it. A record that a dying process left half written is recognised and dropped; damage anywhere
+else is an error.
+
+======  =====  ==========================================================
+header  bytes
+======  =====  ==========================================================
+magic       4  ``APBR``
+crc         4  CRC-32 of the rest of the header and of the layout
+id          8
+added       8  trajectories ever added, this one included
+evicted     8  trajectories ever evicted, after this one was added
+draws       8  number of draws made so far: the random state
+units       8
+payload     8  bytes
+layout      4  bytes
+crc         4  CRC-32 of the payload
+======  =====  ==========================================================
+
+then the layout (JSON), then the payload. Little-endian.
+
+Which segments of a directory are still needed: by live trajectories, by the checkpoint, by one being made.
+
+Payload writes off the hot path: one thread, one fsync for everything that came meanwhile (group commit).
+
+*consumes* records; *produces* handles that are done once a record is durable. *waits for*: the disk. *unblocked by*:
+:meth:`BackgroundWriter.put`. Back-pressure: ``put`` waits while more than ``pending_bytes_max`` are not written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import StoreError
+from pipeline.runtime.rundir import sync
+
+_FILE_MAGIC = b"Afterplay segment 1\n\0\0\0\0"
+FILE_HEADER_BYTES = len(_FILE_MAGIC) + 8
+"""Magic and the generation (int64)."""
+_HEADER = struct.Struct("<4sIqqqqqqII")
+_MAGIC = b"APBR"
+_LAYOUT_BYTES_MAX = 1 << 20
+_VECTORS_MAX = 512
+_NAME = re.compile(r"segment-(\d{8})\.data")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One appended trajectory."""
+
+    id: int
+    added: int
+    evicted: int
+    draws: int
+    units: int
+    layout: bytes
+    payload: memoryview | None
+    """None when only the header was read."""
+    n_bytes: int = 0
+    segment: int = -1
+    offset: int = -1
+    """Of the payload in its segment file."""
+    crc: int = 0
+
+
+def segment_file(directory: Path, number: int) -> Path:
+    return directory / f"segment-{number:08d}.data"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Segments that lie in a directory, oldest first."""
+    found = (_NAME.fullmatch(name) for name in os.listdir(directory))
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+class SegmentWriter:
+    """Appends records to one new segment file. Used by one thread."""
+
+    def __init__(self, directory: Path, number: int, generation: int) -> None:
+        self.number = number
+        self._fd = os.open(segment_file(directory, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.size = 0
+        self._write([_FILE_MAGIC + struct.pack("<q", generation)])
+        sync(directory)
+
+    def append(self, records: Sequence[Record]) -> list[Record]:
+        """Write records; the same ones with their places. Durable after :meth:`sync`."""
+        placed: list[Record] = []
+        buffers: list[bytes | memoryview] = []
+        at = self.size
+        for record in records:
+            assert record.payload is not None
+            payload_crc = zlib.crc32(record.payload)
+            fields = (
+                record.id,
+                record.added,
+                record.evicted,
+                record.draws,
+                record.units,
+                record.payload.nbytes,
+                len(record.layout),
+                payload_crc,
+            )
+            unchecked = _HEADER.pack(_MAGIC, 0, *fields)
+            crc = zlib.crc32(record.layout, zlib.crc32(unchecked[8:]))
+            buffers += [_HEADER.pack(_MAGIC, crc, *fields), record.layout, record.payload]
+            at += _HEADER.size + len(record.layout)
+            placed.append(
+                Record(
+                    record.id, record.added, record.evicted, record.draws, record.units, record.layout, None,
+                    record.payload.nbytes, self.number, at, payload_crc,
+                )
+            )  # fmt: skip
+            at += record.payload.nbytes
+        self._write(buffers)
+        return placed
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _write(self, buffers: list[bytes | memoryview]) -> None:
+        for at in range(0, len(buffers), _VECTORS_MAX):
+            rest = [memoryview(b) for b in buffers[at : at + _VECTORS_MAX]]
+            while rest:
+                written = os.writev(self._fd, rest)
+                self.size += written
+                while rest and written >= rest[0].nbytes:
+                    written -= rest.pop(0).nbytes
+                if rest and written:
+                    rest[0] = rest[0][written:]
+
+
+class SegmentReader:
+    """Reads payloads from the segments of one directory; keeps them open, so that they outlive their names.
+
+    Raises :class:`StoreError` where a file is missing, cut off or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._fds: dict[int, int] = {}
+
+    def open(self, number: int) -> int:
+        fd = self._fds.get(number)
+        if fd is None:
+            path = segment_file(self.directory, number)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise StoreError(f"expected the buffer's segment {path}, got {error.strerror}") from error
+            if os.pread(fd, len(_FILE_MAGIC), 0) != _FILE_MAGIC:
+                os.close(fd)
+                raise StoreError(f"expected {path} to be a segment of a trajectory buffer, got something else")
+            self._fds[number] = fd
+        return fd
+
+    def read(self, segment: int, offset: int, n_bytes: int, crc: int | None = None) -> bytes:
+        """Bytes of a payload; with ``crc`` they are checked."""
+        data = os.pread(self.open(segment), n_bytes, offset)
+        if len(data) != n_bytes or (crc is not None and zlib.crc32(data) != crc):
+            raise StoreError(
+                f"{segment_file(self.directory, segment)} is damaged at byte {offset}: expected {n_bytes} bytes with "
+                f"the checksum of the index. Restore the directory from a copy"
+            )
+        return data
+
+    def forget(self, number: int) -> None:
+        fd = self._fds.pop(number, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        for number in list(self._fds):
+            self.forget(number)
+
+    def scan(self, number: int, start: int, *, payloads: bool) -> Iterator[Record]:
+        """Records from byte ``start`` (0: the first) to the end; with ``payloads`` their checksums are tried too.
+        Stops at the first that is not whole."""
+        fd = self.open(number)
+        size = os.fstat(fd).st_size
+        at = max(start, FILE_HEADER_BYTES)
+        while (record := _whole_record(fd, number, at, size, payloads)) is not None:
+            yield record
+            at = record.offset + record.n_bytes
+
+    def generation(self, number: int) -> int:
+        """Which checkpoints the segment belongs to."""
+        data = os.pread(self.open(number), 8, len(_FILE_MAGIC))
+        return int(struct.unpack("<q", data)[0]) if len(data) == 8 else -1
+
+    def size(self, number: int) -> int:
+        return os.fstat(self.open(number)).st_size
+
+
+def truncate(directory: Path, number: int, size: int) -> None:
+    """Cut a segment off, durably."""
+    fd = os.open(segment_file(directory, number), os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _whole_record(fd: int, number: int, at: int, size: int, payloads: bool) -> Record | None:
+    header = os.pread(fd, _HEADER.size, at)
+    if len(header) < _HEADER.size:
+        return None
+    magic, crc, identity, added, evicted, draws, units, n_bytes, n_layout, payload_crc = _HEADER.unpack(header)
+    end = at + _HEADER.size + n_layout + n_bytes
+    if magic != _MAGIC or not 0 < n_layout <= _LAYOUT_BYTES_MAX or n_bytes < 0 or end > size:
+        return None
+    layout = os.pread(fd, n_layout, at + _HEADER.size)
+    if zlib.crc32(layout, zlib.crc32(header[8:])) != crc:
+        return None
+    offset = at + _HEADER.size + n_layout
+    if payloads and zlib.crc32(os.pread(fd, n_bytes, offset)) != payload_crc:
+        return None
+    return Record(identity, added, evicted, draws, units, layout, None, n_bytes, number, offset, payload_crc)
+
+
+class HeldSegments:
+    """Counts live trajectories by segment and removes what nobody needs."""
+
+    def __init__(self) -> None:
+        self._live: Counter[int] = Counter()
+        self.checkpointed: frozenset[int] = frozenset()
+        """Those that the checkpoint on disk needs."""
+        self.saving: frozenset[int] = frozenset()
+        """Those that a checkpoint or copy being written needs."""
+
+    def found(self, segments: Iterable[int]) -> None:
+        """These lie in the directory."""
+        self._live.update(dict.fromkeys(segments, 0))
+
+    def add(self, segment: int, trajectories: int = 1) -> None:
+        """So many more (or, negative, fewer) live trajectories are in the segment."""
+        self._live[segment] += trajectories
+
+    def remove_empty(self, directory: Path, reader: SegmentReader, current: int) -> None:
+        """Remove the files of segments before ``current`` that nobody needs."""
+        needed = self.checkpointed | self.saving
+        for segment, live in list(self._live.items()):
+            if live == 0 and segment < current and segment not in needed:
+                reader.forget(segment)
+                segment_file(directory, segment).unlink(missing_ok=True)
+                del self._live[segment]
+
+
+GROUP_RECORDS_MAX = 1024
+
+
+class BackgroundWriter:
+    """Owns the thread that writes the segments of a directory, the first of them ``segment``.
+
+    ``on_durable`` is called from that thread with the records of a group, placed, before their handles are done.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        segment: int,
+        generation: int,
+        segment_bytes: int,
+        pending_bytes_max: int,
+        on_durable: Callable[[list[Record]], None],
+    ) -> None:
+        self._directory = directory
+        self._next_segment = segment
+        self._generation = generation
+        self._segment_bytes = segment_bytes
+        self._pending_bytes_max = pending_bytes_max
+        self._on_durable = on_durable
+        self._queue: deque[tuple[Record, Future[int]]] = deque()
+        self._pending_bytes = 0
+        self._busy = False
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._segment: SegmentWriter | None = None
+        self._end = (segment, 0)
+        self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def current(self) -> int:
+        """Segments below this one are complete."""
+        return self._end[0]
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Segment and byte after the last durable record."""
+        return self._end
+
+    def check(self) -> None:
+        """Raise :class:`StoreError` once a write has failed, or the buffer is closed."""
+        with self._changed:
+            if self._failure is not None or self._closing:
+                raise self._explained()
+
+    def put(self, record: Record) -> Future[int]:
+        """Queue one record. Raises :class:`StoreError` once a write has failed."""
+        assert record.payload is not None
+        handle: Future[int] = Future()
+        with self._changed:
+            while self._pending_bytes > self._pending_bytes_max and self._failure is None:
+                self._changed.wait()
+            if self._failure is not None or self._closing:
+                raise self._explained()
+            self._queue.append((record, handle))
+            self._pending_bytes += record.payload.nbytes
+            self._changed.notify_all()
+        return handle
+
+    def flush(self) -> None:
+        """Return when everything put so far is durable. Raises :class:`StoreError` when it cannot become so."""
+        with self._changed:
+            while (self._queue or self._busy) and self._failure is None:
+                self._changed.wait()
+            if self._failure is not None:
+                raise self._explained()
+
+    def close(self) -> None:
+        """Write what is queued and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._segment is not None:
+            self._segment.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                group = [self._queue.popleft() for _ in range(min(len(self._queue), GROUP_RECORDS_MAX))]
+                self._busy = True
+            try:
+                placed = self._write([record for record, _ in group])
+                self._on_durable(placed)
+            except BaseException as error:  # the thread must tell whoever waits, whatever it was
+                self._fail(error, [handle for _, handle in group])
+                return
+            with self._changed:
+                self._busy = False
+                self._pending_bytes -= sum(record.n_bytes for record in placed)
+                self._changed.notify_all()
+            for record, handle in group:
+                handle.set_result(record.id)
+
+    def _write(self, records: list[Record]) -> list[Record]:
+        if self._segment is not None and self._segment.size >= self._segment_bytes:
+            self._segment.close()
+            self._segment = None
+        if self._segment is None:
+            self._segment = SegmentWriter(self._directory, self._next_segment, self._generation)
+            self._next_segment += 1
+        placed = self._segment.append(records)
+        self._segment.sync()
+        self._end = (self._segment.number, self._segment.size)
+        return placed
+
+    def _fail(self, error: BaseException, handles: list[Future[int]]) -> None:
+        with self._changed:
+            self._failure = error
+            self._busy = False
+            handles += [handle for _, handle in self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for handle in handles:
+            handle.set_exception(self._explained())
+
+    def _explained(self) -> StoreError:
+        if self._failure is None:
+            return StoreError("this buffer is closed: open it again to add")
+        error = StoreError(
+            f"the trajectory buffer in {self._directory} cannot be written: {self._failure}. What was acknowledged is "
+            "safe; free disk space and open it again"
+        )
+        error.__cause__ = self._failure
+        return error

@@ -1,0 +1,173 @@
+"""What the stage starts from: the rows of the store as records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from pipeline.errors import StoreError
+from pipeline.schema import Task
+from pipeline.store.experience_records import Candidate, PoolEntry, TaskRecord
+from pipeline.store.records import (
+    Facts,
+    GroupRecord,
+    GroupState,
+    OrderKey,
+    OrderRecord,
+    OrderState,
+    Replay,
+    Slot,
+    TrajectoryRecord,
+    TrajectoryState,
+)
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Groups that are open or not covered by a checkpoint, with their orders, held trajectories and replays; the
+    pool."""
+
+    groups: dict[int, GroupRecord] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    next_seq: int = 0
+    entries: list[PoolEntry] = field(default_factory=list)
+    """The pool, in the order of ``saved``."""
+    tasks: list[TaskRecord] = field(default_factory=list)
+
+
+_FACTS = (
+    "t.trajectory_id, t.reward, t.n_turns, t.n_tokens, t.n_sampled, t.n_bytes, t.version_min, t.version_max, "
+    "t.duration_seconds"
+)
+POOL_COLUMNS = f"p.seq, p.task_id, p.saved, p.entropy, p.success_rate, p.recorded, p.uses, {_FACTS}"
+REPLAY_COLUMNS = (
+    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.seq, r.saved, r.entropy, r.success_rate, r.recorded, "
+    f"{_FACTS}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the store read."""
+
+    groups: Iterable[Sequence[Any]]
+    orders: Iterable[Sequence[Any]]
+    trajectories: Iterable[Sequence[Any]]
+    replays: Iterable[Sequence[Any]]
+    tasks: Iterable[Sequence[Any]]
+    pool: Iterable[Sequence[Any]]
+
+
+def build(rows: Rows, meta: Mapping[str, Any], counters: dict[str, int], next_seq: int) -> Snapshot:
+    """Join the rows. Raises :class:`StoreError` when they do not fit together."""
+    try:
+        tasks = {row[0]: _task_record(row) for row in rows.tasks}
+        pool = [_entry(row, tasks) for row in rows.pool]
+        pooled = {entry.seq: entry for entry in pool}
+        found = {row[0]: _group(row) for row in rows.groups}
+        for row in rows.orders:
+            order = _order(row)
+            group = found[order.key.group]
+            group.orders[order.key] = order
+            if order.key.slot == group.greedy_index and group.greedy is None:
+                group.greedy = Slot()
+            if not group.is_greedy(order.key) and order.key.slot >= len(group.slots) and group.rescued:
+                continue
+            slot = group.place(order.key.slot)
+            slot.serial = max(slot.serial, order.key.serial + 1)
+            slot.failures += order.failure
+            slot.leased |= order.state is OrderState.LEASED
+        for row in rows.trajectories:
+            record = _trajectory(row)
+            if record.state is not TrajectoryState.DROPPED:
+                found[record.key.group].place(record.key.slot).trajectory = record
+        for row in rows.replays:
+            found[row[0]].replays.append(_replay(row, found[row[0]].task, pooled))
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise StoreError(
+            f"the replay store holds rows that do not fit together ({type(error).__name__}: {error}): it was changed "
+            "by something else. Move it away to start with an empty one"
+        ) from error
+    return Snapshot(found, meta, counters, next_seq, pool, list(tasks.values()))
+
+
+def _group(row: Sequence[Any]) -> GroupRecord:
+    number, task, _, n_fresh, k, rescued, admitted, state, update, late, reason, planned_at, ended_at = row
+    return GroupRecord(
+        number=number,
+        task=_task(task),
+        admitted_update=admitted,
+        planned_at=planned_at,
+        slots=[Slot() for _ in range(n_fresh)],
+        state=GroupState(state),
+        update=update,
+        late=bool(late),
+        reason=reason,
+        ended_at=ended_at,
+        k=k,
+        rescued=bool(rescued),
+    )
+
+
+def _task(json: bytes) -> Task:
+    header = orjson.loads(json)
+    return Task(header["task_id"], header["environment"], header["seed"], header["payload"])
+
+
+def _task_record(row: Sequence[Any]) -> TaskRecord:
+    _, task, bucket, n_fresh, retired, visits, history = row
+    return TaskRecord(_task(task), bucket, n_fresh, bool(retired), visits, [(s, n) for s, n in orjson.loads(history)])
+
+
+def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
+    seq, task_id, saved, entropy, success_rate, recorded, uses, trajectory_id, *facts = row
+    marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded), "uses": uses}
+    return PoolEntry(seq, trajectory_id, tasks[task_id].task, saved, *facts, **marks)
+
+
+def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> Replay:
+    """A replay of a group; the pool may have let go of it since."""
+    _, weight, turn, chosen, age, seq, saved, entropy, success_rate, recorded, trajectory_id, *facts = row
+    entry = pooled.get(seq)
+    if entry is None:
+        marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded)}
+        entry = PoolEntry(seq, trajectory_id, task, saved, *facts, **marks)
+    return Replay(Candidate(entry, weight, turn), bool(chosen), age)
+
+
+def _order(row: Sequence[Any]) -> OrderRecord:
+    number, slot, serial, actor, attempt, policy_version, state, reason, failure, issued_at, ended_at = row
+    return OrderRecord(
+        OrderKey(number, slot, serial),
+        actor,
+        attempt,
+        policy_version,
+        issued_at,
+        OrderState(state),
+        reason,
+        bool(failure),
+        ended_at,
+    )
+
+
+def _trajectory(row: Sequence[Any]) -> TrajectoryRecord:
+    seq, _, number, slot, serial, state, reason, reward, rewards, samples, received_at, *facts = row[:20]
+    failure, entropy, replayable, age_insert, saved = row[20:]
+    extra = {"entropy": entropy, "replayable": bool(replayable)}
+    return TrajectoryRecord(
+        seq=seq,
+        key=OrderKey(number, slot, serial),
+        facts=Facts(*facts, failure=orjson.loads(failure) if failure else None, **extra),  # type: ignore[misc]
+        received_at=received_at,
+        state=TrajectoryState(state),
+        reason=reason,
+        reward=reward,
+        rewards=orjson.loads(rewards),
+        samples=samples,
+        age_insert=age_insert,
+        saved=saved,
+    )

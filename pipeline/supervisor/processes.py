@@ -1,0 +1,140 @@
+"""From a run file to the processes of the run.
+
+Asking a process how it is. Blocking; called in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from pipeline.config import RunConfig
+from pipeline.config.load import ENVIRONMENT_PREFIX
+from pipeline.runtime.process import role_name
+from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.supervisor.machine import Rule
+
+ACTORS, LEARNER, REPLAY, ENGINES = range(4)
+"""Stages of the drain."""
+PREPARE = "prepare"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process: how the machine treats it, what to run, how to ask whether it is well."""
+
+    rule: Rule
+    command: Sequence[str]
+    health_url: str | None = None
+    """Answers 200 when well. None: the process writes its port to ``processes/NAME.json``."""
+    probed: bool = True
+    """False: it is well while it lives."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+
+def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner") -> list[ProcessSpec]:
+    """Preparation, engines, replay stage, learner, actors. Everything reads the resolved file in ``directory``.
+    ``center``: the role in place of the learner, whose end is the end of the run."""
+    stuck = config.supervisor.stuck_seconds_max
+    depends = (PREPARE, "replay")
+    specs = [
+        _role(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
+        _role("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
+        _role(center, 0, directory, Rule(center, LEARNER, depends=depends, ends_run=True, stuck_seconds_max=stuck)),
+    ]
+    if config.engine.kind != "external":
+        for i, url in enumerate(config.engine.addresses()):
+            rule = Rule(
+                role_name("engine", i),
+                ENGINES,
+                depends=(PREPARE,),
+                stateless=True,
+                start_seconds_max=config.engine.start_seconds_max,
+                stuck_seconds_max=stuck,
+            )
+            specs.append(_role("engine", i, directory, rule, health_url=f"{url}/health"))
+    for i in range(config.actor.replicas):
+        rule = Rule(role_name("actor", i), ACTORS, depends=depends, stuck_seconds_max=stuck)
+        specs.append(_role("actor", i, directory, rule))
+    return specs
+
+
+def _role(
+    role: str, index: int, directory: RunDirectory, rule: Rule, health_url: str | None = None, probed: bool = True
+) -> ProcessSpec:
+    command = [sys.executable, "-m", "pipeline.cli.app", role, str(directory.config_file)]
+    if role in ("actor", "engine"):
+        command += ["--index", str(index)]
+    return ProcessSpec(rule, command, health_url, probed)
+
+
+def child_environment(extra: dict[str, str]) -> dict[str, str]:
+    """Ours without ``AFTERPLAY__…``: the resolved file holds those values already, with the ports that were 0.
+
+    Engine and learner share the cores of one machine. OpenMP threads that spin at their barriers, which is the default,
+    then take the cores from each other: generation falls to a small part of its speed. So they sleep, unless the
+    environment says otherwise.
+    """
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **inherited, "PYTHONUNBUFFERED": "1", **extra}
+
+
+PROBE_SECONDS_MAX = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a process said. Without an answer ``well`` is False and ``state`` empty."""
+
+    well: bool
+    state: str = ""
+    waiting_for: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def ask(url: str) -> Answer:
+    """GET a health address. Never raises for what the other side does."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=PROBE_SECONDS_MAX) as reply:
+            return _read(True, reply.read(65536))
+    except urllib.error.HTTPError as error:
+        with error:
+            return _read(False, error.read(65536))
+    except (OSError, ValueError):
+        return Answer(False)
+
+
+def health_url(directory: RunDirectory, name: str, pid: int) -> str | None:
+    """Address of a role's ``/healthz``, once process ``pid`` itself has written it."""
+    record = read_json(directory.process_file(name))
+    if record is None or record.get("pid") != pid:
+        return None
+    host = record.get("metrics_host", "127.0.0.1")
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{record['metrics_port']}/healthz"
+
+
+def _read(well: bool, body: bytes) -> Answer:
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        told = None
+    if not isinstance(told, dict):
+        return Answer(well, "serving" if well else "")
+    return Answer(
+        well,
+        str(told.get("state", "serving" if well else "")),
+        str(told.get("waiting_for", "")),
+        told["details"] if isinstance(told.get("details"), dict) else {},
+    )

@@ -1,0 +1,212 @@
+"""Which task is played next. All state is two kinds of counters, so it is small, exact and resumable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.tasks import TRAIN
+from pipeline.errors import ConfigurationError
+from pipeline.schema import Task
+from pipeline.stage.state import log
+from pipeline.tasks.source import TaskSplit
+from pipeline.tasks.splits import Splits, is_held_out
+
+TRIES_MAX = 4096
+"""Tasks of one environment that :meth:`TaskSampler.draw_where` looks at before it gives the environment up."""
+
+
+class Verdict(Enum):
+    """What becomes of a task that came next."""
+
+    TAKE = auto()
+    """It is played."""
+    KEEP = auto()
+    """The caller plays it later; the next one is looked at."""
+    PASS = auto()
+    """It is not played this time round; the environment's next one is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came next. Its id is known at once; the task of a data set is read when somebody wants it."""
+
+    task_id: str
+    task: Callable[[], Task]
+
+
+class TaskSampler:
+    """Draws tasks from weighted environments.
+
+    The environment of a draw is the one furthest behind its share (so every batch is mixed as the weights say, without
+    noise). Task ``i`` of environment ``E`` is ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N``
+    visits its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
+
+    ``sources`` are the train splits of the environments with ``tasks_from``: their tasks are rows. One that had all
+    its ``epochs`` gives its turns to the others; when all had, they go on, because cancelled groups used some up.
+
+    Environments may have splits of their own (:meth:`learn`): then task ``i`` has the seed at place ``seed + i`` of
+    their train split, round and round, and what is in any other split is never drawn.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, EnvironmentConfig],
+        seed: int,
+        state: Mapping[str, Any] | None = None,
+        sources: Mapping[str, TaskSplit] | None = None,
+    ) -> None:
+        self._environments = dict(environments)
+        self._seed = seed
+        self._sources = dict(sources or {})
+        self._all_spent = False
+        self._splits: dict[str, Splits] = {}
+        for name, section in self._environments.items():
+            if section.tasks_from is not None and name not in self._sources:
+                raise ConfigurationError(f"expected the data of environments.{name}.tasks_from to be open, got none")
+        drawn = dict((state or {}).get("drawn", {}))
+        self._drawn: dict[str, int] = {name: int(drawn.get(name, 0)) for name in self._environments}
+        self._epochs: dict[str, tuple[int, list[int]]] = {}
+        base = dict((state or {}).get("base", {}))
+        self._base: dict[str, int] = {name: int(base.get(name, self._drawn[name])) for name in self._environments}
+        if set(base) != set(self._environments):
+            self._base = dict(self._drawn)
+        self._compare(dict((state or {}).get("sources", {})))
+
+    def learn(self, splits: Mapping[str, Splits]) -> None:
+        """The splits that environments whose tasks are seeds have of their own. Call it before anything is drawn.
+
+        Raises :class:`ConfigurationError` when that leaves no task to train on."""
+        self._splits = {name: own for name, own in splits.items() if own and name not in self._sources}
+        for name, own in self._splits.items():
+            section = self._environments.get(name)
+            if section is None:
+                continue
+            n = section.tasks or (len(own[TRAIN]) if TRAIN in own else 1)
+            if not any(self._seed_at(name, i) is not None for i in range(min(n, TRIES_MAX))):
+                raise ConfigurationError(
+                    f"environments.{name}: expected tasks to train on, but its splits {', '.join(own)} leave none of "
+                    f"the {n} seeds from {section.seed} on: set another seed, or more tasks"
+                )
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """How many different tasks each environment has; None: no end."""
+        return {name: self._size(name) for name in self._environments}
+
+    def draw(self) -> Task:
+        """The next task."""
+        return self._walk(self._next_environment(self._spent())).task()
+
+    def draw_where(
+        self, verdict: Callable[[Drawn], Verdict], *, exhausted: Collection[str] = frozenset()
+    ) -> Task | None:
+        """The next task that ``verdict`` takes; None when no environment has one.
+
+        Tasks passed over do not count for the share of their environment, a turn of one that has nothing to give
+        does. An environment is given up after two epochs of it, at most :data:`TRIES_MAX` tasks; one that is
+        ``exhausted`` at once.
+        """
+        spent = self._spent()
+        open_ones = [name for name in self._environments if name not in spent]
+        tries = {name: min(TRIES_MAX, 2 * (self._size(name) or TRIES_MAX)) for name in open_ones}
+        closed: set[str] = set()
+        while len(closed) < len(tries):
+            name = self._next_environment(closed | spent)
+            if name not in exhausted and tries[name]:
+                tries[name] -= 1
+                drawn = self._walk(name)
+                found = verdict(drawn)
+                if found is Verdict.TAKE:
+                    return drawn.task()
+                self._base[name] += found is Verdict.PASS
+                continue
+            closed.add(name)
+            self._base[name] -= 1
+        for name in closed:
+            self._base[name] += 1
+        return None
+
+    def _walk(self, name: str) -> Drawn:
+        index = self._drawn[name]
+        self._drawn[name] += 1
+        source = self._sources.get(name)
+        if source is not None:
+            row = source.order(index)
+            return Drawn(source.task_id(row), partial(source.__getitem__, row))
+        seed = self._seed_at(name, self._place(name, index))
+        while seed is None:
+            # held out: the environment's share counts what is played
+            self._base[name] += 1
+            seed = self._seed_at(name, self._place(name, self._drawn[name]))
+            self._drawn[name] += 1
+        task_id = f"{name}/{seed}"
+        return Drawn(task_id, partial(Task, task_id, name, seed))
+
+    def _place(self, name: str, index: int) -> int:
+        n = self._environments[name].tasks
+        return index if n is None else self._shuffled(name, n, index // n)[index % n]
+
+    def _seed_at(self, name: str, place: int) -> int | None:
+        """Seed of the task at ``place``, counted from the first; None: it is not for training."""
+        own, seed = self._splits.get(name, {}), self._environments[name].seed + place
+        if TRAIN in own:
+            seed = own[TRAIN][seed % len(own[TRAIN])]
+        return None if is_held_out(own, seed) else seed
+
+    def state(self) -> dict[str, Any]:
+        """JSON that :meth:`__init__` takes back."""
+        state: dict[str, Any] = {"drawn": dict(self._drawn), "base": dict(self._base)}
+        if self._sources:
+            state["sources"] = {name: source.fingerprint for name, source in self._sources.items()}
+        return state
+
+    def _size(self, name: str) -> int | None:
+        return len(self._sources[name]) if name in self._sources else self._environments[name].tasks
+
+    def _spent(self) -> set[str]:
+        """Environments that had all their passes; none when that is every one."""
+        spent = {
+            name
+            for name, source in self._sources.items()
+            if source.tasks_max is not None and self._drawn[name] >= source.tasks_max
+        }
+        if len(spent) < len(self._environments):
+            return spent
+        if not self._all_spent:
+            log.warning("all tasks_from.epochs are over (groups were cancelled or passed over): a further pass begins")
+        self._all_spent = True
+        return set()
+
+    def _compare(self, before: Mapping[str, str]) -> None:
+        """Go on only in the data that the positions were counted in."""
+        for name, source in self._sources.items():
+            if not self._drawn[name] or before.get(name) == source.fingerprint:
+                continue
+            if not source.restarts:
+                raise ConfigurationError(
+                    f"environments.{name}.tasks_from: expected the data that this run began with, got other rows, "
+                    f"another order or another content in {source.where}: it was changed, or filter, columns, limit, "
+                    "splits or shuffle were. Restore it, or start a new run (another run.name, or --fresh), or set "
+                    f"environments.{name}.tasks_from.on_change: restart to begin the first pass over the new data"
+                )
+            log.warning("environments.%s: %s is not what it was: its first pass begins", name, source.where)
+            self._base[name] -= self._drawn[name]
+            self._drawn[name] = 0
+
+    def _next_environment(self, closed: Collection[str] = ()) -> str:
+        counts = {name: self._drawn[name] - self._base[name] for name in self._environments if name not in closed}
+        return min(counts, key=lambda name: (counts[name] + 0.5) / self._environments[name].weight)
+
+    def _shuffled(self, name: str, n_tasks: int, epoch: int) -> list[int]:
+        cached = self._epochs.get(name)
+        if cached is None or cached[0] != epoch or len(cached[1]) != n_tasks:
+            order = list(range(n_tasks))
+            random.Random(f"{self._seed}/{name}/{epoch}").shuffle(order)
+            cached = self._epochs[name] = (epoch, order)
+        return cached[1]

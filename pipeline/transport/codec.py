@@ -1,0 +1,325 @@
+"""Bytes on the wire and in the store: an orjson header and raw little-endian arrays. Never pickle.
+
+A trajectory travels as payload frames ``[json, token ids, log-probabilities, version spans]``:
+
+=====  =====================================  ==================================================
+frame  content                                dtype, shape
+=====  =====================================  ==================================================
+0      orjson: everything but the arrays      turns carry only lengths
+1      ids of all spans in order              ``<i4`` ``[T]``
+2      log-probabilities of sampled tokens    ``<f4`` ``[S]``
+3      version spans of all completions       ``<i4`` ``[K, 3]`` start, stop, version
+=====  =====================================  ==================================================
+
+Decoding makes views on the received buffers. Schema evolution: a reader ignores unknown header keys and fills missing
+optional ones; ``schema_version`` changes only when a meaning does, and then :class:`VersionMismatch` says so.
+
+Headers of messages that carry no arrays: orders, plans, and the task in them and in a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+
+from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
+from pipeline.schema import (
+    SCHEMA_VERSION,
+    EngineRecord,
+    Failure,
+    GroupPlan,
+    Guidance,
+    Order,
+    Task,
+    Timings,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+)
+from pipeline.transport import protocol
+from pipeline.transport.codec_turns import decode_turns
+from pipeline.transport.protocol import Buffer, Frames, Kind, Limits, array_frame
+
+Record = TypeVar("Record")
+
+
+def encode_order(order: Order) -> dict[str, Any]:
+    """Header of an ORDER message."""
+    header = {
+        "order_id": order.order_id,
+        "group_id": order.group_id,
+        "task": task_header(order.task),
+        "slot": order.slot,
+        "attempt": order.attempt,
+        "policy_version": order.policy_version,
+        "seconds_max": order.seconds_max,
+    }
+    if order.greedy:
+        header["greedy"] = True
+    if order.evaluation:
+        header["evaluation"] = True
+    if order.temperature is not None:
+        header["temperature"] = order.temperature
+    return header
+
+
+def decode_order(header: Mapping[str, Any]) -> Order:
+    """Raises :class:`WireError`."""
+    return _built(Order, header, task=decode_task)
+
+
+def encode_plan(plan: GroupPlan) -> dict[str, Any]:
+    """Header of a PLAN message."""
+    header = {
+        "group_id": plan.group_id,
+        "task": task_header(plan.task),
+        "n_rollout": plan.n_rollout,
+        "n_fresh": plan.n_fresh,
+        "replay_ids": list(plan.replay_ids),
+        "candidates": list(plan.candidates),
+        "attempt": plan.attempt,
+        "admitted_update": plan.admitted_update,
+    }
+    if plan.baseline is not None:
+        header["baseline"] = plan.baseline
+    if plan.left_out:
+        header["left_out"] = True
+    return header
+
+
+def decode_plan(header: Mapping[str, Any]) -> GroupPlan:
+    """Raises :class:`WireError`."""
+    return _built(GroupPlan, header, task=decode_task, replay_ids=tuple, candidates=tuple)
+
+
+def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Record:
+    try:
+        names = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        return cls(**{k: convert.get(k, lambda v: v)(v) for k, v in header.items() if k in names})
+    except SchemaError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WireError(f"{cls.__name__} header is not understood: {type(error).__name__}: {error}") from error
+
+
+def task_header(task: Task) -> dict[str, Any]:
+    """As a task stands in the header of an order, a plan or a trajectory."""
+    return {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
+
+
+def decode_task(header: Mapping[str, Any]) -> Task:
+    """Raises what a header without the keys raises."""
+    return Task(header["task_id"], header["environment"], header["seed"], header.get("payload") or {})
+
+
+_DEFAULT_LIMITS = Limits()
+_KINDS = {kind.value.encode(): kind for kind in Kind}
+
+
+def encode_message(message: protocol.Message, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
+    """``[kind, header, frame …]`` for one multipart send. Raises :class:`LimitExceeded`."""
+    header = orjson.dumps(message.header, option=orjson.OPT_SERIALIZE_NUMPY)
+    frames: list[Buffer] = [message.kind.value.encode(), header, *message.frames]
+    check_limits(frames, limits)
+    for frame in message.frames:
+        if type(frame) is memoryview and not frame.c_contiguous:
+            raise WireError("expected frames of contiguous memory, got a strided view: make it contiguous first")
+    return frames
+
+
+def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> protocol.Message:
+    """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for
+    size."""
+    if len(frames) < 2:
+        raise WireError(f"expected a message of at least 2 frames (kind, header), got {len(frames)}")
+    check_limits(frames, limits)
+    kind = _KINDS.get(bytes(frames[0][:32]))
+    if kind is None:
+        raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}")
+    return protocol.Message(kind, _json_object(frames[1], "message header"), tuple(frames[2:]))
+
+
+def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
+    """Raise :class:`LimitExceeded` naming the limit that ``[kind, header, frame …]`` breaks."""
+    if len(frames) - 2 > limits.frames_max:
+        raise LimitExceeded(f"message has {len(frames) - 2} frames, more than transport.frames_max={limits.frames_max}")
+    if len(frames) > 1 and _size(frames[1]) > limits.header_bytes_max:
+        raise LimitExceeded(
+            f"header has {_size(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
+        )
+    total = 0
+    for frame in frames:
+        total += len(frame) if type(frame) is bytes else _size(frame)
+    if total > limits.message_bytes_max:
+        raise LimitExceeded(
+            f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}"
+        )
+
+
+def encode_trajectory(trajectory: Trajectory) -> Frames:
+    """Payload frames of a trajectory (see the table above)."""
+    ids: list[np.ndarray[Any, Any]] = []
+    logprobs: list[np.ndarray[Any, Any]] = []
+    spans: list[tuple[int, int, int]] = []
+    turns = []
+    for turn in trajectory.turns:
+        completion = turn.completion
+        assert completion.behaviour_logprobs is not None
+        ids += [turn.context.token_ids, completion.token_ids]
+        logprobs.append(completion.behaviour_logprobs)
+        spans += [(s.start, s.stop, s.policy_version) for s in completion.version_spans]
+        turns.append(_turn_header(turn))
+    header = {
+        "schema_version": trajectory.schema_version,
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "task": task_header(trajectory.task),
+        "status": trajectory.status.value,
+        "failure": trajectory.failure,
+        "rewards": dict(trajectory.rewards),
+        "reward": trajectory.reward,
+        "actor_id": trajectory.actor_id,
+        "engine": trajectory.engine,
+        "timings": trajectory.timings,
+        "turns": turns,
+    }
+    if not trajectory.recorded:
+        header["recorded"] = False
+    if trajectory.guidance is not None:
+        header["guidance"] = _guidance_header(trajectory.guidance)
+    if trajectory.hinted_contexts:
+        header["hinted"] = [[turn, list(ids)] for turn, ids in trajectory.hinted_contexts.items()]
+    try:
+        json = orjson.dumps(header)
+    except TypeError as error:
+        raise SchemaError(f"trajectory {trajectory.trajectory_id} holds something that is not JSON: {error}") from error
+    return (
+        json,
+        array_frame(_joined(ids, np.int32)),
+        array_frame(_joined(logprobs, np.float32)),
+        array_frame(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
+    )
+
+
+def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> Trajectory:
+    """The inverse of :func:`encode_trajectory`; arrays are views on ``frames``.
+
+    Raises :class:`WireError` for bytes that are no trajectory, :class:`LimitExceeded` for too many tokens,
+    :class:`VersionMismatch` for another schema, :class:`SchemaError` for values that break the data model.
+    """
+    if len(frames) != 4:
+        raise WireError(f"expected 4 payload frames of a trajectory, got {len(frames)}")
+    header = _json_object(frames[0], "trajectory header")
+    version = header.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise VersionMismatch(
+            f"trajectory has schema version {version!r}, this process reads {SCHEMA_VERSION}: run the same "
+            f"Afterplay everywhere"
+        )
+    ids = _array(frames[1], "<i4", "token ids")
+    logprobs = _array(frames[2], "<f4", "log-probabilities")
+    spans = _array(frames[3], "<i4", "version spans")
+    if len(ids) > limits.tokens_max:
+        raise LimitExceeded(f"trajectory has {len(ids)} tokens, more than transport.tokens_max={limits.tokens_max}")
+    if len(spans) % 3:
+        raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
+    try:
+        turns = decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
+        failure = header.get("failure")
+        return Trajectory(
+            trajectory_id=header["trajectory_id"],
+            group_id=header["group_id"],
+            task=decode_task(header["task"]),
+            turns=turns,
+            status=TrajectoryStatus(header["status"]),
+            failure=_decode_plain(Failure, failure, str) if failure else None,
+            rewards=header.get("rewards") or {},
+            reward=header.get("reward"),
+            actor_id=header.get("actor_id", "actor"),
+            engine=_decode_engine(header.get("engine") or {}),
+            timings=_decode_plain(Timings, header.get("timings") or {}, int, float),
+            recorded=bool(header.get("recorded", True)),
+            guidance=_decode_guidance(header["guidance"]) if header.get("guidance") else None,
+            hinted_contexts={int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("hinted", ())},
+            schema_version=version,
+        )
+    except SchemaError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise WireError(f"trajectory header is not understood: {type(error).__name__}: {error}") from error
+
+
+def _turn_header(turn: Turn) -> dict[str, Any]:
+    header = {
+        "n": [len(turn.context), len(turn.completion), len(turn.completion.version_spans)],
+        "messages": turn.context_messages,
+        "completion": turn.completion_message,
+        "finish": turn.finish_reason.value,
+        "temperature": turn.temperature,
+        "signals": dict(turn.signals),
+        "branch": turn.branch,
+    }
+    if turn.reward is not None:
+        header["reward"] = turn.reward
+    return header
+
+
+def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
+    record = EngineRecord(
+        header.get("backend", "unknown"), header.get("model", ""), tuple(header.get("engine_ids", ()))
+    )
+    if not all(type(v) is str for v in (record.backend, record.model, *record.engine_ids)):
+        raise WireError(f"expected the engine record as strings, got {record!r:.200}")
+    return record
+
+
+def _guidance_header(guidance: Guidance) -> dict[str, Any]:
+    plain = [[turn, list(ids)] for turn, ids in guidance.plain_contexts.items()]
+    return {"lessons": list(guidance.lessons), "keep": guidance.keep, "plain": plain, "query": guidance.query}
+
+
+def _decode_guidance(header: Mapping[str, Any]) -> Guidance:
+    return Guidance(
+        tuple(str(lesson) for lesson in header["lessons"]),
+        bool(header["keep"]),
+        {int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("plain", ())},
+        str(header.get("query", "")),
+    )
+
+
+def _decode_plain(cls: type[Record], header: Mapping[str, Any], *types: type[Any]) -> Record:
+    """A dataclass whose fields all have one of ``types``; unknown keys are ignored."""
+    known = {name: header[name] for name in cls.__dataclass_fields__ if name in header}  # type: ignore[attr-defined]
+    if not all(type(value) in types for value in known.values()):
+        raise WireError(
+            f"expected fields of {cls.__name__} as {' or '.join(t.__name__ for t in types)}, got {known!r:.200}"
+        )
+    return cls(**known)
+
+
+def _joined(arrays: list[np.ndarray[Any, Any]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
+
+
+def _array(frame: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.frombuffer(frame, dtype=dtype)
+    except ValueError as error:
+        raise WireError(f"{what}: {_size(frame)} bytes are no array of {dtype}") from error
+
+
+def _json_object(frame: Buffer, what: str) -> dict[str, Any]:
+    try:
+        value = orjson.loads(frame)
+    except orjson.JSONDecodeError as error:
+        raise WireError(f"{what} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WireError(f"expected {what} to be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _size(frame: Buffer) -> int:
+    return len(frame) if isinstance(frame, bytes) else frame.nbytes

@@ -1,0 +1,1 @@
+"""Simulated peers, in-memory transport and stub engine for tests and benchmarks."""
