@@ -185,7 +185,7 @@ def prepare(file: File, sets: Sets = None) -> None:
 
     configure_logging("prepare")
     config = _load(file, sets)
-    info = load_main("learner.models:prepare_model")(config, RunDirectory(config.run.path).model)
+    info = load_main("learner.models.prepare:prepare_model")(config, RunDirectory(config.run.path).model)
     typer.echo(f"model ready in {info.path}")
 
 

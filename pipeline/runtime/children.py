@@ -22,8 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from pipeline.config import RunConfig
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
 
 GRACE_SECONDS = 2.0
 

@@ -16,8 +16,9 @@ import anyio
 from actors.engine.pool import EnginePool
 from tests.support.stub_engine import StubEngine
 from actors.environments.host import EnvironmentHost
-from actors.loop import Rollout, Services
-from actors.rendering import Renderer
+from actors.rollout.rollout import Rollout
+from actors.rollout.services import Services
+from actors.rendering.renderer import Renderer
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry

@@ -118,7 +118,7 @@ def test_a_copy_that_was_cut_off_is_not_taken_for_newer_trajectories(tmp_path):
 PROGRAM = """
     import sys, numpy as np
     from pathlib import Path
-    from pipeline.buffer import TrajectoryBuffer
+    from pipeline.store.trajectory_buffer import TrajectoryBuffer
     buffer = TrajectoryBuffer(Path(sys.argv[1]), capacity=50, segment_bytes=20_000)
     i = buffer.statistics().added
     while True:

@@ -107,7 +107,7 @@ def test_without_vllm_a_cpu_run_goes_on_with_the_embedded_engine_and_says_so(
 ) -> None:
     monkeypatch.setattr(launch, "vllm_available", lambda device: (False, "this is Darwin"))
     argv, _ = launch.command(config(tmp_path, kind="vllm"), 0)
-    assert "actors.embedded" in argv
+    assert "actors.embedded.server" in argv
     assert "this is Darwin" in capsys.readouterr().err
 
 
@@ -163,7 +163,7 @@ def test_server_that_ends_leaves_no_grandchild() -> None:
 
 def test_launching_imports_nothing_heavy() -> None:
     code = (
-        "import sys, actors.engine.servers; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+        "import sys, actors.servers.launch; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     root = Path(__file__).parents[3]
     answer = subprocess.run(

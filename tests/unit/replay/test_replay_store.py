@@ -26,7 +26,7 @@ from pathlib import Path
 from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.config import RunConfig
 from pipeline.stage.core import StageCore
-from tests.support.simulation import rollout
+from tests.support.simulated_roles import rollout
 from pipeline.store.store import ReplayStore
 from pipeline.scorer.scorer import Scorer
 from pipeline.transport.protocol import Kind, Message
