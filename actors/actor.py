@@ -17,8 +17,8 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from actors.order_queue import Desk
-from actors.rollout.memory_prompt import StageRecall
+from actors.order_queue import OrderQueue
+from actors.rollout.memory_prompt import MemoryClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.errors import LimitExceeded, SchemaError, WireError
@@ -26,7 +26,7 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import SCHEMA_VERSION, Failure, Order, Trajectory, TrajectoryStatus
 from pipeline.transport.codec import check_limits, decode_order, encode_trajectory
 from pipeline.transport.outbox import Outbox
-from pipeline.transport.protocol import Event, EventKind, Frames, Kind, Limits, Link, Message
+from pipeline.transport.protocol import Event, EventKind, Frames, Kind, Limits, Link, WireMessage
 
 
 def count_trajectory(
@@ -79,10 +79,10 @@ class Actor:
     ) -> None:
         self._services = services
         self._link = link
-        self._recall = StageRecall(link)
+        self._recall = MemoryClient(link)
         self._limits = limits
         self._places = places
-        self._desk = Desk(places)
+        self._desk = OrderQueue(places)
         self._outbox: Outbox[Frames] = Outbox(outbox_bytes_max)
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._cancelled: set[str] = set()
@@ -191,7 +191,7 @@ class Actor:
         else:
             logger.warning("expected ORDER, CANCEL, ACK or LESSONS of the replay stage, got %s", message.kind)
 
-    def _acknowledged(self, message: Message) -> None:
+    def _acknowledged(self, message: WireMessage) -> None:
         for trajectory_id in message.header.get("trajectory_ids", ()):
             self._outbox.acknowledge(trajectory_id)
         for trajectory_id, reason in (message.header.get("refused") or {}).items():
@@ -301,7 +301,7 @@ class Actor:
                     blocked.inc(time.perf_counter() - started)
                 continue
             trajectory_id, frames = taken
-            await self._link.send(Message(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
+            await self._link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
             blocked.inc(time.perf_counter() - started)
 
     async def _change(self) -> None:

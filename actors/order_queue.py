@@ -11,7 +11,7 @@ from collections import OrderedDict
 from pipeline.schema import Order
 
 
-class Desk:
+class OrderQueue:
     """At most ``places`` orders are played at once; others wait in the order of their arrival."""
 
     def __init__(self, places: int) -> None:

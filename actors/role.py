@@ -25,7 +25,7 @@ import anyio
 import anyio.to_thread
 
 from actors.actor import Actor
-from actors.engine.base import Patience
+from actors.engine.base import PausableTimeout
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
@@ -46,7 +46,7 @@ generation takes: it has at most ten times as many."""
 
 
 @contextmanager
-def collecting_rarely() -> Iterator[None]:
+def gc_policy() -> Iterator[None]:
     """Inside the block what exists now is never visited, and what is new is visited more rarely. Enter it after
     set-up; it undoes itself, for a process that goes on."""
     before = gc.get_threshold()
@@ -79,7 +79,7 @@ async def main(ctx: RoleContext) -> None:
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
     vocabulary = _vocabulary(ctx.directory.model / "config.json")
-    patience = Patience() if config.engine.colocate == "sleep" else None
+    patience = PausableTimeout() if config.engine.colocate == "sleep" else None
     pool = EnginePool(
         [
             EngineClient(
@@ -109,7 +109,7 @@ async def main(ctx: RoleContext) -> None:
                 limits=limits_of(config),
             )
             stack.enter_context(interrupting_blocks())
-            stack.enter_context(collecting_rarely())
+            stack.enter_context(gc_policy())
             async with anyio.create_task_group() as group:
                 group.start_soon(pool.watch)
                 group.start_soon(services.serve)

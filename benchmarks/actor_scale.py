@@ -46,7 +46,7 @@ from actors.environments import Environment, Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Renderer
 from actors.rendering.tool_messages import with_system_text
-from actors.role import collecting_rarely
+from actors.role import gc_policy
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from actors.tools.base import schema_of_tool
@@ -157,7 +157,7 @@ async def ours(renderer: Renderer, loop: str, options: argparse.Namespace) -> No
         async with playing(renderer, loop, 0.0, options.tokens) as play:
             await settle(play)
         async with playing(renderer, loop, latency, options.tokens) as play:
-            with nullcontext() if options.plain_gc else collecting_rarely():
+            with nullcontext() if options.plain_gc else gc_policy():
                 load = await measure(play, concurrency, options.each * concurrency, latency)
         print_row(loop, load)
 

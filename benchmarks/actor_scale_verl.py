@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from actors.role import collecting_rarely
+from actors.role import gc_policy
 from benchmarks.episode_load import measure, settle
 
 NOT_IMPORTABLE = 3
@@ -101,7 +101,7 @@ async def main(asked: dict[str, Any]) -> None:
 
     for concurrency, episodes, latency_seconds in asked["rows"]:
         await settle(player(0.0))
-        with nullcontext() if asked["plain_gc"] else collecting_rarely():
+        with nullcontext() if asked["plain_gc"] else gc_policy():
             load = await measure(player(latency_seconds), concurrency, episodes, latency_seconds)
         print(json.dumps(asdict(load)), flush=True)
 

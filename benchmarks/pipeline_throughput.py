@@ -68,7 +68,7 @@ def ready_made(tokens: int, turns: int) -> Trajectory:
 async def act(config: RunConfig, tokens: int, turns: int) -> None:
     """An actor whose episodes take no time."""
     template = ready_made(tokens, turns)
-    outbox: Outbox[protocol.Message] = Outbox(config.actor.outbox_bytes_max)
+    outbox: Outbox[protocol.WireMessage] = Outbox(config.actor.outbox_bytes_max)
     async with open_link(config, "actor-0") as link:
         link.describe(
             {"role": "actor", "name": "actor-0", "schema_version": SCHEMA_VERSION, "slots": SLOTS, "holding": []}
@@ -81,7 +81,9 @@ async def act(config: RunConfig, tokens: int, turns: int) -> None:
             elif event.kind is EventKind.MESSAGE and message is not None and message.kind is Kind.ORDER:
                 order = decode_order(message.header)
                 played = replace(template, trajectory_id=order.order_id, group_id=order.group_id, task=order.task)
-                answer = protocol.Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(played))
+                answer = protocol.WireMessage(
+                    Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(played)
+                )
                 outbox.add(order.order_id, answer, answer.n_bytes)
             elif event.kind is EventKind.MESSAGE and message is not None and message.kind is Kind.ACK:
                 for name in message.header["trajectory_ids"]:
@@ -116,7 +118,7 @@ async def learn(config: RunConfig) -> tuple[float, int]:
             event = await link.receive()
             message = event.message
             if event.kind is EventKind.CONNECTED:
-                await link.send(protocol.Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+                await link.send(protocol.WireMessage(Kind.VERSION, {"policy_version": 0, "updates": 0}))
                 started = time.perf_counter()
             if event.kind is not EventKind.MESSAGE or message is None:
                 continue
@@ -130,16 +132,16 @@ async def learn(config: RunConfig) -> tuple[float, int]:
             while update < steps and assembler.ready(update):
                 groups = assembler.take(update)
                 names = [g.group_id for g in groups]
-                await link.send(protocol.Message(Kind.CONSUMED, {"update": update, "group_ids": names}))
+                await link.send(protocol.WireMessage(Kind.CONSUMED, {"update": update, "group_ids": names}))
                 assembler.consumed(update)
                 update += 1
                 for kind, header in (
                     (Kind.VERSION, {"policy_version": update, "updates": update}),
                     (Kind.CHECKPOINTED, {"updates": update}),
                 ):
-                    await link.send(protocol.Message(kind, header))
+                    await link.send(protocol.WireMessage(kind, header))
         seconds = time.perf_counter() - started
-        await link.send(protocol.Message(Kind.BYE, {"reason": "finished"}))
+        await link.send(protocol.WireMessage(Kind.BYE, {"reason": "finished"}))
     return seconds, n_bytes
 
 

@@ -152,7 +152,7 @@ def consume_hub(n: int, pipe: Connection, decode: bool) -> None:
         async with ZmqHub(ADDRESS) as hub:
             pipe.send(hub.address)
             up = await hub.receive()
-            await hub.send(up.peer, protocol.Message(Kind.WELCOME, {"credit_bytes": CREDIT_BYTES}))
+            await hub.send(up.peer, protocol.WireMessage(Kind.WELCOME, {"credit_bytes": CREDIT_BYTES}))
             done: list[str] = []
             for i in range(1, n + 1):
                 message = (await hub.receive()).message
@@ -161,7 +161,7 @@ def consume_hub(n: int, pipe: Connection, decode: bool) -> None:
                     decode_trajectory(message.frames)
                 done.append(message.header["trajectory_id"])
                 if i % ACK_EVERY == 0 or i == n:
-                    await hub.send(up.peer, protocol.Message(Kind.ACK, {"trajectory_ids": done}))
+                    await hub.send(up.peer, protocol.WireMessage(Kind.ACK, {"trajectory_ids": done}))
                     done = []
             while (await hub.receive()).kind is not EventKind.PEER_DOWN:
                 pass
@@ -194,7 +194,7 @@ def produce_link(n: int, address: str, pipe: Connection, encode: bool) -> None:
                     outbox.add(f"g{made}", frames, n_bytes)
                     taken = outbox.take()
                     assert taken is not None
-                    await link.send(protocol.Message(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, taken[1]))
+                    await link.send(protocol.WireMessage(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, taken[1]))
                 acknowledged += settle(await link.receive())
             pipe.send("done")
 

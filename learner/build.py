@@ -15,7 +15,7 @@ from learner.policy.fsdp import shard
 from learner.policy.policy import Policy
 from learner.policy.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference, ServerReference
 from learner.training.critic import Critic
-from learner.training.evidence_passes import needed_by
+from learner.training.evidence_passes import needed_scores
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
@@ -38,7 +38,7 @@ def make_trainer(
         _refuse_what_ranks_cannot(config)
         policy.interrupt = group.interrupt
         shard(policy, group)
-    needed = needed_by(config)
+    needed = needed_scores(config)
     reference = make_reference(config, policy, initial_model, group) if "reference" in needed else None
     critic = make_critic(config, policy, initial_model, group) if "values" in needed else None
     supervised = config.loss.supervised

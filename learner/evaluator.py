@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 import anyio
 
 from learner.checkpoints.best import is_evaluated
-from learner.session import LearnerSession, Standing
+from learner.session import LearnerProgress, LearnerSession
 from learner.weights.publisher import Publisher
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
@@ -31,7 +31,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
     what = read_json(directory.evaluated_file) or {}
     updates, version = int(what.get("updates", 0)), max(0, int(what.get("policy_version", 0)))
     metrics = LearnerMetrics(ctx.registry, environments=tuple(config.environments))
-    standing = Standing(updates, version, updates)
+    standing = LearnerProgress(updates, version, updates)
     session = LearnerSession(link, config.groups, config.groups.groups_per_step, standing, limits_of(config))
     failed = metrics.weight_publish_failures_total.inc
     async with AsyncExitStack() as stack:

@@ -31,8 +31,8 @@ from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.checkpoints.skipped_steps import write_skipped
 from learner.checkpoints.writer import CheckpointWriter
 from learner.data.groups import Group
-from learner.data.prefetch import Prepared, Preparer, prepare
-from learner.data.replay_choice import Choice
+from learner.data.prefetch import PrefetchedBatch, Prefetcher, prepare
+from learner.data.replay_choice import ReplayChoice
 from learner.data.rows import Batch
 from learner.device_turn import DeviceTurn
 from learner.observability.report import StepReport
@@ -91,7 +91,7 @@ class LearnerLoop:
         self._tracer = tracer or Tracer()
         self._saved_updates = session.standing.durable_updates
         self._published: dict[str, Any] = {}
-        self._preparer = Preparer(session, self._config.replay)
+        self._preparer = Prefetcher(session, self._config.replay)
         self._clock = LoopClock()
         self._idle = anyio.Event()
         self._idle.set()
@@ -143,7 +143,9 @@ class LearnerLoop:
             with self._clock.stage("save"):
                 await self._checkpoint()
 
-    def _train(self, update: int, groups: tuple[Group, ...], made: Prepared | None) -> tuple[Batch, StepReport, Choice]:
+    def _train(
+        self, update: int, groups: tuple[Group, ...], made: PrefetchedBatch | None
+    ) -> tuple[Batch, StepReport, ReplayChoice]:
         made = made or prepare(update, groups, self._config.replay, self._trainer.mean_entropies)
         report = self._trainer.train(made.batch, self.version)
         if report.skipped is not None:

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from learner.checkpoints.checkpoint import CheckpointState, take_image
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Batch, Row
 from learner.distributed.collectives import Place, RankGroup, join
 from learner.distributed.messages import unpack_order
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0
 """How often rank 0 shows that it is there while it waits for groups."""
 
-Handler = Callable[[Trainer, Mapping[str, Any], tuple[Row, ...], Evidence], Any]
+Handler = Callable[[Trainer, Mapping[str, Any], tuple[Row, ...], TokenScores], Any]
 
 
 def follow(trainer: Trainer, group: RankGroup, image: Callable[[int], None]) -> None:
@@ -64,7 +64,7 @@ def follow(trainer: Trainer, group: RankGroup, image: Callable[[int], None]) -> 
             log.info("rank %d gave up %s: the learner is stopping", group.rank, order)
 
 
-class Saver:
+class ShardWriter:
     """Writes this rank's part of each checkpoint in a thread, so that the next order need not wait. Use as a context
     manager: its end waits for the last write, and raises what went wrong in it."""
 
@@ -84,7 +84,7 @@ class Saver:
         if self._last is not None:
             self._last.result()
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -105,24 +105,24 @@ def _next(group: RankGroup) -> Any:
         ) from error
 
 
-def _step(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+def _step(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
     trainer.kl.coefficient = facts["kl"]
     trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], evidence)
 
 
-def _gather(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+def _gather(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
     trainer.gather(rows)
 
 
-def _score(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+def _score(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
     trainer.score(rows)
 
 
-def _snapshot(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+def _snapshot(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
     trainer.policy.snapshot(facts["dtype"])
 
 
-def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: Evidence) -> None:
+def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
     trainer.policy.adapter_snapshot(torch.float32)
 
 
@@ -172,7 +172,7 @@ def _follow(config: RunConfig, place: Place, store: Store | None, interrupt: thr
     group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
     trainer, _ = load_trainer(config, RunDirectory(config.run.path), group)
     log.info("rank %d of %d on %s follows", place.rank, place.size, device)
-    with Saver(trainer) as saver:
+    with ShardWriter(trainer) as saver:
         follow(trainer, group, saver.image)
 
 

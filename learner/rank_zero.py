@@ -21,7 +21,7 @@ from learner.distributed.collectives import Place, RankGroup, join, leave, place
 from learner.rank_worker import BEAT_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
-from pipeline.runtime.children import Children
+from pipeline.runtime.children import RankProcesses
 from pipeline.runtime.process import ExitCode
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ REAP_SECONDS = 1.0
 """Between the end of a child's connections and the end of the child."""
 
 
-class Lead:
+class RankZero:
     """Rank 0 of several. Made by :meth:`begin`; :meth:`end` must be called."""
 
     def __init__(self, config: RunConfig, place: Place) -> None:
-        self._children: Children | None = None
+        self._children: RankProcesses | None = None
         self._loss = ""
         self._lost = anyio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -46,7 +46,7 @@ class Lead:
             place = Place(0, config.learner.ranks)
             timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            self._children = Children(config, store.port, self._note)
+            self._children = RankProcesses(config, store.port, self._note)
             self._children.start()
         try:
             device = join(place, config.learner, store)
@@ -57,7 +57,7 @@ class Lead:
         log.info("rank 0 of %d on %s", place.size, device)
 
     @classmethod
-    def begin(cls, config: RunConfig) -> Lead | None:
+    def begin(cls, config: RunConfig) -> RankZero | None:
         """None for a learner of one process. Blocks until all ranks are there."""
         place = place_of(config.learner)
         return cls(config, place) if max(place.size, config.learner.ranks) > 1 else None

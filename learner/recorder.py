@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from learner.data.replay_choice import Choice
+from learner.data.replay_choice import ReplayChoice
 from learner.data.rows import Batch
 from learner.data.trained import Trained, TrainedGroup
 from learner.losses.corrections import REASONS
@@ -27,7 +27,7 @@ from pipeline.schema import Trajectory
 
 
 def record_step(
-    metrics: LearnerMetrics, batch: Batch, report: StepReport, times: StepTimes, choice: Choice | None = None
+    metrics: LearnerMetrics, batch: Batch, report: StepReport, times: StepTimes, choice: ReplayChoice | None = None
 ) -> None:
     """Fill every metric that a step changes."""
     s = report.statistics
@@ -119,7 +119,7 @@ def _record_weights(metrics: LearnerMetrics, level: str, weights: Weights) -> No
 
 
 def step_line(
-    batch: Batch, report: StepReport, times: StepTimes, published: dict[str, Any], choice: Choice | None = None
+    batch: Batch, report: StepReport, times: StepTimes, published: dict[str, Any], choice: ReplayChoice | None = None
 ) -> dict[str, Any]:
     """The JSON object of one update. ``step`` counts finished updates (the first line is step 1); times are Unix
     seconds; ``published`` tells of the last finished publication. ``seconds``: the stages add up to ``step``, the time
@@ -214,7 +214,7 @@ def step_line(
     }
 
 
-def trained_facts(batch: Batch, report: StepReport, choice: Choice) -> Trained:
+def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Trained:
     """What CONSUMED says of the update. Entropies of trajectories of which only one turn was trained are left out: they
     are not means over the trajectory."""
     s = report.statistics

@@ -20,12 +20,12 @@ from learner.distributed.collectives import RankGroup
 from learner.loop import LearnerLoop
 from learner.models.prepare import prepare_model
 from learner.policy.backbone import Interrupted
-from learner.rank_zero import Lead
+from learner.rank_zero import RankZero
 from learner.recorder import MetricsLog
-from learner.session import LearnerSession, Standing
+from learner.session import LearnerProgress, LearnerSession
 from learner.traces import tracing
 from learner.training.trainer import Trainer
-from learner.weights.colocated import quiet_engines
+from learner.weights.colocated import sleeping_engines
 from learner.weights.publisher import make_publisher, published_versions
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
@@ -43,9 +43,9 @@ class Start:
     """What a learner begins with."""
 
     trainer: Trainer
-    standing: Standing
+    standing: LearnerProgress
     checkpoint: Path | None
-    lead: Lead | None = None
+    lead: RankZero | None = None
     """With several ranks: the care for the others."""
 
 
@@ -57,7 +57,7 @@ async def main(ctx: RoleContext) -> None:
 async def serve(ctx: RoleContext, link: Link) -> None:
     """The learner over a given link (tests use one in memory)."""
     if ctx.config.engine.colocate == "sleep":
-        await quiet_engines(ctx)
+        await sleeping_engines(ctx)
         if ctx.stopping.is_set():
             return
     limit_memory(ctx.config)
@@ -137,7 +137,7 @@ def load(config: RunConfig, directory: RunDirectory) -> Start:
     the others load the same meanwhile. Blocks for seconds."""
     prepare_model(config, directory.model)
     remove_leftovers(directory.checkpoints)
-    lead = Lead.begin(config)
+    lead = RankZero.begin(config)
     try:
         trainer, state = load_trainer(config, directory, None if lead is None else lead.group)
     except BaseException:
@@ -145,8 +145,10 @@ def load(config: RunConfig, directory: RunDirectory) -> Start:
             lead.end()
         raise
     if state is None:
-        return Start(trainer, Standing(), None, lead)
-    standing = Standing(state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained)
+        return Start(trainer, LearnerProgress(), None, lead)
+    standing = LearnerProgress(
+        state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained
+    )
     return Start(trainer, standing, checkpoint_path(directory.checkpoints, state.updates), lead)
 
 
@@ -170,7 +172,7 @@ def load_trainer(
     return trainer, restore_training(checkpoint, trainer)
 
 
-def choose_version(standing: Standing, recorded: int, written: list[int]) -> int:
+def choose_version(standing: LearnerProgress, recorded: int, written: list[int]) -> int:
     """Version under which the weights are published first (PROTOCOL.md, "Resuming").
 
     ``recorded`` is the newest the replay stage knows, ``written`` the versions with a weight folder: an engine may

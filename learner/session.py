@@ -16,19 +16,19 @@ from typing import Any
 import anyio
 
 from learner.data.assembler import GroupAssembler, Progress
-from learner.data.groups import Group, Replay
+from learner.data.groups import Group, StoredRollout
 from learner.data.trained import Trained
 from pipeline.config.learner import GroupsConfig
 from pipeline.errors import TrainingError, TransportClosed, TransportError, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.codec import decode_plan, decode_trajectory
-from pipeline.transport.protocol import EventKind, Kind, Limits, Link, Message
+from pipeline.transport.protocol import EventKind, Kind, Limits, Link, WireMessage
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Standing:
+class LearnerProgress:
     """What the learner has done, as HELLO tells it."""
 
     updates: int = 0
@@ -51,7 +51,7 @@ class LearnerSession:
         link: Link,
         groups: GroupsConfig,
         credit_groups: int,
-        standing: Standing,
+        standing: LearnerProgress,
         limits: Limits,
     ) -> None:
         self.standing = standing
@@ -168,11 +168,11 @@ class LearnerSession:
 
     async def _send(self, kind: Kind, header: dict[str, Any]) -> None:
         try:
-            await self._link.send(Message(kind, header))
+            await self._link.send(WireMessage(kind, header))
         except TransportError as error:
             log.warning("%s was not sent (%s); it is repeated after the next connection", kind, error)
 
-    async def _connected(self, welcome: Message | None) -> None:
+    async def _connected(self, welcome: WireMessage | None) -> None:
         self.connected = True
         recorded = int((welcome.header if welcome else {}).get("policy_version", -1))
         if self.recorded_version is None:
@@ -183,7 +183,7 @@ class LearnerSession:
             version, updates = self.standing.announced
             await self._send(Kind.VERSION, {"policy_version": version, "updates": updates})
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: WireMessage) -> None:
         header = message.header
         try:
             if message.kind is Kind.PLAN:
@@ -196,7 +196,7 @@ class LearnerSession:
                     trajectory,
                     header["reward"],
                     header.get("rewards") or {},
-                    Replay.of(header.get("replay")),
+                    StoredRollout.of(header.get("replay")),
                 )
             elif message.kind is Kind.CANCEL:
                 self.assembler.cancel(header["group_ids"])

@@ -45,7 +45,7 @@ class Tracer:
         values = report.statistics.values
         if self._writer is None or values is None or not len(values):
             return
-        trajectories, seen = batch.trajectories, Seen(batch, values)
+        trajectories, seen = batch.trajectories, UpdateTokens(batch, values)
         try:
             for sequence in drawn(len(trajectories), self._trained, self._seed, report.update):
                 if rows := seen.rows.get(sequence):
@@ -84,7 +84,7 @@ def drawn(n: int, count: int, seed: int, update: int) -> list[int]:
     return sorted(int(i) for i in rng.choice(n, min(n, count), replace=False))
 
 
-class Seen:
+class UpdateTokens:
     """What the passes of one update saw, by trajectory."""
 
     def __init__(self, batch: Batch, values: TokenValues) -> None:

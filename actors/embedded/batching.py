@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 
 from actors.embedded.options import EngineOptions
-from actors.embedded.requests import GenerateRequest
+from actors.embedded.requests import EngineRequest
 
 PLACEHOLDER_TEMPERATURE = 2.0
 """Makes transformers create its temperature step (it leaves it out at 1.0); each request then brings its own value."""
@@ -61,7 +61,7 @@ class Batching(ContinuousBatchingManager):
         self.ending = False
         """No step is made any more: set before :meth:`stop` where the memory of cache or weights is given up."""
 
-    def submit(self, request: GenerateRequest) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queue a request; its result is delivered once."""
         stops = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_token_ids)
         self.prefix_queries += len(request.token_ids)

@@ -20,8 +20,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from actors.embedded.batching import Batching
 from actors.embedded.options import EngineOptions
-from actors.embedded.requests import Bounds, GenerateRequest, Refused, Span, VersionRecord
-from actors.embedded.sleep import TAGS, WEIGHTS, Rest
+from actors.embedded.requests import Bounds, EngineRequest, Refused, Span, VersionRecord
+from actors.embedded.sleep import TAGS, WEIGHTS, SleepMode
 
 
 def load_weights(model: Any, folder: Path) -> int:
@@ -66,7 +66,7 @@ _log = logging.getLogger("afterplay.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class GeneratedTokens:
     """What was sampled for one request."""
 
     token_ids: list[int]
@@ -95,7 +95,7 @@ class Generator:
         self._model, eos = load_model(options)
         self.bounds = Bounds(options, int(self._model.config.get_text_config().vocab_size))
         self._batching = Batching(self._model, options, eos, self._delivered, fatal)
-        self._rest = Rest(self._model, self._batching)
+        self._rest = SleepMode(self._model, self._batching)
         self.passes = 0
         """Forward passes of the model."""
         self._model.register_forward_pre_hook(self._count_pass)
@@ -126,7 +126,7 @@ class Generator:
             if not future.done():
                 future.set_exception(Refused(503, f"request {request_id}: the engine is shutting down"))
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: EngineRequest) -> GeneratedTokens:
         """Sample one completion. Cancelling the call cancels the request. Raises :class:`Refused` (400, 503)."""
         if self._stopping or not self.alive:
             raise Refused(503, "the engine is shutting down")
@@ -180,7 +180,7 @@ class Generator:
 
     async def wake_up(self, tags: Sequence[str] = TAGS) -> bool:
         """Take the memory of ``tags`` back, and go on once nothing sleeps any more; whether that is so. Raises
-        :class:`Refused` (400) as :meth:`actors.embedded.sleep.Rest.wake`."""
+        :class:`Refused` (400) as :meth:`actors.embedded.sleep.SleepMode.wake`."""
 
         def wake() -> bool:
             slept = bool(self._rest.asleep)
@@ -261,7 +261,7 @@ class Generator:
             if future is not None and not future.done():
                 future.set_result(output)
 
-    def _completed(self, request: GenerateRequest, output: GenerationOutput) -> Completion:
+    def _completed(self, request: EngineRequest, output: GenerationOutput) -> GeneratedTokens:
         if output.error is not None:
             self.finished["error"] += 1
             raise Refused(503, f"request {request.request_id} failed in the engine: {output.error}")
@@ -273,7 +273,7 @@ class Generator:
         stopped = is_eos or last in request.stop_token_ids
         reason = "stop" if stopped else "length"
         self.finished[reason] += 1
-        return Completion(
+        return GeneratedTokens(
             token_ids=ids,
             logprobs=output.logprobs,
             finish_reason=reason,

@@ -51,7 +51,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class EngineRequest:
     """A checked request."""
 
     request_id: str
@@ -71,7 +71,7 @@ class Bounds:
     options: EngineOptions
     vocabulary_size: int
 
-    def parse(self, body: bytes) -> GenerateRequest:
+    def parse(self, body: bytes) -> EngineRequest:
         """Read the JSON of ``POST /inference/v1/generate``. Raises :class:`Refused`: what was expected, what came."""
         try:
             request = orjson.loads(body)
@@ -91,7 +91,7 @@ class Bounds:
         token_ids = self._tokens(request.get("token_ids"))
         self._check_parameters(sampling)
         wanted = _integer(sampling, "max_tokens", 16, least=1)
-        return GenerateRequest(
+        return EngineRequest(
             request_id=str(request.get("request_id") or uuid.uuid4().hex),
             token_ids=token_ids,
             max_tokens=min(wanted, self.options.max_length - len(token_ids)),

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from actors.embedded.generator import Completion, Generator
-from actors.embedded.requests import GenerateRequest, Refused
+from actors.embedded.generator import GeneratedTokens, Generator
+from actors.embedded.requests import EngineRequest, Refused
 
 _HELP = {
     "num_requests_running": "Requests in the current batch.",
@@ -164,7 +164,7 @@ async def _errors_as_json(
         return _error(500, f"{type(error).__name__}: {error}")
 
 
-def _generate_body(request: GenerateRequest, completion: Completion) -> dict[str, Any]:
+def _generate_body(request: EngineRequest, completion: GeneratedTokens) -> dict[str, Any]:
     logprobs = None
     if request.logprobs:
         pairs = zip(completion.token_ids, completion.logprobs, strict=True)

@@ -20,7 +20,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
 
 
-class Rest:
+class SleepMode:
     """Of one model and its batching."""
 
     def __init__(self, model: Any, batching: Batching) -> None:

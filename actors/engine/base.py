@@ -91,7 +91,7 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class Patience:
+class PausableTimeout:
     """Shared by everything of an actor that waits for an engine. Use inside one event loop."""
 
     def __init__(self) -> None:

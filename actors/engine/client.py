@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from actors.engine.base import Generation, Patience, PrefixCache, Sampling
+from actors.engine.base import Generation, PausableTimeout, PrefixCache, Sampling
 from actors.engine.responses import read_completion, read_generate, read_prefix_cache, read_version
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 
@@ -46,7 +46,7 @@ class EngineClient:
         request_seconds_max: float = 120.0,
         vocabulary: int | None = None,
         model: str | None = None,
-        patience: Patience | None = None,
+        patience: PausableTimeout | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._named: dict[str, Any] = {} if model is None else {"model": model}

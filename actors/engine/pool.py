@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from actors.engine.base import Engine, Patience, PrefixCache
+from actors.engine.base import Engine, PausableTimeout, PrefixCache
 from actors.engine.router import UNSTAMPED, Lease, MoveReason, Placement, Router, RouterStatistics
 from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics
@@ -43,7 +43,7 @@ class EnginePool:
         wait_seconds_max: float,
         metrics: ActorMetrics,
         probe_seconds: float = PROBE_SECONDS,
-        patience: Patience | None = None,
+        patience: PausableTimeout | None = None,
     ) -> None:
         if not engines:
             raise ConfigurationError("there is no engine to play with: set engine.replicas or engine.urls")
@@ -53,7 +53,7 @@ class EnginePool:
         self.router = Router(self._engines, sessions_max)
         self._wait_seconds_max = wait_seconds_max
         self._probe_seconds = probe_seconds
-        self.patience = patience or Patience()
+        self.patience = patience or PausableTimeout()
         """For limits that stand still while the engines sleep."""
         self._may_sleep = patience is not None
         self._asleep: set[str] = set()

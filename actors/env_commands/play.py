@@ -34,7 +34,7 @@ from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
-from pipeline.runtime.plugin_guard import StartedTasks
+from pipeline.runtime.plugin_guard import TaskOwner
 from pipeline.schema import FinishReason, Message, Task
 from pipeline.tasks.open import open_source
 
@@ -42,7 +42,7 @@ READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class NewMessages:
     """What was said since the last reply."""
 
     messages: tuple[Message, ...]
@@ -52,7 +52,7 @@ class Said:
     """The last reply with its tool calls apart, where it had some."""
 
 
-Speak = Callable[[Said], Awaitable[Reply | None]]
+Speak = Callable[[NewMessages], Awaitable[Reply | None]]
 """From what was said to the next reply; None: the player leaves."""
 
 
@@ -78,7 +78,7 @@ def typing() -> Speak:
     """Replies from standard input; a line that ends with a backslash goes on. The end of the input leaves."""
     lines = Lines()
 
-    async def speak(_: Said) -> Reply | None:
+    async def speak(_: NewMessages) -> Reply | None:
         parts: list[str] = []
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
@@ -122,7 +122,7 @@ def replaying(replies: Sequence[str]) -> Speak:
     """Replies that are known beforehand."""
     left = iter(replies)
 
-    async def speak(_: Said) -> Reply | None:
+    async def speak(_: NewMessages) -> Reply | None:
         text = next(left, None)
         return None if text is None else Reply(text)
 
@@ -133,7 +133,7 @@ def sampling(client: EngineClient, renderer: Renderer, how: Sampling) -> Speak:
     """Replies sampled as in training: token ids in and out, the template's way of going on, tools told to it."""
     held: dict[str, Any] = {}
 
-    async def speak(said: Said) -> Reply | None:
+    async def speak(said: NewMessages) -> Reply | None:
         if not held:
             held["conversation"] = renderer.start(said.messages, said.opening.tools)
         else:
@@ -256,7 +256,7 @@ async def episode(
     host: EnvironmentHost, task: Task, turns_max: int, speak: Speak, show: Show, loop: AgentLoop
 ) -> float | None:
     """One play. Prints everything that is said; the score, or None where the player left."""
-    metrics, started = ActorMetrics(CollectorRegistry()), StartedTasks()
+    metrics, started = ActorMetrics(CollectorRegistry()), TaskOwner()
     game = HostedGame(f"play/{task.task_id}", task, host, await host.start(task), metrics, started)
     try:
         agent = loop.begin(game)
@@ -279,7 +279,7 @@ async def _turns(agent: AgentEpisode, turns_max: int, speak: Speak, show: Show) 
     opening = checked_opening(await agent.start())
     for line in told_tools(opening.tools):
         show("tools", line)
-    score, said = 0.0, Said(opening.messages, opening)
+    score, said = 0.0, NewMessages(opening.messages, opening)
     for _ in range(turns_max):
         for message in said.messages:
             show(message.role, shown(message))
@@ -289,7 +289,7 @@ async def _turns(agent: AgentEpisode, turns_max: int, speak: Speak, show: Show) 
             return None
         show("assistant", str(reply))
         answer = checked_answer(await agent.answer(Reply(str(reply), reply.finish_reason)))
-        score, said = score + answer.reward, Said(tuple(answer.messages), opening, answer.said)
+        score, said = score + answer.reward, NewMessages(tuple(answer.messages), opening, answer.said)
         signals = "".join(f", {key} {value:g}" for key, value in answer.signals.items())
         show("step", f"reward {answer.reward:g}{signals}")
         if answer.done or answer.limit is not None:

@@ -28,10 +28,10 @@ from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import attribute
 from actors.gateway.child_program import ChildProgram
 from actors.gateway.messages import Refusal
-from actors.gateway.recorder import Recording
+from actors.gateway.recorder import Recorder
 from actors.gateway.reports import PROGRAM, Report, last_line, read_report
-from actors.gateway.requests import Rules
-from actors.gateway.server import Door
+from actors.gateway.requests import ParameterRules
+from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentLoop, Budget, DrivenEpisode, Game, Outcome, Policy
@@ -53,7 +53,7 @@ class ProgramEpisode(DrivenEpisode):
     def __init__(self, loop: ProgramLoop, game: Game) -> None:
         super().__init__(game)
         self._loop = loop
-        self._recording: Recording | None = None
+        self._recording: Recorder | None = None
         self._score: float | None = None
         self._signals: Mapping[str, float] = {}
 
@@ -229,7 +229,7 @@ class ProgramLoop(AgentLoop):
         self._renderer = renderer
         self._threads = host.threads
         self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, f"{where}.options.parser")
-        self._rules = Rules(self.sampling_parameters, self.unsupported)
+        self._rules = ParameterRules(self.sampling_parameters, self.unsupported)
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
         token = None
         if self.token_env is not None:
@@ -237,7 +237,7 @@ class ProgramLoop(AgentLoop):
             if not token:
                 raise ConfigurationError(f"{where}.options.token_env: the variable {self.token_env} is not set")
         calls, section = metrics.door_calls_total, host.section
-        self.door = Door(
+        self.door = Gateway(
             self.host,
             self.port,
             token,

@@ -30,7 +30,7 @@ Parse = Callable[[str, Sequence[Mapping[str, Any]]], Parsed]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ChatReply:
     """A reply as the program gets it."""
 
     content: str
@@ -41,7 +41,7 @@ class Said:
 
 
 @dataclass(slots=True, eq=False)
-class _Leaf:
+class _BranchTip:
     """The end of a branch."""
 
     branch: int
@@ -58,7 +58,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pending:
+class PendingCall:
     """A call under way."""
 
     number: int
@@ -67,7 +67,7 @@ class Pending:
     prompt_ids: tuple[int, ...]
     added_ids: tuple[int, ...]
     added: tuple[Message, ...]
-    leaf: _Leaf | None = field(repr=False)
+    leaf: _BranchTip | None = field(repr=False)
     """What it goes on from."""
     keys: tuple[Key, ...] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -75,7 +75,7 @@ class Pending:
     calls_max: int | None = None
 
 
-class Recording:
+class Recorder:
     """See the module. Methods raise :class:`PlugInError` (boundary ``renderer``) for what a template refuses."""
 
     def __init__(self, renderer: Renderer, parse: Parse, *, append: bool = False) -> None:
@@ -83,7 +83,7 @@ class Recording:
         self._renderer = renderer
         self._parse = parse
         self._append = append
-        self._leaves: dict[int, _Leaf] = {}
+        self._leaves: dict[int, _BranchTip] = {}
         self._turns: list[tuple[int, int, Turn]] = []
         self._replies: dict[Key, Message] = {}
         self._calls = 0
@@ -98,7 +98,7 @@ class Recording:
         """Text of the reply that came last; empty before the first."""
         return self._turns[-1][2].completion_message.content if self._turns else ""
 
-    def chat(self, request: ChatRequest) -> Pending:
+    def chat(self, request: ChatRequest) -> PendingCall:
         """Begin a call that states messages."""
         tools = tools_key(request.tools)
         leaf = self._leaf_before(request.keys, tools)
@@ -119,21 +119,23 @@ class Recording:
         conversation = replace(conversation, added_ids=added_ids)
         return self._begun(same, added_ids, conversation.messages[-1:], request, conversation)
 
-    def tokens(self, token_ids: tuple[int, ...]) -> Pending:
+    def tokens(self, token_ids: tuple[int, ...]) -> PendingCall:
         """Begin a call that states token ids."""
         leaf = self._leaf_of_tokens(token_ids)
         added_ids = token_ids if leaf is None else token_ids[len(leaf.ids) :]
         added = (Message("user", self._renderer.decode_ids(added_ids)),) if added_ids else ()
         if leaf is not None:
             leaf.taken = True
-        return Pending(self._number(), self._branch(leaf), token_ids, added_ids, added, leaf)
+        return PendingCall(self._number(), self._branch(leaf), token_ids, added_ids, added, leaf)
 
-    def finish(self, pending: Pending, generation: Generation, temperature: float, stop: Sequence[str] = ()) -> Said:
+    def finish(
+        self, pending: PendingCall, generation: Generation, temperature: float, stop: Sequence[str] = ()
+    ) -> ChatReply:
         """The engine has answered: it is a turn from here on. ``stop``: texts that the reply is cut before."""
         renderer = self._renderer
         ids = tuple(generation.token_ids.tolist())
         completed = renderer.completed(ids)
-        said, unreadable = self._said(pending, _cut(completed.text, stop), generation.finish_reason)
+        said, unreadable = self._said(pending, _truncate(completed.text, stop), generation.finish_reason)
         turn = Turn(
             context=TokenSpan.context(pending.added_ids),
             completion=generation.as_span(),
@@ -143,7 +145,7 @@ class Recording:
             temperature=temperature,
             signals={"tool_calls": float(len(said.tool_calls)), "unreadable_calls": float(unreadable)},
         )
-        leaf = _Leaf(pending.branch, (*pending.prompt_ids, *ids))
+        leaf = _BranchTip(pending.branch, (*pending.prompt_ids, *ids))
         if pending.keys is not None:
             stated = {"tool_calls": [dict(call) for call in said.tool_calls]} if said.tool_calls else {}
             reply = key_of("assistant", said.content, said.tool_calls)
@@ -158,7 +160,7 @@ class Recording:
         self._leaves[pending.branch] = leaf
         return said
 
-    def fail(self, pending: Pending) -> None:
+    def fail(self, pending: PendingCall) -> None:
         """The call has ended without an answer."""
         if pending.leaf is not None:
             pending.leaf.taken = False
@@ -171,15 +173,15 @@ class Recording:
 
     def _begun(
         self,
-        leaf: _Leaf | None,
+        leaf: _BranchTip | None,
         added_ids: tuple[int, ...],
         added: tuple[Message, ...],
         request: ChatRequest,
         conversation: Conversation,
-    ) -> Pending:
+    ) -> PendingCall:
         if leaf is not None:
             leaf.taken = True
-        return Pending(
+        return PendingCall(
             self._number(),
             self._branch(leaf),
             conversation.prompt_ids,
@@ -196,15 +198,15 @@ class Recording:
         self._calls += 1
         return self._calls
 
-    def _branch(self, leaf: _Leaf | None) -> int:
+    def _branch(self, leaf: _BranchTip | None) -> int:
         if leaf is not None:
             return leaf.branch
         self._branches += 1
         return self._branches - 1
 
-    def _leaf_before(self, keys: tuple[Key, ...], tools: bytes) -> _Leaf | None:
+    def _leaf_before(self, keys: tuple[Key, ...], tools: bytes) -> _BranchTip | None:
         """The branch with the longest history that ``keys`` goes on from; the oldest of equals."""
-        found: _Leaf | None = None
+        found: _BranchTip | None = None
         for leaf in self._leaves.values():
             if leaf.keys is None or leaf.taken or leaf.tools != tools:
                 continue
@@ -213,9 +215,9 @@ class Recording:
                 found = leaf
         return found
 
-    def _leaf_of_tokens(self, ids: tuple[int, ...]) -> _Leaf | None:
+    def _leaf_of_tokens(self, ids: tuple[int, ...]) -> _BranchTip | None:
         """The branch with the most tokens that ``ids`` begins with."""
-        found: _Leaf | None = None
+        found: _BranchTip | None = None
         for leaf in self._leaves.values():
             n = len(leaf.ids)
             if not leaf.taken and n < len(ids) and ids[:n] == leaf.ids and (found is None or n > len(found.ids)):
@@ -244,16 +246,16 @@ class Recording:
             return message
         return replace(message, content=self._renderer.without_special(message.content))
 
-    def _said(self, pending: Pending, text: str, reason: FinishReason) -> tuple[Said, int]:
+    def _said(self, pending: PendingCall, text: str, reason: FinishReason) -> tuple[ChatReply, int]:
         """The reply taken apart, and how many of its calls cannot be read."""
         ended = "length" if reason is FinishReason.LENGTH else "stop"
         if not pending.tools or pending.calls_max == 0:
-            return Said(text, (), ended), 0
+            return ChatReply(text, (), ended), 0
         parsed = self._parse(text, pending.tools)
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         unreadable = len(parsed.calls) - len(calls)
         if not calls:
-            return Said(text, (), ended), unreadable
+            return ChatReply(text, (), ended), unreadable
         stated = tuple(
             {
                 "id": f"{pending.number % 10**5:05d}{index % 10**4:04d}",
@@ -262,10 +264,10 @@ class Recording:
             }
             for index, call in enumerate(calls[: pending.calls_max])
         )
-        return Said(parsed.content, stated, "tool_calls"), unreadable
+        return ChatReply(parsed.content, stated, "tool_calls"), unreadable
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
+def _truncate(text: str, stops: Sequence[str]) -> str:
     """What stands before the first of ``stops``."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text

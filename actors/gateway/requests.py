@@ -72,7 +72,7 @@ _GENERATE = frozenset(_DRAW) | {
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ParameterRules:
     """What is done with parameters that are not those of the run."""
 
     sampling: Literal["ignore", "refuse"] = "ignore"
@@ -119,7 +119,7 @@ class _Reader:
     """The parameters of one request, and what was left out of them."""
 
     body: Mapping[str, Any]
-    rules: Rules
+    rules: ParameterRules
     ignored: list[str] = field(default_factory=list)
 
     def sampling(self, name: str, *same: Any) -> None:
@@ -170,7 +170,7 @@ class _Reader:
         raise wrong(name, "true or false", value)
 
 
-def read_chat(data: bytes, sampling: Sampling, rules: Rules) -> ChatRequest:
+def read_chat(data: bytes, sampling: Sampling, rules: ParameterRules) -> ChatRequest:
     """Raises :class:`Refusal`."""
     body = read_object(data)
     reader = _Reader(body, rules)
@@ -202,7 +202,7 @@ def read_chat(data: bytes, sampling: Sampling, rules: Rules) -> ChatRequest:
     )
 
 
-def read_generate(data: bytes, sampling: Sampling, rules: Rules) -> GenerateRequest:
+def read_generate(data: bytes, sampling: Sampling, rules: ParameterRules) -> GenerateRequest:
     """Raises :class:`Refusal`."""
     body = read_object(data)
     ids = body.get("token_ids")

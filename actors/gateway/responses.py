@@ -10,7 +10,7 @@ import orjson
 
 from actors.engine.base import Generation
 from actors.gateway.messages import arguments_text
-from actors.gateway.recorder import Pending, Said
+from actors.gateway.recorder import ChatReply, PendingCall
 from actors.gateway.requests import ChatRequest, GenerateRequest
 from actors.rendering.renderer import Renderer
 from pipeline.schema import FinishReason
@@ -20,9 +20,9 @@ from pipeline.schema import FinishReason
 class Choice:
     """One reply to a call."""
 
-    said: Said
+    said: ChatReply
     generation: Generation
-    pending: Pending
+    pending: PendingCall
 
 
 def chat_completion(
@@ -98,7 +98,7 @@ def generated(request: GenerateRequest, generation: Generation, number: str) -> 
     return {"request_id": request.request_id or number, "choices": [choice], "prompt_logprobs": None, "usage": usage}
 
 
-def _calls(said: Said) -> list[dict[str, Any]]:
+def _calls(said: ChatReply) -> list[dict[str, Any]]:
     return [
         {
             **call,

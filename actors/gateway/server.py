@@ -37,7 +37,7 @@ IGNORED = "X-Afterplay-Ignored"
 """Header of answers: parameters of the request that were left out."""
 
 
-class Door:
+class Gateway:
     """One server. Who connects before it serves waits. Raises :class:`ConfigurationError` when the address is taken."""
 
     def __init__(

@@ -16,9 +16,9 @@ from typing import Any
 import anyio
 
 from actors.gateway.messages import Refusal
-from actors.gateway.recorder import Parse, Pending, Recording, Said
+from actors.gateway.recorder import ChatReply, Parse, PendingCall, Recorder
 from actors.gateway.reports import Report
-from actors.gateway.requests import ChatRequest, Rules, read_chat, read_generate
+from actors.gateway.requests import ChatRequest, ParameterRules, read_chat, read_generate
 from actors.gateway.responses import Choice, chat_completion, generated
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import Budget, Limit, Policy
@@ -37,14 +37,14 @@ class Session:
         renderer: Renderer,
         parse: Parse,
         *,
-        rules: Rules,
+        rules: ParameterRules,
         append: bool,
         calls_max: int,
     ) -> None:
         """``task``: what the program is to do, as JSON. ``calls_max``: calls at the same time."""
         self.id = secrets.token_urlsafe(24)
         self.task = task
-        self.recording = Recording(renderer, parse, append=append)
+        self.recording = Recorder(renderer, parse, append=append)
         self.report: Report | None = None
         self.limit: Limit | None = None
         """What refused the last call that was begun, when that was a limit."""
@@ -172,9 +172,9 @@ class Session:
                 code="too_many_calls",
             )
 
-    def _begin_all(self, request: ChatRequest) -> list[tuple[Pending, int]]:
+    def _begin_all(self, request: ChatRequest) -> list[tuple[PendingCall, int]]:
         """Of each of ``n`` choices, all or none."""
-        calls: list[tuple[Pending, int]] = []
+        calls: list[tuple[PendingCall, int]] = []
         try:
             for _ in range(request.n):
                 with _template_faults():
@@ -186,7 +186,7 @@ class Session:
             raise
         return calls
 
-    def _room(self, pending: Pending, tokens_max: int | None) -> int:
+    def _room(self, pending: PendingCall, tokens_max: int | None) -> int:
         """Tokens that the call may sample, spent from the budget."""
         room = self._budget.room(len(pending.prompt_ids), len(pending.added_ids))
         if isinstance(room, Limit):
@@ -199,12 +199,12 @@ class Session:
         self.limit = None
         return room
 
-    def _give_back(self, pending: Pending, room: int) -> None:
+    def _give_back(self, pending: PendingCall, room: int) -> None:
         self._in_flight -= 1
         self.recording.fail(pending)
         self._budget.give_back(len(pending.added_ids) + room, turn=True)
 
-    async def _sampled(self, pending: Pending, room: int, stop: tuple[str, ...]) -> Completion:
+    async def _sampled(self, pending: PendingCall, room: int, stop: tuple[str, ...]) -> Completion:
         """Raises :class:`Refusal`; without an answer everything that the call took is given back."""
         completion: Completion | None = None
         scope = anyio.CancelScope()
@@ -232,7 +232,7 @@ class Session:
         self.engine_error = None
         return completion
 
-    def _recorded(self, pending: Pending, completion: Completion, stop: tuple[str, ...]) -> Said:
+    def _recorded(self, pending: PendingCall, completion: Completion, stop: tuple[str, ...]) -> ChatReply:
         """Raises :class:`Refusal` for a reply that the tokenizer or the parser cannot take."""
         try:
             return self.recording.finish(pending, completion.generation, self._policy.sampling.temperature, stop)

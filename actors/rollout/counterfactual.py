@@ -19,7 +19,7 @@ from pipeline.schema import Message
 
 
 @dataclass(slots=True)
-class Shadow:
+class CounterfactualPrompt:
     """``conversation`` is the one that was not played, as far as the episode has come."""
 
     conversation: Conversation
@@ -29,7 +29,7 @@ class Shadow:
     """Tokens of its longest branch so far, sampled ones included."""
 
     @classmethod
-    def of(cls, conversation: Conversation) -> Shadow:
+    def of(cls, conversation: Conversation) -> CounterfactualPrompt:
         """Of an episode's first prompt."""
         return cls(conversation, {0: conversation.prompt_ids})
 
@@ -68,9 +68,9 @@ class Shadow:
 _PLACE = re.compile(r"\{(hint|prompt)\}")
 
 
-def hinted(
+def counterfactual_of(
     renderer: Renderer, messages: Sequence[Message], hint: str, template: str, tools: Sequence[ToolSchema] = ()
-) -> Shadow | None:
+) -> CounterfactualPrompt | None:
     """The conversation with ``hint`` in the first message of the user; None without such a message.
 
     Nothing in the hint is read as a special token; braces in hint and prompt stay as they are.
@@ -81,4 +81,4 @@ def hinted(
     values = {"hint": renderer.without_special(hint), "prompt": messages[user].content}
     content = _PLACE.sub(lambda match: values[match[1]], template)
     changed = [*messages[:user], replace(messages[user], content=content), *messages[user + 1 :]]
-    return Shadow.of(renderer.start(changed, tools))
+    return CounterfactualPrompt.of(renderer.start(changed, tools))

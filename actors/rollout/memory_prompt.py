@@ -25,23 +25,22 @@ import anyio
 
 from actors.rendering.renderer import Conversation, Renderer
 from actors.rendering.tool_messages import ToolSchema
-from actors.rollout.counterfactual import Shadow
+from actors.rollout.counterfactual import CounterfactualPrompt
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import AfterplayError, PeerGone, PlugInTimeout, WireError, boundary
 from pipeline.experience.memory import NAME, QUERY_CHARACTERS_MAX, Lesson, decode_lessons, first_user
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Guidance, Message, Order
-from pipeline.transport.protocol import Kind, Link
-from pipeline.transport.protocol import Message as WireMessage
+from pipeline.transport.protocol import Kind, Link, WireMessage
 
 
-class Search(Protocol):
+class MemorySource(Protocol):
     """Somewhere that lessons are found. May take for ever, and may raise anything: the caller has a limit."""
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]: ...
 
 
-class StageRecall:
+class MemoryClient:
     """RECALL and LESSONS of one link. The actor tells it what came and when the connection was lost."""
 
     def __init__(self, link: Link) -> None:
@@ -92,7 +91,7 @@ class _Answer:
         self.header: Mapping[str, Any] | None = None
 
 
-def guided(config: LessonsConfig, group_id: str, slot: int) -> bool:
+def is_guided(config: LessonsConfig, group_id: str, slot: int) -> bool:
     """Whether the rollout gets lessons. With ``mixed``, ``rollout_ratio`` of every group's slots do, evenly spread:
     ``n * ratio`` of the first n, rounded up or down by the group, so both kinds are in a group that has room for
     both."""
@@ -101,7 +100,7 @@ def guided(config: LessonsConfig, group_id: str, slot: int) -> bool:
     return config.rollout_mode == "all" or _chosen(slot, config.rollout_ratio, _offset("guided", group_id))
 
 
-def kept(config: LessonsConfig, group_id: str, slot: int) -> bool:
+def trains_as_played(config: LessonsConfig, group_id: str, slot: int) -> bool:
     """Whether a guided rollout is trained on the prompt as played. With ``hybrid``, ``keep_ratio`` of the group's
     guided slots are, evenly spread among them."""
     if config.train_mode != "hybrid":
@@ -135,7 +134,7 @@ _PLACE = re.compile(r"\{(lessons|prompt)\}")
 
 
 @dataclass(slots=True)
-class Guided:
+class MemoryPrompt:
     """An episode with lessons in its prompt."""
 
     conversation: Conversation
@@ -143,7 +142,7 @@ class Guided:
     lessons: tuple[Lesson, ...]
     keep: bool
     query: str
-    plain: Shadow
+    plain: CounterfactualPrompt
     """The conversation without lessons, as far as it was played."""
 
     def guidance(self, n_turns: int) -> Guidance:
@@ -152,11 +151,11 @@ class Guided:
         return Guidance(tuple(lesson.lesson_id for lesson in self.lessons), self.keep, contexts, self.query)
 
 
-class Guide:
+class MemoryPrompter:
     """``lessons:`` of the run file, for the rollouts of one actor. ``source`` None: the replay stage is asked."""
 
     def __init__(
-        self, config: LessonsConfig, renderer: Renderer, metrics: ActorMetrics, source: Search | None = None
+        self, config: LessonsConfig, renderer: Renderer, metrics: ActorMetrics, source: MemorySource | None = None
     ) -> None:
         self._config = config
         self._renderer = renderer
@@ -168,13 +167,13 @@ class Guide:
         order: Order,
         messages: Sequence[Message],
         context_max: int,
-        stage: Search | None,
+        stage: MemorySource | None,
         tools: Sequence[ToolSchema] = (),
-    ) -> Guided | None:
+    ) -> MemoryPrompt | None:
         """Lessons for ``order``, or None: it is not to be guided, nothing was found, or it took too long."""
         user = first_user(tuple(messages))
         source = self._source or stage
-        if not guided(self._config, order.group_id, order.slot) or user is None or source is None:
+        if not is_guided(self._config, order.group_id, order.slot) or user is None or source is None:
             return None
         query = messages[user].content
         started = time.perf_counter()
@@ -186,7 +185,7 @@ class Guide:
         self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
         return result
 
-    async def _search(self, source: Search, order_id: str, query: str) -> tuple[str, list[Lesson]]:
+    async def _search(self, source: MemorySource, order_id: str, query: str) -> tuple[str, list[Lesson]]:
         try:
             with anyio.fail_after(self._config.timeout_seconds), boundary(f"{NAME} search"):
                 found = await source.search(order_id, query, self._config.top_k)
@@ -207,13 +206,13 @@ class Guide:
         found: Sequence[Lesson],
         context_max: int,
         tools: Sequence[ToolSchema],
-    ) -> Guided | None:
+    ) -> MemoryPrompt | None:
         """As many of the lessons as there is room for, best first; None where not even one fits."""
         renderer = self._renderer
         plain = renderer.start(messages, tools)
         room = int((context_max - len(plain.prompt_ids)) * ROOM_SHARE_MAX)
         original = messages[user]
-        keep = kept(self._config, order.group_id, order.slot)
+        keep = trains_as_played(self._config, order.group_id, order.slot)
         lessons = [
             Lesson(lesson.lesson_id, text) for lesson in found[: self._config.top_k] if (text := self._text(lesson))
         ]
@@ -223,7 +222,7 @@ class Guide:
             guided_messages = [*messages[:user], replace(original, content=content), *messages[user + 1 :]]
             conversation = renderer.start(guided_messages, tools)
             if len(conversation.prompt_ids) - len(plain.prompt_ids) <= room:
-                return Guided(conversation, chosen, keep, original.content, Shadow.of(plain))
+                return MemoryPrompt(conversation, chosen, keep, original.content, CounterfactualPrompt.of(plain))
         return None
 
     def _text(self, lesson: Lesson) -> str:

@@ -12,7 +12,7 @@ from actors.environments.base import Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game
 from pipeline.metrics.actor import ActorMetrics
-from pipeline.runtime.plugin_guard import StartedTasks
+from pipeline.runtime.plugin_guard import TaskOwner
 from pipeline.schema import Task
 
 
@@ -50,7 +50,7 @@ class HostedGame:
         host: EnvironmentHost,
         episode: Episode,
         metrics: ActorMetrics,
-        started: StartedTasks,
+        started: TaskOwner,
     ) -> None:
         self.key = key
         self.task = task

@@ -49,9 +49,9 @@ from actors.rollout.agent_loop import (
     checked_opening,
     wrong,
 )
-from actors.rollout.counterfactual import Shadow, hinted
+from actors.rollout.counterfactual import CounterfactualPrompt, counterfactual_of
 from actors.rollout.generate import Completion, complete, greedily
-from actors.rollout.memory_prompt import Guided, Search
+from actors.rollout.memory_prompt import MemoryPrompt, MemorySource
 from actors.rollout.multi_turn import HostedGame, MultiTurn
 from actors.rollout.services import Services
 from pipeline.errors import (
@@ -63,7 +63,7 @@ from pipeline.errors import (
     PlugInError,
     boundary,
 )
-from pipeline.runtime.plugin_guard import StartedTasks
+from pipeline.runtime.plugin_guard import TaskOwner
 from pipeline.schema import (
     EngineRecord,
     Failure,
@@ -110,12 +110,12 @@ CLOSE_SECONDS_MAX = 6.0
 class Rollout:
     """One play of one order. ``await play()`` once. ``stage`` finds lessons at the replay stage that ordered it."""
 
-    def __init__(self, order: Order, services: Services, stage: Search | None = None) -> None:
+    def __init__(self, order: Order, services: Services, stage: MemorySource | None = None) -> None:
         self.order = order
         self._services = services
         self._stage = stage
-        self._guided: Guided | None = None
-        self._hinted: Shadow | None = None
+        self._guided: MemoryPrompt | None = None
+        self._hinted: CounterfactualPrompt | None = None
         self._turns: list[Turn] = []
         self._judged = 0
         self._score: float | None = 0.0
@@ -125,7 +125,7 @@ class Rollout:
         self._generate_seconds = 0.0
         self._environment_seconds = 0.0
         self._asking_engine = False
-        self._started = StartedTasks()
+        self._started = TaskOwner()
 
     async def play(self) -> Trajectory:
         """The trajectory, whatever happens but cancellation."""
@@ -295,7 +295,7 @@ class Rollout:
         return played
 
     @property
-    def _shadows(self) -> list[Shadow]:
+    def _shadows(self) -> list[CounterfactualPrompt]:
         """The conversations that are followed beside the one that is played."""
         plain = self._guided.plain if self._guided is not None and not self._guided.keep else None
         return [shadow for shadow in (plain, self._hinted) if shadow is not None]
@@ -313,7 +313,9 @@ class Rollout:
         hint = getattr(agent.game.episode, "hint", None)
         plain = self.order.greedy or self.order.evaluation
         if services.hint_template is not None and hint is not None and not plain:
-            self._hinted = hinted(services.renderer, opening.messages, hint, services.hint_template, opening.tools)
+            self._hinted = counterfactual_of(
+                services.renderer, opening.messages, hint, services.hint_template, opening.tools
+            )
         return services.renderer.start(opening.messages, opening.tools)
 
     async def _complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:

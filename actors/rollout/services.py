@@ -20,7 +20,7 @@ from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import construct, find
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentLoop
-from actors.rollout.memory_prompt import Guide, Search
+from actors.rollout.memory_prompt import MemoryPrompter, MemorySource
 from actors.rollout.multi_turn import MultiTurn
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, PlugInError, boundary
@@ -82,7 +82,7 @@ class Services:
     pool: EnginePool
     environments: Mapping[str, EnvironmentHost]
     metrics: ActorMetrics
-    guide: Guide | None = None
+    guide: MemoryPrompter | None = None
     """None: lessons are off."""
     hint_template: str | None = None
     """How a hint stands in a prompt that the learner scores; None: no estimator asks for hints."""
@@ -102,7 +102,7 @@ class Services:
         pool: EnginePool,
         environments: Mapping[str, EnvironmentHost],
         metrics: ActorMetrics,
-        lessons: Search | None = None,
+        lessons: MemorySource | None = None,
     ) -> Services:
         """From the run file. An external engine speaks vLLM's routes and is called ``vllm``.
 
@@ -126,7 +126,7 @@ class Services:
             pool=pool,
             environments=environments,
             metrics=metrics,
-            guide=Guide(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
+            guide=MemoryPrompter(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
             hint_template=config.advantage.hint_template if config.advantage.wants_hints else None,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},

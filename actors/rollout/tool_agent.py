@@ -27,7 +27,7 @@ from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game, Lim
 from actors.tools.base import Check, Tool, Toolset, as_tool, build_tool, check_of, schema_of_tool
 from actors.tools.parsing.base import CallError, Parsed, ToolCall
 from actors.tools.parsing.registry import parser_of
-from actors.tools.runner import Done, EpisodeTools, Failures, Ready, Rules, cutter
+from actors.tools.runner import Done, EpisodeTools, Failures, Ready, ToolLimits, truncater
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Message
@@ -138,11 +138,11 @@ class ToolAgent(AgentLoop):
         self._checks: dict[str, Check] = {}
         self.failures = Failures()
         self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, f"{self._where}.options.parser")
-        self._rules = Rules(
+        self._rules = ToolLimits(
             self.max_parallel_calls,
             self.max_calls,
             self.tool_seconds_max,
-            cutter(self.max_tool_response_length, self.tool_response_cut, self.tool_response_unit, renderer),
+            truncater(self.max_tool_response_length, self.tool_response_cut, self.tool_response_unit, renderer),
         )
         self._tools: list[Tool] = []
         self._toolsets: list[Toolset] = []

@@ -42,7 +42,7 @@ class Tokens(Protocol):
     def decode_ids(self, ids: tuple[int, ...]) -> str: ...
 
 
-def cut_characters(text: str, length_max: int, side: Side) -> str:
+def truncate_characters(text: str, length_max: int, side: Side) -> str:
     """At most ``length_max`` characters of ``text``, and the mark beside them.
 
     >>> cut_characters("abcdefgh", 4, "middle")
@@ -55,11 +55,11 @@ def cut_characters(text: str, length_max: int, side: Side) -> str:
     return text[:head] + mark + text[len(text) - tail :]
 
 
-def cut_tokens(text: str, length_max: int, side: Side, tokens: Tokens) -> str:
+def truncate_tokens(text: str, length_max: int, side: Side, tokens: Tokens) -> str:
     """The same in tokens of ``text`` alone; a character that a cut goes through is left out."""
     room = length_max * CHARACTERS_A_TOKEN_MAX
     long = len(text) > 4 * room
-    shown = cut_characters(text, 4 * room, side) if long else text
+    shown = truncate_characters(text, 4 * room, side) if long else text
     ids = tokens.encode_text(shown)
     if len(ids) <= length_max:
         return shown
@@ -70,11 +70,13 @@ def cut_tokens(text: str, length_max: int, side: Side, tokens: Tokens) -> str:
     return first + mark + last
 
 
-def cutter(length_max: int, side: Side, unit: Literal["characters", "tokens"], tokens: Tokens) -> Callable[[str], str]:
+def truncater(
+    length_max: int, side: Side, unit: Literal["characters", "tokens"], tokens: Tokens
+) -> Callable[[str], str]:
     """The function that cuts one answer."""
     if unit == "characters":
-        return lambda text: cut_characters(text, length_max, side)
-    return lambda text: cut_tokens(text, length_max, side, tokens)
+        return lambda text: truncate_characters(text, length_max, side)
+    return lambda text: truncate_tokens(text, length_max, side, tokens)
 
 
 def _kept(length_max: int, side: Side) -> tuple[int, int]:
@@ -170,7 +172,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ToolLimits:
     """Limits of one loop."""
 
     parallel_max: int
@@ -188,7 +190,7 @@ class EpisodeTools:
         key: str,
         task: Task,
         tools: Sequence[Ready],
-        rules: Rules,
+        rules: ToolLimits,
         metrics: ActorMetrics,
         failures: Failures,
     ) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from learner.advantages.base import Estimates, Played
 from learner.advantages.registry import entry_of
 from learner.advantages.rewards import shaped
-from learner.data.evidence import Evidence, TokenArray
+from learner.data.evidence import TokenArray, TokenScores
 from learner.data.microbatch import token_numbers
 from learner.data.rows import Batch
 from pipeline.config.algorithm import AdvantageConfig
@@ -45,8 +45,8 @@ def estimate(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
 
 
 def with_advantages(
-    batch: Batch, evidence: Evidence, config: AdvantageConfig, penalties: TokenArray | None = None
-) -> tuple[Batch, Evidence]:
+    batch: Batch, evidence: TokenScores, config: AdvantageConfig, penalties: TokenArray | None = None
+) -> tuple[Batch, TokenScores]:
     """The batch with estimated advantages, and the evidence with the returns where the estimator gives some.
 
     Fresh and replayed trajectories of a group are estimated together, from the rewards as ``advantage`` shapes them.
@@ -64,7 +64,7 @@ def with_advantages(
     return replace(batch, rows=rows), replace(evidence, returns=returns)
 
 
-def played_of(batch: Batch, evidence: Evidence, penalties: TokenArray | None = None) -> list[Played]:
+def played_of(batch: Batch, evidence: TokenScores, penalties: TokenArray | None = None) -> list[Played]:
     """One for each trajectory of the batch, in the order of ``Row.sequence``, with its rewards as they were given."""
     numbers = _tokens_of_sequences(batch)
     turns = np.concatenate([row.turns[row.loss_mask] for row in batch.rows])

@@ -74,7 +74,7 @@ def _logprobs(p: Played, name: str) -> FloatArray:
 log = logging.getLogger(__name__)
 
 
-def hinted_logprobs(batch: Batch, score: Callable[[Sequence[Row]], TokenArray]) -> TokenArray:
+def counterfactual_logprobs(batch: Batch, score: Callable[[Sequence[Row]], TokenArray]) -> TokenArray:
     """float32 ``[S]`` by token number; NaN at tokens of trajectories without a hint.
 
     ``score`` gives log π of all sampled tokens of rows, in order. Raises :class:`TrainingError` where the hinted rows

@@ -12,8 +12,8 @@ from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError
 from pipeline.scorer.conversation import resolve
 
-EVIDENCE = frozenset({"logprobs", "entropies", "reference", "values", "hinted"})
-"""Fields of :class:`learner.data.evidence.Evidence` that the trainer can gather."""
+SCORES = frozenset({"logprobs", "entropies", "reference", "values", "hinted"})
+"""Fields of :class:`learner.data.evidence.TokenScores` that the trainer can gather."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Entry:
 
     estimate: Estimator
     needs: frozenset[str] = frozenset()
-    """Of :data:`EVIDENCE`."""
+    """Of :data:`SCORES`."""
 
 
 ESTIMATORS: dict[str, Entry] = {
@@ -45,21 +45,21 @@ def entry_of(config: AdvantageConfig) -> Entry:
     """The configured estimator: of this registry, or the user's own.
 
     A user's function ``estimate(played, config) -> Estimates`` may have an attribute ``needs``: names of
-    :data:`EVIDENCE`. Raises :class:`ConfigurationError` when its path leads to no function or it needs something else.
+    :data:`SCORES`. Raises :class:`ConfigurationError` when its path leads to no function or it needs something else.
     """
     known = ESTIMATORS.get(config.estimator)
     if known is not None:
         return known
     function = resolve(config.estimator, "advantage estimator")
     needs = frozenset(getattr(function, "needs", ()))
-    if not needs <= EVIDENCE:
+    if not needs <= SCORES:
         raise ConfigurationError(
-            f"advantage estimator {config.estimator}: expected needs out of {sorted(EVIDENCE)}, got {sorted(needs)}"
+            f"advantage estimator {config.estimator}: expected needs out of {sorted(SCORES)}, got {sorted(needs)}"
         )
     return Entry(function, needs)
 
 
-def needed_evidence(config: AdvantageConfig) -> frozenset[str]:
-    """What the trainer must gather for the configured estimator, out of :data:`EVIDENCE`. Raises as
+def needed_scores(config: AdvantageConfig) -> frozenset[str]:
+    """What the trainer must gather for the configured estimator, out of :data:`SCORES`. Raises as
     :func:`entry_of`."""
     return entry_of(config).needs

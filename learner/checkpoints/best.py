@@ -36,7 +36,7 @@ BEST = "best"
 WHY = "evaluation.json"
 
 
-class Told(Protocol):
+class EvaluationView(Protocol):
     """What is needed of the session."""
 
     @property
@@ -48,7 +48,12 @@ class BestKeeper:
     """Runs beside training. The checkpoint of weights that are being evaluated is spared from pruning."""
 
     def __init__(
-        self, section: EvaluationConfig, root: Path, session: Told, writer: CheckpointWriter, metrics: LearnerMetrics
+        self,
+        section: EvaluationConfig,
+        root: Path,
+        session: EvaluationView,
+        writer: CheckpointWriter,
+        metrics: LearnerMetrics,
     ) -> None:
         self._section, self._root, self._session, self._writer = section, root, session, writer
         self._metrics = metrics

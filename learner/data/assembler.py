@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from learner.data.groups import Group, Replay
+from learner.data.groups import Group, StoredRollout
 from pipeline.errors import TrainingError
 from pipeline.schema import GroupPlan, Trajectory
 
@@ -32,7 +32,7 @@ class _Open:
     plan: GroupPlan
     update: int
     members: dict[int, Trajectory] = field(default_factory=dict)
-    replays: dict[str, Replay] = field(default_factory=dict)
+    replays: dict[str, StoredRollout] = field(default_factory=dict)
     taken: bool = False
 
     @property
@@ -79,7 +79,7 @@ class GroupAssembler:
         trajectory: Trajectory,
         reward: float | None,
         rewards: Mapping[str, float | None],
-        replay: Replay | None = None,
+        replay: StoredRollout | None = None,
     ) -> bool:
         """One scored trajectory of a planned group. True when it completes the group. ``reward`` is what counts, for
         replayed ones the stored one.
@@ -110,7 +110,7 @@ class GroupAssembler:
             )
         group.members[index] = trajectory.scored(reward, rewards)
         if group.planned(index) is not None:
-            group.replays[name] = replay or Replay()
+            group.replays[name] = replay or StoredRollout()
         return group.complete
 
     def cancel(self, group_ids: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from pipeline.errors import AfterplayError, ConfigurationError, StoreError, Trai
 from pipeline.runtime.process import load_main
 from pipeline.runtime.rundir import read_json
 from pipeline.schema import Trajectory
-from pipeline.store.archive import is_portable, read_portable
+from pipeline.store.archive import is_archive, read_archive
 from pipeline.store.demonstrations import Render, read_demonstrations
 from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.protocol import Limits
@@ -85,10 +85,10 @@ def load_demonstrations(
 
 
 def _trajectories(file: Path, render: Render, limits: Limits) -> Iterator[Trajectory]:
-    if not is_portable(file):
+    if not is_archive(file):
         yield from read_demonstrations(file, render, 0)
         return
-    for portable in read_portable(file):
+    for portable in read_archive(file):
         try:
             trajectory = decode_trajectory(portable.frames, limits)
         except AfterplayError as error:

@@ -15,7 +15,7 @@ TokenArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class TokenScores:
     """float32 ``[S]`` each; None: not asked for."""
 
     logprobs: TokenArray | None = None

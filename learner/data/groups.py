@@ -12,7 +12,7 @@ from pipeline.schema import GroupPlan, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class StoredRollout:
     """Facts of one trajectory from the pool, as DELIVERY tells them.
 
     Raises :class:`TrainingError` for a weight or turn that cannot be.
@@ -34,7 +34,7 @@ class Replay:
             raise TrainingError(f"expected a finite weight >= 0 and a turn >= 0 of a replayed trajectory, got {self}")
 
     @classmethod
-    def of(cls, header: Mapping[str, Any] | None) -> Replay:
+    def of(cls, header: Mapping[str, Any] | None) -> StoredRollout:
         """From the ``replay`` part of a DELIVERY header. Raises TypeError or ValueError where it is not understood."""
         if header is None:
             return cls()
@@ -57,7 +57,7 @@ class Group:
 
     plan: GroupPlan
     trajectories: tuple[Trajectory, ...]
-    replays: Mapping[str, Replay] = field(default_factory=dict)
+    replays: Mapping[str, StoredRollout] = field(default_factory=dict)
     """By trajectory id."""
 
     @property
@@ -88,9 +88,9 @@ class Group:
         name = trajectory.trajectory_id
         return name in self.plan.replay_ids or name in self.plan.candidates
 
-    def replay(self, trajectory: Trajectory) -> Replay:
+    def replay(self, trajectory: Trajectory) -> StoredRollout:
         """Facts of a replayed trajectory."""
-        return self.replays.get(trajectory.trajectory_id) or Replay()
+        return self.replays.get(trajectory.trajectory_id) or StoredRollout()
 
     def with_replays(self, chosen: Iterable[str]) -> Group:
         """The group with just these of its candidates. Raises :class:`TrainingError` when there are not ``k`` of

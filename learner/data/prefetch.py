@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from learner.data.groups import Group
-from learner.data.replay_choice import Choice, Scorer, choose_replays, needs_scores
+from learner.data.replay_choice import ReplayChoice, Scorer, choose_replays, needs_scores
 from learner.data.rows import Batch, Row, build_batch
 from learner.session import LearnerSession
 from pipeline.config.replay import ReplayConfig
@@ -22,12 +22,12 @@ from pipeline.errors import TrainingError
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PrefetchedBatch:
     """A batch and how it came about."""
 
     groups: tuple[Group, ...]
     """What it was chosen from."""
-    choice: Choice
+    choice: ReplayChoice
     batch: Batch
     choose_seconds: float = 0.0
     build_seconds: float = 0.0
@@ -41,22 +41,22 @@ class Prepared:
         )
 
 
-def prepare(update: int, groups: tuple[Group, ...], config: ReplayConfig, mean_entropies: Scorer) -> Prepared:
+def prepare(update: int, groups: tuple[Group, ...], config: ReplayConfig, mean_entropies: Scorer) -> PrefetchedBatch:
     """Choose replays and build the rows. Raises :class:`TrainingError`, or as :func:`choose_replays` does."""
     start = time.perf_counter()
     choice = choose_replays(groups, config, mean_entropies)
     chosen = time.perf_counter()
     batch = build_batch(update, choice.groups)
-    return Prepared(groups, choice, batch, chosen - start, time.perf_counter() - chosen)
+    return PrefetchedBatch(groups, choice, batch, chosen - start, time.perf_counter() - chosen)
 
 
-class Preparer:
+class Prefetcher:
     """Keeps at most one batch ahead."""
 
     def __init__(self, session: LearnerSession, config: ReplayConfig) -> None:
         self._session = session
         self._config = config
-        self._ahead: Prepared | None = None
+        self._ahead: PrefetchedBatch | None = None
 
     async def ahead(self, update: int) -> None:
         """Build the batch of ``update`` once its groups are complete, and keep it in place of any other. One that needs
@@ -65,7 +65,7 @@ class Preparer:
         if needs_scores(groups, self._config):
             return
 
-        def build() -> Prepared | None:
+        def build() -> PrefetchedBatch | None:
             try:
                 return prepare(update, groups, self._config, _no_scores)
             except TrainingError:
@@ -73,12 +73,12 @@ class Preparer:
 
         self._ahead = await anyio.to_thread.run_sync(build)
 
-    def take(self, update: int, groups: tuple[Group, ...]) -> Prepared | None:
+    def take(self, update: int, groups: tuple[Group, ...]) -> PrefetchedBatch | None:
         """The batch of ``update`` from ``groups`` where it was built ahead, its seconds 0: nobody waited."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or not ahead.made_of(update, groups):
             return None
-        return Prepared(ahead.groups, ahead.choice, ahead.batch)
+        return PrefetchedBatch(ahead.groups, ahead.choice, ahead.batch)
 
 
 def _same(a: Group, b: Group) -> bool:

@@ -23,7 +23,7 @@ Scorer = Callable[[Sequence[Row]], Mapping[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReplayChoice:
     """Groups that hold exactly what is trained."""
 
     groups: tuple[Group, ...]
@@ -33,13 +33,13 @@ class Choice:
     """Candidates that were scored."""
 
 
-def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies: Scorer) -> Choice:
+def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies: Scorer) -> ReplayChoice:
     """Settle every group. ``mean_entropies`` is called at most once, with the rows of all candidates.
 
     Raises only :class:`Interrupted`.
     """
     if not needs_scores(groups, config):
-        return Choice(tuple(group.as_stored() for group in groups))
+        return ReplayChoice(tuple(group.as_stored() for group in groups))
     open_groups = [group for group in groups if not group.settled]
     rows: list[Row] = []
     sequences: dict[tuple[str, str], int] = {}
@@ -75,7 +75,7 @@ def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies
         settled.append(group.with_replays(names[i] for i in ranked(values, config.select)[: group.k]))
     for name, reason in failed.items():
         log.warning("candidates of %s were not scored (%s): the stored choice is trained", name, reason)
-    return Choice(tuple(settled), frozenset(failed), len(sequences))
+    return ReplayChoice(tuple(settled), frozenset(failed), len(sequences))
 
 
 def needs_scores(groups: Sequence[Group], config: ReplayConfig) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from learner.data.groups import Group, Replay
+from learner.data.groups import Group, StoredRollout
 from pipeline.errors import TrainingError
 from pipeline.schema import FlatTokens, TokenSpan, Trajectory
 
@@ -144,7 +144,7 @@ def build_batch(update: int, groups: Sequence[Group]) -> Batch:
     return Batch(update, tuple(groups), tuple(rows))
 
 
-def trajectory_rows(trajectory: Trajectory, sequence: int, *, replay: Replay | None = None) -> list[Row]:
+def trajectory_rows(trajectory: Trajectory, sequence: int, *, replay: StoredRollout | None = None) -> list[Row]:
     """One row per branch that has something to train, advantages 0.
 
     ``replay``: it comes from the pool; with a turn, only that turn's completion is trained and everything else is

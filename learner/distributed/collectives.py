@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.distributed.messages import pack, pack_order, unpack
 from learner.distributed.ranks import divide
@@ -68,7 +68,7 @@ class RankGroup:
         order: str,
         rows: Sequence[Row] = (),
         facts: Mapping[str, Any] | None = None,
-        evidence: Evidence | None = None,
+        evidence: TokenScores | None = None,
     ) -> Iterator[None]:
         if self.rank or self._busy:
             yield

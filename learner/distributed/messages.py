@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 _LENGTH = 8
 _PER_TOKEN = ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions", "temperatures", "turns")
-_EVIDENCE = tuple(f.name for f in fields(Evidence))
+_EVIDENCE = tuple(f.name for f in fields(TokenScores))
 _PER_ROW = tuple(f.name for f in fields(Row) if f.name not in (*_PER_TOKEN, "advantages"))
 
 
@@ -57,7 +57,7 @@ def unpack_rows(facts: Sequence[Sequence[Any]], arrays: Arrays) -> tuple[Row, ..
 
 
 def pack_order(
-    order: str, rows: Sequence[Row] = (), facts: Mapping[str, Any] | None = None, evidence: Evidence | None = None
+    order: str, rows: Sequence[Row] = (), facts: Mapping[str, Any] | None = None, evidence: TokenScores | None = None
 ) -> npt.NDArray[np.uint8]:
     """What rank 0 tells the others to do, with what."""
     arrays: dict[str, npt.NDArray[Any]] = {}
@@ -71,11 +71,11 @@ def pack_order(
     return pack(header, arrays)
 
 
-def unpack_order(message: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], tuple[Row, ...], Evidence]:
+def unpack_order(message: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], tuple[Row, ...], TokenScores]:
     """Facts (``order`` says which), rows and evidence."""
     header, arrays = unpack(message)
     rows = unpack_rows(header.pop("rows"), arrays) if "rows" in header else ()
-    return header, rows, Evidence(**{name: arrays.get(f"evidence/{name}") for name in _EVIDENCE})
+    return header, rows, TokenScores(**{name: arrays.get(f"evidence/{name}") for name in _EVIDENCE})
 
 
 def _rows(facts: Sequence[Sequence[Any]], arrays: Arrays) -> Iterator[Row]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.observability.statistics import TokenValues, Weights
 
@@ -37,7 +37,7 @@ class Ranks(Protocol):
         order: str,
         rows: Sequence[Row] = (),
         facts: Mapping[str, Any] | None = None,
-        evidence: Evidence | None = None,
+        evidence: TokenScores | None = None,
     ) -> AbstractContextManager[None]:
         """Around work that all ranks must do. Rank 0 tells the others, which are waiting for orders, what it begins;
         elsewhere, and within other work, it does nothing. Not a collective by itself."""
@@ -91,7 +91,7 @@ class Alone:
         order: str,
         rows: Sequence[Row] = (),
         facts: Mapping[str, Any] | None = None,
-        evidence: Evidence | None = None,
+        evidence: TokenScores | None = None,
     ) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -17,7 +17,7 @@ from pipeline.config.algorithm import ImportanceConfig, LossConfig, MaskConfig
 from pipeline.errors import ConfigurationError, TrainingError
 from pipeline.scorer.conversation import resolve
 
-EVIDENCE = frozenset({"logprobs", "entropies", "reference"})
+SCORES = frozenset({"logprobs", "entropies", "reference"})
 """Passes before the first optimizer step that can be asked for (fields of ``learner.evidence.Evidence``)."""
 
 
@@ -33,7 +33,7 @@ class PolicyLoss:
     off_high: float | None = 1.0
     """Upper clip of off-policy tokens where the run file says nothing; None: as of fresh ones."""
     evidence: frozenset[str] = frozenset()
-    """Out of :data:`EVIDENCE`."""
+    """Out of :data:`SCORES`."""
     needs_signal: bool = True
     """Tokens without advantage have no gradient, so rows without any need no backward pass."""
 
@@ -75,8 +75,8 @@ def policy_loss_of(name: str) -> PolicyLoss:
     return found if isinstance(found, PolicyLoss) else PolicyLoss(found, needs_signal=False)
 
 
-def needed_evidence(loss: LossConfig, importance: ImportanceConfig) -> frozenset[str]:
-    """What has to be gathered before the first optimizer step, out of :data:`EVIDENCE`.
+def needed_scores(loss: LossConfig, importance: ImportanceConfig) -> frozenset[str]:
+    """What has to be gathered before the first optimizer step, out of :data:`SCORES`.
 
     log π before the step is not asked for by the proximal anchor or by masks: with one optimizer step the loss's own
     pass gives it, with several the trainer scores only the rows that need it.
@@ -87,9 +87,9 @@ def needed_evidence(loss: LossConfig, importance: ImportanceConfig) -> frozenset
         needed.add("reference")
     if loss.kl == "reward":
         needed.add("logprobs")
-    if unknown := needed - EVIDENCE:
+    if unknown := needed - SCORES:
         raise ConfigurationError(
-            f"{loss.policy} asks for {', '.join(sorted(unknown))}: expected {', '.join(sorted(EVIDENCE))}"
+            f"{loss.policy} asks for {', '.join(sorted(unknown))}: expected {', '.join(sorted(SCORES))}"
         )
     return frozenset(needed)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.observability.statistics import BatchStatistics
 
@@ -88,7 +88,7 @@ class SkippedBatch:
     kl_coefficient: float
     steps: tuple[SkippedStep, ...]
     rows: tuple[Row, ...]
-    evidence: Evidence
+    evidence: TokenScores
 
 
 @dataclass(frozen=True, slots=True)

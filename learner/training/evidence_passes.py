@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from learner.advantages.registry import needed_evidence as needed_by_estimator
-from learner.data.evidence import Evidence, TokenArray
+from learner.advantages.registry import needed_scores as needed_by_estimator
+from learner.data.evidence import TokenArray, TokenScores
 from learner.data.microbatch import MicroBatch
 from learner.data.rows import Row
 from learner.losses.kl import kl_penalty
-from learner.losses.registry import needed_evidence as needed_by_loss
+from learner.losses.registry import needed_scores as needed_by_loss
 from learner.observability.report import Stopwatch
 from learner.policy.passes import token_pass
 from learner.policy.policy import Policy
@@ -22,12 +22,12 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 
 
-def needed_by(config: RunConfig) -> frozenset[str]:
-    """Passes before an update that estimator and loss ask for: names of fields of :class:`Evidence`."""
+def needed_scores(config: RunConfig) -> frozenset[str]:
+    """Passes before an update that estimator and loss ask for: names of fields of :class:`TokenScores`."""
     return needed_by_estimator(config.advantage) | needed_by_loss(config.loss, config.importance)
 
 
-class Gathering:
+class ScoringPasses:
     """Reads policy, reference policy and critic; changes none of them."""
 
     def __init__(self, policy: Policy, config: RunConfig, reference: Reference | None, critic: Critic | None) -> None:
@@ -36,7 +36,7 @@ class Gathering:
         self._reference = reference
         self._critic = critic
 
-    def gather(self, rows: Sequence[Row], watch: Stopwatch) -> Evidence:
+    def gather(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
         """What the configured estimator and loss need. log π and entropy come out of the same pass, and values too
         where the critic reads the policy's hidden states.
 
@@ -59,7 +59,7 @@ class Gathering:
         sequences = np.repeat([row.sequence for row in rows], [row.n_sampled for row in rows])
         return {int(s): float(entropies[sequences == s].mean()) for s in np.unique(sequences)}
 
-    def penalties(self, evidence: Evidence, coefficient: float) -> TokenArray | None:
+    def penalties(self, evidence: TokenScores, coefficient: float) -> TokenArray | None:
         """What ``loss.kl: reward`` takes off the rewards, float32 ``[S]``; None where it takes nothing."""
         loss = self._config.loss
         if loss.kl != "reward" or evidence.logprobs is None or evidence.reference is None:
@@ -68,8 +68,8 @@ class Gathering:
         penalties = kl_penalty(evidence.logprobs, evidence.reference, coefficient, estimator, maximum)
         return penalties.astype(np.float32)
 
-    def _gather(self, rows: Sequence[Row], watch: Stopwatch) -> Evidence:
-        needed = needed_by(self._config)
+    def _gather(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
+        needed = needed_scores(self._config)
         logprobs = entropies = reference = values = None
         if "values" in needed and self._critic is None:
             raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
@@ -84,7 +84,7 @@ class Gathering:
             reference = self._reference.logprobs(rows, watch)
         if "values" in needed and values is None and self._critic is not None:
             values = self._critic.values(rows, watch)
-        return Evidence(logprobs, entropies, reference, values)
+        return TokenScores(logprobs, entropies, reference, values)
 
     def _scores_and_values(
         self, rows: Sequence[Row], critic: Critic, watch: Stopwatch

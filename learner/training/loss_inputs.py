@@ -25,7 +25,7 @@ Score = Callable[[Sequence[Row]], FloatArray]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class LossInputs:
     """By ``MicroBatch.tokens_S``, the number of a token in its update."""
 
     today: FloatArray | None = None
@@ -36,7 +36,7 @@ class Known:
     """log π of the reference policy."""
 
 
-def logprobs_today(rows: Sequence[Row], rules: LossRules, score: Score) -> FloatArray | None:
+def old_logprobs_of(rows: Sequence[Row], rules: LossRules, score: Score) -> FloatArray | None:
     """log π of the tokens that are anchored at today's policy, NaN elsewhere; None where no token is."""
     anchored = [rules.anchored_today(replayed=row.replayed, recorded=row.recorded) for row in rows]
     if not any(anchored):
@@ -47,7 +47,7 @@ def logprobs_today(rows: Sequence[Row], rules: LossRules, score: Score) -> Float
     return out
 
 
-def kept_tokens(
+def loss_mask_of(
     rows: Sequence[Row], first: Sequence[int], n_tokens: int, loss: LossConfig, score: Score
 ) -> BoolArray | None:
     """The second-moment mask over the off-policy tokens with known μ of one optimizer step; None without such tokens.
@@ -70,7 +70,7 @@ def kept_tokens(
     return kept
 
 
-def loss_tokens(part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: Known, loss: LossConfig) -> LossTokens:
+def loss_tokens(part: MicroBatch, logprobs: Tensor, entropy: Tensor, known: LossInputs, loss: LossConfig) -> LossTokens:
     """What the loss gets of one micro-batch; ``logprobs`` and ``entropy`` float ``[S]``, with gradient, name the
     device. Tokens whose μ is not finite, or that the second-moment mask rejects, are masked."""
 
@@ -106,7 +106,7 @@ def off_policy(
     return np.asarray(off | np.asarray(guided if loss.off_clip_guided == "all" else discarded, dtype=np.bool_))
 
 
-def values_of(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: Known) -> TokenValues:
+def values_of(part: MicroBatch, tokens: LossTokens, terms: LossTerms, known: LossInputs) -> TokenValues:
     """What the statistics need of one micro-batch."""
 
     def array(tensor: Tensor) -> npt.NDArray[np.float32]:

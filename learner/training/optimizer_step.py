@@ -20,9 +20,9 @@ from learner.observability.report import Stopwatch
 from learner.policy.passes import microbatches
 from learner.policy.policy import Policy
 from learner.training.agreement import NonFiniteStep, agree, idle
-from learner.training.loss_inputs import Known, loss_tokens, values_of
+from learner.training.loss_inputs import LossInputs, loss_tokens, values_of
 from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
-from learner.training.totals import Conditions, StepSums, Tally
+from learner.training.totals import Conditions, StepSums, StepTotals
 from pipeline.config import RunConfig
 
 
@@ -73,9 +73,9 @@ class OptimizerSteps:
         self,
         rows: Sequence[Row],
         first: Sequence[int],
-        known: Known,
+        known: LossInputs,
         conditions: Conditions,
-        tally: Tally,
+        tally: StepTotals,
         *,
         record: bool,
     ) -> None:
@@ -122,7 +122,7 @@ class OptimizerSteps:
             self._apply(conditions.rate * factor, tally)
             tally.factors.append(factor)
 
-    def _apply(self, rate: float, tally: Tally) -> None:
+    def _apply(self, rate: float, tally: StepTotals) -> None:
         """Step by the gradients that are there."""
         set_rate(self._optimizer, rate)
         with tally.watch.stage("optimize"):
@@ -135,7 +135,7 @@ class OptimizerSteps:
         tally.last.grad_norm = norm
         tally.optimizer_steps += 1
 
-    def _supervise(self, update: int, tally: Tally) -> bool:
+    def _supervise(self, update: int, tally: StepTotals) -> bool:
         """Add the gradient of the demonstrations that this optimizer step draws; whether there are any."""
         if self._demonstrations is None:
             return False
@@ -151,10 +151,10 @@ class OptimizerSteps:
     def _microbatch(
         self,
         part: MicroBatch,
-        known: Known,
+        known: LossInputs,
         supervised_share: float,
         conditions: Conditions,
-        tally: Tally,
+        tally: StepTotals,
         *,
         learn: bool,
         record: bool,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.distributed.ranks import Ranks
 from learner.losses.registry import LossRules
@@ -26,7 +26,7 @@ class Conditions:
     rate: float
     """Learning rate, before the ESS guard."""
     rules: LossRules
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: TokenScores = field(default_factory=TokenScores)
     policy_waits: bool = False
     """The critic warms up: the policy is scored for the statistics alone."""
 
@@ -53,7 +53,7 @@ class StepSums:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTotals:
     """Of one update."""
 
     watch: Stopwatch

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.advantages.apply import with_advantages
-from learner.advantages.cpo import hinted_logprobs
+from learner.advantages.cpo import counterfactual_logprobs
 from learner.advantages.rewards import overlong_count
 from learner.data.demonstrations import Demonstrations
-from learner.data.evidence import Evidence, TokenArray
+from learner.data.evidence import TokenArray, TokenScores
 from learner.data.microbatch import token_numbers
 from learner.data.rows import Batch, Row
 from learner.losses.kl import KLController
@@ -31,11 +31,11 @@ from learner.policy.policy import Policy
 from learner.policy.reference import Reference
 from learner.training.agreement import NonFiniteStep
 from learner.training.critic import Critic
-from learner.training.evidence_passes import Gathering, needed_by
-from learner.training.loss_inputs import Known, kept_tokens, logprobs_today
+from learner.training.evidence_passes import ScoringPasses, needed_scores
+from learner.training.loss_inputs import LossInputs, loss_mask_of, old_logprobs_of
 from learner.training.optimizer import WeightAverage, learning_rate, make_optimizer
 from learner.training.optimizer_step import OptimizerSteps
-from learner.training.totals import Conditions, Tally
+from learner.training.totals import Conditions, StepTotals
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 
@@ -68,7 +68,7 @@ class Trainer:
         self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
         self._config = config
         self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
-        self._gathering = Gathering(policy, config, reference, critic)
+        self._gathering = ScoringPasses(policy, config, reference, critic)
         self._steps = OptimizerSteps(policy, config, self.optimizer, self.average, demonstrations)
 
     def train(self, batch: Batch, policy_version: int) -> StepReport:
@@ -77,8 +77,8 @@ class Trainer:
         if not batch.groups:
             return self.step(batch, policy_version, watch=watch)
         evidence = self.gather(batch.rows, watch)
-        if "hinted" in needed_by(self._config):
-            evidence = replace(evidence, hinted=hinted_logprobs(batch, partial(self.score, watch=watch)))
+        if "hinted" in needed_scores(self._config):
+            evidence = replace(evidence, hinted=counterfactual_logprobs(batch, partial(self.score, watch=watch)))
         with watch.stage("prepare"):
             penalties = self._gathering.penalties(evidence, self.kl.coefficient)
             batch, evidence = with_advantages(batch, evidence, self._config.advantage, penalties)
@@ -86,8 +86,8 @@ class Trainer:
         overlong = overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
         return replace(report, overlong=overlong)
 
-    def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> Evidence:
-        """See :meth:`learner.training.evidence_passes.Gathering.gather`."""
+    def gather(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> TokenScores:
+        """See :meth:`learner.training.evidence_passes.ScoringPasses.gather`."""
         return self._gathering.gather(rows, watch or Stopwatch(self.policy.device))
 
     def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> TokenArray:
@@ -95,11 +95,11 @@ class Trainer:
         return self._gathering.scores(rows, watch or Stopwatch(self.policy.device))[0]
 
     def mean_entropies(self, rows: Sequence[Row]) -> dict[int, float]:
-        """See :meth:`learner.training.evidence_passes.Gathering.mean_entropies`."""
+        """See :meth:`learner.training.evidence_passes.ScoringPasses.mean_entropies`."""
         return self._gathering.mean_entropies(rows, Stopwatch(self.policy.device))
 
     def step(
-        self, batch: Batch, policy_version: int, evidence: Evidence | None = None, watch: Stopwatch | None = None
+        self, batch: Batch, policy_version: int, evidence: TokenScores | None = None, watch: Stopwatch | None = None
     ) -> StepReport:
         """Train ``batch`` with the advantages on its rows; ``policy_version`` is the version of the weights before it.
         A batch without groups (all were left out) is counted and changes no weights.
@@ -111,9 +111,9 @@ class Trainer:
             raise TrainingError(
                 f"expected rows for update {self.updates}, got {len(batch.rows)} for update {batch.update}"
             )
-        tally = Tally(watch or Stopwatch(self.policy.device))
+        tally = StepTotals(watch or Stopwatch(self.policy.device))
         rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
-        conditions = self._conditions(policy_version, rate, evidence or Evidence())
+        conditions = self._conditions(policy_version, rate, evidence or TokenScores())
         facts = {"update": batch.update, "policy_version": policy_version, "kl": self.kl.coefficient}
         with self.policy.ranks.together("step", batch.rows, facts, conditions.evidence):
             try:
@@ -131,26 +131,26 @@ class Trainer:
         self.kl.update(report.statistics.all.reference_kl.value, len({row.sequence for row in batch.rows}))
         return report
 
-    def _conditions(self, policy_version: int, rate: float, evidence: Evidence) -> Conditions:
+    def _conditions(self, policy_version: int, rate: float, evidence: TokenScores) -> Conditions:
         rules = replace(self._rules, kl_coef=self.kl.coefficient)
         waits = self.critic is not None and self.critic.only_critic(self.updates)
         return Conditions(self.updates, policy_version, rate, rules, evidence, waits)
 
-    def _train(self, batch: Batch, conditions: Conditions, tally: Tally) -> None:
+    def _train(self, batch: Batch, conditions: Conditions, tally: StepTotals) -> None:
         learner, rules, evidence = self._config.learner, conditions.rules, conditions.evidence
         score = partial(self.score, watch=tally.watch)
         numbers = token_numbers(batch.rows)
         today = evidence.logprobs
         if today is None and learner.epochs * learner.minibatches > 1:
-            today = logprobs_today(batch.rows, rules, score)
+            today = old_logprobs_of(batch.rows, rules, score)
         for epoch in range(learner.epochs):
             for chosen in self._minibatches(batch.rows, epoch):
                 rows, first = [batch.rows[i] for i in chosen], [int(numbers[i]) for i in chosen]
                 try:
                     kept = None
                     if rules.off_policy == "second_moment" and rules.use_recorded:
-                        kept = kept_tokens(rows, first, batch.n_sampled, self._config.loss, score)
-                    known = Known(today, kept, evidence.reference)
+                        kept = loss_mask_of(rows, first, batch.n_sampled, self._config.loss, score)
+                    known = LossInputs(today, kept, evidence.reference)
                     self._steps.take(rows, first, known, conditions, tally, record=epoch == 0)
                 except NonFiniteStep as error:
                     tally.skipped.append(SkippedStep(error.where, tuple(chosen)))
@@ -172,7 +172,9 @@ class Trainer:
         parts = [set(part.tolist()) for part in np.array_split(sequences, count) if len(part)]
         return [[i for i, row in enumerate(rows) if row.sequence in part] for part in parts]
 
-    def _critic_step(self, rows: Sequence[Row], first: Sequence[int], conditions: Conditions, tally: Tally) -> None:
+    def _critic_step(
+        self, rows: Sequence[Row], first: Sequence[int], conditions: Conditions, tally: StepTotals
+    ) -> None:
         """The critic learns from the same mini-batch as the policy, where the estimator gave returns."""
         values, returns = conditions.evidence.values, conditions.evidence.returns
         if self.critic is None or values is None or returns is None:

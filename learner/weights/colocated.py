@@ -55,7 +55,7 @@ class Order(StrEnum):
     SLEEP = "sleep"
 
 
-class Turns:
+class DeviceTurns:
     """``engines`` by name. Times are seconds of any monotonic clock."""
 
     def __init__(self, engines: Iterable[str]) -> None:
@@ -124,12 +124,12 @@ log = logging.getLogger(__name__)
 
 
 class SharedDevice:
-    """The shell around :class:`Turns`, for the keepers and for the learner's loop."""
+    """The shell around :class:`DeviceTurns`, for the keepers and for the learner's loop."""
 
     def __init__(
         self, engines: Iterable[str], metrics: LearnerMetrics, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.turns = Turns(engines)
+        self.turns = DeviceTurns(engines)
         self.troubles: dict[str, str] = {}
         """Why an engine does not fall asleep."""
         self._metrics = metrics
@@ -282,7 +282,7 @@ class ColocatedKeeper(EngineKeeper):
 RETRY_SECONDS = 1.0
 
 
-async def quiet_engines(ctx: RoleContext) -> None:
+async def sleeping_engines(ctx: RoleContext) -> None:
     """Put the engines to sleep before the learner loads its models: vLLM measures the device when it starts, and must
     find it empty. Waits until the engines are up; also takes up what a learner that died has left behind. Returns when
     they sleep or the process is asked to stop."""

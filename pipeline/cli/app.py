@@ -52,9 +52,9 @@ def evaluate(
       afterplay eval runs/tiny --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
       afterplay eval configs/tiny.yaml --split eval
     """
-    from pipeline.supervisor.evaluate import Asked, evaluate_checkpoint
+    from pipeline.supervisor.evaluate import EvaluationRequest, evaluate_checkpoint
 
-    asked = Asked(checkpoint, split, tasks, samples, greedy, tuple(pass_at or ()))
+    asked = EvaluationRequest(checkpoint, split, tasks, samples, greedy, tuple(pass_at or ()))
     raise typer.Exit(evaluate_checkpoint(target, asked, sets or []))
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from pipeline.config import RunConfig
-from pipeline.store.experience_report import Experience
+from pipeline.store.experience_report import ExperienceReport
 
 if TYPE_CHECKING:
     from pipeline.runtime.rundir import RunDirectory
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TASKS_SHOWN = 10
 
 
-def show(found: Experience, config: RunConfig, run: Path, console: Console | None = None) -> None:
+def show(found: ExperienceReport, config: RunConfig, run: Path, console: Console | None = None) -> None:
     """Print what ``afterplay replay inspect`` found."""
     console = console or Console(highlight=False)
     value = found.json(config)
@@ -39,7 +39,7 @@ def show(found: Experience, config: RunConfig, run: Path, console: Console | Non
     _audit(value["audit"], console)
 
 
-def _difficulty(found: Experience, config: RunConfig, console: Console) -> None:
+def _difficulty(found: ExperienceReport, config: RunConfig, console: Console) -> None:
     table = _table("tasks by successes of their latest fresh group", "successes", "tasks", "in the pool")
     pooled = [shelf.bucket for shelf in found.shelves]
     for bucket, tasks in sorted(found.buckets.items()):
@@ -52,7 +52,7 @@ def _difficulty(found: Experience, config: RunConfig, console: Console) -> None:
         console.print(f"  and {len(found.retired) - TASKS_SHOWN} more (--json lists all)", style="dim")
 
 
-def _pool(found: Experience, config: RunConfig, console: Console) -> None:
+def _pool(found: ExperienceReport, config: RunConfig, console: Console) -> None:
     console.print(
         f"\npool: {found.entries} of {config.replay.capacity} trajectories of {len(found.shelves)} tasks, "
         f"{found.n_bytes / 2**20:.1f} MiB, {found.unrecorded} without recorded log-probs, replayed {found.uses} times",
@@ -71,7 +71,7 @@ def _pool(found: Experience, config: RunConfig, console: Console) -> None:
     console.print(shelves)
 
 
-def _states(found: Experience, states: dict[str, dict[str, int]], console: Console) -> None:
+def _states(found: ExperienceReport, states: dict[str, dict[str, int]], console: Console) -> None:
     table = _table("states", "what", "state", "count")
     for what, counts in {**states, "pool and replays": dict(found.counters)}.items():
         for position, (state, count) in enumerate(sorted(counts.items())):

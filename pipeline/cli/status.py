@@ -15,7 +15,7 @@ from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import store_path
-from pipeline.supervisor.run import RunIsAlive, claim
+from pipeline.supervisor.run import RunIsAlive, run_lock
 
 
 def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:
@@ -59,7 +59,7 @@ def is_alive(directory: RunDirectory) -> bool:
     if not directory.lock_file.exists():
         return False
     try:
-        with claim(directory, mark=False):
+        with run_lock(directory, mark=False):
             return False
     except RunIsAlive:
         return True

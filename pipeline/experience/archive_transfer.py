@@ -24,11 +24,11 @@ from pipeline.experience.experience import Experience
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.schema import TokenSpan, Trajectory, Turn, VersionSpan
 from pipeline.stage.ingest import facts_of
-from pipeline.store.archive import Header, Portable, is_portable, read_portable, write_portable
+from pipeline.store.archive import ArchivedTrajectory, Header, is_archive, read_archive, write_archive
 from pipeline.store.demonstrations import Render, import_id, read_demonstrations
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
-from pipeline.store.payloads import PayloadHolds
+from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.queries import meta, origin, pooled, reading
 from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState
 from pipeline.store.store import ReplayStore, store_path
@@ -78,8 +78,8 @@ class Importer:
         with reading(self._path) as connection:
             return origin(connection), max(0, meta(connection).get("policy_version", -1))
 
-    def _trajectories(self, file: Path) -> Iterator[tuple[Trajectory, Portable | None]]:
-        if not is_portable(file):
+    def _trajectories(self, file: Path) -> Iterator[tuple[Trajectory, ArchivedTrajectory | None]]:
+        if not is_archive(file):
             with file.open("rb") as stream:
                 if stream.read(64).lstrip()[:1] != b"{":
                     raise StoreError(
@@ -89,7 +89,7 @@ class Importer:
             for trajectory in read_demonstrations(file, self._render, self._version):
                 yield trajectory, None
             return
-        for portable in read_portable(file):
+        for portable in read_archive(file):
             try:
                 trajectory = decode_trajectory(portable.frames, self._limits)
             except AfterplayError as error:
@@ -102,7 +102,7 @@ class Importer:
                 trajectory = _foreign(trajectory, portable.frames, self._version)
             yield trajectory, portable
 
-    def _check(self, file: Path, trajectory: Trajectory, portable: Portable | None) -> None:
+    def _check(self, file: Path, trajectory: Trajectory, portable: ArchivedTrajectory | None) -> None:
         """Refuse what this run could not train. Raises :class:`StoreError`."""
         environment = trajectory.task.environment
         if environment not in self._config.environments:
@@ -135,13 +135,13 @@ class PoolWriter:
         self._experience = Experience(
             config, entries=snapshot.entries, tasks=snapshot.tasks, state=snapshot.meta.get("experience")
         )
-        self._holds = PayloadHolds(self._journal)
+        self._holds = PayloadRefCounts(self._journal)
         self._holds.restore(snapshot.groups.values(), snapshot.entries)
         self._n_bytes = {entry.seq: entry.n_bytes for entry in snapshot.entries}
         self._known = {entry.trajectory_id for entry in snapshot.entries}
         self._next_seq = snapshot.next_seq
 
-    def add(self, trajectories: Sequence[tuple[Trajectory, Portable | None]]) -> Counter[str]:
+    def add(self, trajectories: Sequence[tuple[Trajectory, ArchivedTrajectory | None]]) -> Counter[str]:
         """One transaction."""
         counts: Counter[str] = Counter()
         new: dict[int, tuple[TrajectoryRecord, Trajectory, Frames]] = {}
@@ -195,7 +195,7 @@ class PoolWriter:
         )
 
 
-def _entry(record: TrajectoryRecord, trajectory: Trajectory, portable: Portable | None) -> PoolEntry:
+def _entry(record: TrajectoryRecord, trajectory: Trajectory, portable: ArchivedTrajectory | None) -> PoolEntry:
     facts, marks = record.facts, portable.marks if portable else {}
     assert record.reward is not None
     entropy = marks.get("entropy")
@@ -252,4 +252,4 @@ def export_run(
             compression="zlib" if compress else None,
             origins=tuple(filter(None, [origin(store)])),
         )
-        return write_portable(file, header, pooled(store), replace=replace)
+        return write_archive(file, header, pooled(store), replace=replace)

@@ -15,9 +15,9 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.experience.difficulty import Difficulty
-from pipeline.experience.mixing import Aside, Mixing, next_factor
+from pipeline.experience.mixing import DeferredTasks, Mixing, next_factor
 from pipeline.experience.planning import Planner
-from pipeline.experience.pool import Keeper, Pool
+from pipeline.experience.pool import Pool, PoolKeeper
 from pipeline.experience.selection import Draws
 from pipeline.schema import Task
 from pipeline.store.experience_records import (
@@ -60,9 +60,9 @@ class Experience:
         self._draws = Draws(config.run.seed, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
-        self._aside = Aside(config.environments, state.get("aside"))
+        self._aside = DeferredTasks(config.environments, state.get("aside"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
-        self._keeper = Keeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))
+        self._keeper = PoolKeeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))
         self._state_changed = False
         for entry in self._pool:
             self._difficulty.meet(entry.task)

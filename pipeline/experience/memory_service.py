@@ -25,7 +25,7 @@ from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import AfterplayError, PlugInTimeout, boundary
 from pipeline.experience.memory import NAME, Lesson, LessonSource, Memory, close_source, encode_lessons, task_text
-from pipeline.experience.memory_writer import Writer
+from pipeline.experience.memory_writer import MemoryWriter
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.runtime.process import load_main
 from pipeline.runtime.rundir import RunDirectory
@@ -51,7 +51,7 @@ Payloads = Callable[[Sequence[int]], Awaitable[Mapping[int, Frames]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class MemoryQuery:
     """A question of an actor."""
 
     peer: str
@@ -62,7 +62,7 @@ class Recall:
     """Clock of ``time.perf_counter``."""
 
 
-class Lessons:
+class MemoryService:
     """One memory, or one source in its place, and the tasks around it."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Lessons:
         *,
         memory: Memory | None,
         source: LessonSource | None,
-        writer: Writer,
+        writer: MemoryWriter,
         payloads: Payloads,
         post: Callable[[Send], None],
         limits: Limits,
@@ -80,14 +80,14 @@ class Lessons:
         self._config = config
         self._memory, self._source, self._writer = memory, source, writer
         self._payloads, self._post, self._limits, self._metrics = payloads, post, limits, metrics
-        self._recalls: deque[Recall] = deque()
+        self._recalls: deque[MemoryQuery] = deque()
         self._asked = anyio.Event()
         self._groups_send, self._groups = anyio.create_memory_object_stream[Finished](GROUPS_MAX)
 
     def recall(self, peer: str, header: Mapping[str, Any]) -> None:
         """A RECALL came. Never waits."""
         try:
-            question = Recall(
+            question = MemoryQuery(
                 peer, str(header["order_id"]), str(header["query"]), int(header["top_k"]), time.perf_counter()
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -141,7 +141,7 @@ class Lessons:
                 else:
                     self._answer(question, found, "found" if found else "none")
 
-    def _look_up(self, batch: list[Recall]) -> list[tuple[Recall, list[Lesson] | None]]:
+    def _look_up(self, batch: list[MemoryQuery]) -> list[tuple[MemoryQuery, list[Lesson] | None]]:
         """The rollouts of one group ask the same: it is searched once."""
         assert self._memory is not None
         known: dict[tuple[str, int], list[Lesson] | None] = {}
@@ -155,7 +155,7 @@ class Lessons:
                     known[key] = None
         return [(question, known[question.query, question.top_k]) for question in batch]
 
-    def _answer(self, question: Recall, found: list[Lesson], outcome: str) -> None:
+    def _answer(self, question: MemoryQuery, found: list[Lesson], outcome: str) -> None:
         self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
         self._metrics.lesson_search_duration_seconds.observe(time.perf_counter() - question.asked_at)
         self._post(Send(question.peer, Kind.LESSONS, encode_lessons(question.order_id, found)))
@@ -210,14 +210,14 @@ MAKE_SOURCE = "actors.environments.plugins:make_source"
 """Loaded by path, because the stage imports no actor."""
 
 
-async def open_lessons(
+async def open_memory_service(
     config: RunConfig,
     directory: RunDirectory,
     store: ReplayStore,
     cache: PayloadCache,
     post: Callable[[Send], None],
     metrics: ReplayMetrics,
-) -> Lessons | None:
+) -> MemoryService | None:
     """None where lessons are off. Raises :class:`ConfigurationError` for a writer or source that does not exist,
     :class:`StoreError` for a memory that cannot be used."""
     section = config.lessons
@@ -225,7 +225,7 @@ async def open_lessons(
         return None
     memory: Memory | None = None
     source: LessonSource | None = None
-    writer = Writer(section, config.replay.success_threshold)
+    writer = MemoryWriter(section, config.replay.success_threshold)
     if section.source != "stage":
         source = load_main(MAKE_SOURCE)(section)
     else:
@@ -243,7 +243,7 @@ async def open_lessons(
         missing = [seq for seq in seqs if seq not in found]
         return {**found, **await anyio.to_thread.run_sync(store.payloads, missing)} if missing else found
 
-    return Lessons(
+    return MemoryService(
         section,
         memory=memory,
         source=source,

@@ -35,7 +35,7 @@ TEXTS_MAX = 64
 """Lessons of one group, at most; more are cut off."""
 
 
-class Writer:
+class MemoryWriter:
     """The function of the run file. Raises :class:`ConfigurationError` when its path does not lead to one."""
 
     def __init__(self, config: LessonsConfig, success_threshold: float) -> None:
@@ -140,8 +140,8 @@ def _tried(trajectory: Trajectory, characters_max: int) -> str:
         elif text:
             steps[-1] = f"{steps[-1]} ({text})"
     share = max(8, characters_max // max(1, len(steps)) - 2)
-    return _cut(", ".join(_cut(step, share) for step in steps).rstrip("."), characters_max)
+    return _truncate(", ".join(_truncate(step, share) for step in steps).rstrip("."), characters_max)
 
 
-def _cut(text: str, characters_max: int) -> str:
+def _truncate(text: str, characters_max: int) -> str:
     return text if len(text) <= characters_max else text[: max(0, characters_max - 1)].rstrip() + "…"

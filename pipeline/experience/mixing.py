@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.config.replay import EssGuardConfig, ReplayConfig
 from pipeline.schema import Task
-from pipeline.tasks.sampler import Drawn, TaskSampler, Verdict
+from pipeline.tasks.sampler import Drawn, DrawOutcome, TaskSampler
 
 SLACK = 1e-9
 """Products of a count and a ratio may fall below the whole number that is meant by so much: 100 * 0.29 < 29."""
@@ -113,7 +113,7 @@ class Mixing:
         self._tasks.clear()
 
 
-class Aside:
+class DeferredTasks:
     """Draws fresh tasks, not twice in a batch where that can be helped, and keeps what was drawn in vain.
 
     A task whose group was cancelled comes back once: were it to come back each time, one that cannot be played would
@@ -140,15 +140,15 @@ class Aside:
             if task_id not in batch:
                 return self._tasks.pop(task_id)
 
-        def verdict(drawn: Drawn) -> Verdict:
+        def verdict(drawn: Drawn) -> DrawOutcome:
             if drawn.task_id in self._tasks:
-                return Verdict.PASS
+                return DrawOutcome.PASS
             if is_retired(drawn.task_id):
-                return Verdict.PASS
+                return DrawOutcome.PASS
             if drawn.task_id not in batch:
-                return Verdict.TAKE
+                return DrawOutcome.TAKE
             self._tasks[drawn.task_id] = drawn.task()
-            return Verdict.KEEP
+            return DrawOutcome.KEEP
 
         return sampler.draw_where(verdict, exhausted=exhausted)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from pipeline.config import RunConfig
 from pipeline.experience.difficulty import Difficulty
-from pipeline.experience.pool import Pool, Shelf
+from pipeline.experience.pool import Pool, TaskEntries
 from pipeline.experience.selection import (
     Draws,
     TaskIndex,
@@ -92,7 +92,7 @@ class Planner:
         priority = self._replay.priority
         return log_priority(record.success_rate if record else 0.5, priority.alpha, priority.epsilon)
 
-    def candidates(self, shelf: Shelf, k: int, correction: float = 1.0) -> tuple[Candidate, ...]:
+    def candidates(self, shelf: TaskEntries, k: int, correction: float = 1.0) -> tuple[Candidate, ...]:
         """The k that are replayed, first; behind them, if the learner chooses, the others."""
         replay, rng = self._replay, self._draws.next("trajectory")
         if replay.unit == "turn" and replay.select == "random":

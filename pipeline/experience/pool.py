@@ -7,7 +7,7 @@ nothing depends on the order of past events.
 What enters and leaves the pool, and which rows that changes.
 
 *consumes* entries to save, the version, retirement; *produces* what was saved, what left and why. Every change of the
-pool goes through here, so that :meth:`Keeper.take` gives a store exactly what it lacks.
+pool goes through here, so that :meth:`PoolKeeper.take` gives a store exactly what it lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.store.experience_records import Leave, PoolEntry
 
 
 @dataclass(slots=True)
-class Shelf:
+class TaskEntries:
     """The entries of one task."""
 
     entries: list[PoolEntry] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Pool:
         self._replay = replay
         self._environments = environments
         self._age_max = None if replay.max_age is None else replay.max_age - staleness_max
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[str, TaskEntries] = {}
         self._by_seq: dict[int, PoolEntry] = {}
         self._by_id: dict[str, int] = {}
         self._order: list[int] = []
@@ -88,11 +88,11 @@ class Pool:
         return trajectory_id in self._by_id
 
     @property
-    def shelves(self) -> Mapping[str, Shelf]:
+    def shelves(self) -> Mapping[str, TaskEntries]:
         """What is stored, by task."""
         return self._shelves
 
-    def shelf(self, task_id: str) -> Shelf | None:
+    def shelf(self, task_id: str) -> TaskEntries | None:
         """What is stored for a task; None when nothing is."""
         return self._shelves.get(task_id)
 
@@ -169,7 +169,7 @@ class Pool:
         self._by_id[entry.trajectory_id] = entry.seq
         self._by_saved[entry.saved] = entry
         self._order.append(entry.saved)
-        shelf = self._shelves.setdefault(entry.task.task_id, Shelf())
+        shelf = self._shelves.setdefault(entry.task.task_id, TaskEntries())
         shelf.entries.append(entry)
         if entry.recorded:
             shelf.n_recorded += 1
@@ -205,7 +205,7 @@ class Pool:
 Left = list[tuple[PoolEntry, Leave]]
 
 
-class Keeper:
+class PoolKeeper:
     """Writes to ``pool``, and forgets tasks of ``difficulty`` of which nothing is left.
 
     ``next_saved``: number of the next save.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 2.0
 
 
-class Undertaker:
+class OrphanReaper:
     """The supervisor's end. Use as a context manager.
 
     ``keep_open`` are file descriptors that stay open until the last group is gone (the lock of the run directory).
@@ -40,7 +40,7 @@ class Undertaker:
         self._keep_open = tuple(keep_open)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Undertaker:
+    def __enter__(self) -> OrphanReaper:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -107,7 +107,7 @@ END_SECONDS = 5.0
 """How long a child may take from being asked to end until it is killed."""
 
 
-class Children:
+class RankProcesses:
     """``on_loss`` is called, in a thread, with words for a child that ends unasked."""
 
     def __init__(self, config: RunConfig, port: int, on_loss: Callable[[str], None]) -> None:

@@ -35,7 +35,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO
 
-_OWNER: ContextVar[StartedTasks | None] = ContextVar("afterplay_owner_of_tasks", default=None)
+_OWNER: ContextVar[TaskOwner | None] = ContextVar("afterplay_owner_of_tasks", default=None)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def plug_in_runs() -> bool:
     return _OWNER.get() is not None
 
 
-class StartedTasks:
+class TaskOwner:
     """The tasks of one owner that have not ended."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def interrupting_blocks(seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[No
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watch = _Watch(seconds_max)
+    watch = LoopWatchdog(seconds_max)
     previous = signal.signal(SIGNAL, watch.interrupt)
     watch.start()
     try:
@@ -133,7 +133,7 @@ def interrupting_blocks(seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[No
         signal.signal(SIGNAL, previous)
 
 
-class _Watch:
+class LoopWatchdog:
     def __init__(self, seconds_max: float) -> None:
         self._seconds_max = seconds_max
         self._loop = asyncio.get_running_loop()
@@ -181,7 +181,7 @@ WINDOW_SECONDS = 60.0
 """So many characters pass in so much time."""
 
 
-class _Bounded:
+class BoundedOutput:
     """A text stream that lets through ``characters_max`` in each ``window_seconds``, and says how much it left out."""
 
     def __init__(
@@ -227,7 +227,7 @@ class _Bounded:
 def bounded_prints(characters_max: int = CHARACTERS_MAX, window_seconds: float = WINDOW_SECONDS) -> Iterator[None]:
     """Bound what is printed inside, on stdout and stderr each."""
     before = sys.stdout, sys.stderr
-    bounded = [_Bounded(stream, characters_max, window_seconds) for stream in before]
+    bounded = [BoundedOutput(stream, characters_max, window_seconds) for stream in before]
     sys.stdout, sys.stderr = bounded
     try:
         yield

@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from pipeline.config.rewards import ScoreFunction
 from pipeline.errors import ConfigurationError, being_cancelled
-from pipeline.runtime.plugin_guard import StartedTasks, watch_tasks
+from pipeline.runtime.plugin_guard import TaskOwner, watch_tasks
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import UserFunction, resolve
 from pipeline.scorer.graders import BUILT_IN
@@ -161,7 +161,7 @@ class Call:
     async def _awaited(self, what: Trajectory | list[Trajectory]) -> object:
         """Tasks that it leaves running are cancelled."""
         watch_tasks()
-        started = StartedTasks()
+        started = TaskOwner()
         try:
             with started.owning():
                 return await Steps(self._function(what, **self._options), self._held)

@@ -31,7 +31,7 @@ class _Batch:
     done: anyio.Event = field(default_factory=anyio.Event)
 
 
-class Batches:
+class ScoreBatcher:
     """*consumes* trajectories; *produces* outcomes, from calls of ``many`` with at most ``size_max`` of them; the first
     of a batch waits ``wait_seconds`` for others and then makes the call for all. The order of calls is that of arrival,
     and there may be several at once."""
@@ -122,7 +122,7 @@ class Scorer:
             if function.per == "group":
                 self._together.append(_ScoredTogether(function, name, call.many))
             elif function.per == "batch":
-                batches = Batches(name, call.many, function.batch_max, function.batch_wait_seconds)
+                batches = ScoreBatcher(name, call.many, function.batch_max, function.batch_wait_seconds)
                 self._parts.append(_Scored(function, name, batches.one))
             else:
                 self._parts.append(_Scored(function, name, call.one))
@@ -144,7 +144,9 @@ class Scorer:
         for model_section in config.reward_models:
             model = RewardModel(model_section, retried)
             self._services.append(model)
-            batches = Batches(model_section.name, model.many, model_section.batch_max, model_section.batch_wait_seconds)
+            batches = ScoreBatcher(
+                model_section.name, model.many, model_section.batch_max, model_section.batch_wait_seconds
+            )
             self._parts.append(_Scored(model_section, model_section.name, batches.one))
 
     async def __aenter__(self) -> Scorer:

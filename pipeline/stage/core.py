@@ -19,21 +19,21 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.evaluation import Evaluations
-from pipeline.stage.groups import EqualRewards, Groups
-from pipeline.stage.ingest import Arrivals, ScoreNow
-from pipeline.stage.leases import Leases, Ordering
-from pipeline.stage.replay_groups import Replays
-from pipeline.stage.staleness import Batches, StalenessRule
+from pipeline.stage.groups import Groups, ZeroVarianceFilter
+from pipeline.stage.ingest import Ingest, ScoreNow
+from pipeline.stage.leases import Leases, OrderDispatch
+from pipeline.stage.replay_groups import ReplayGroups
+from pipeline.stage.staleness import StalenessLedger, StalenessRule
 from pipeline.stage.state import StageState, log
 from pipeline.stage.update_report import UpdateReport
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
-from pipeline.store.payloads import PayloadHolds
+from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
 from pipeline.store.snapshot import Snapshot
 from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, decode_splits
-from pipeline.transport.protocol import Kind, Limits, Message
+from pipeline.transport.protocol import Kind, Limits, WireMessage
 
 Cancel = Callable[[GroupRecord, CancelReason], None]
 
@@ -104,13 +104,13 @@ class StageCore:
         snapshot = snapshot or Snapshot()
         meta = snapshot.meta
         rule = StalenessRule(config.staleness.max, config.groups.groups_per_step, config.run.total_steps)
-        batches = Batches(rule, meta.get("consumed", 0), meta.get("live"))
+        batches = StalenessLedger(rule, meta.get("consumed", 0), meta.get("live"))
         journal = Journal(snapshot.counters)
         self._s = StageState(
             config=config,
             batches=batches,
             journal=journal,
-            payloads=PayloadHolds(journal),
+            payloads=PayloadRefCounts(journal),
             groups=snapshot.groups,
             next_group=meta.get("next_group", 0),
             next_seq=snapshot.next_seq,
@@ -127,16 +127,16 @@ class StageCore:
             sizes=self.sampler.sizes,
         )
         self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)
-        self.replays = Replays(self._s, self.experience, self.sampler)
+        self.replays = ReplayGroups(self._s, self.experience, self.sampler)
         self.evaluations = Evaluations(self._s, meta, held_out or {})
         self.groups = Groups(
-            self._s, self.replays, EqualRewards(self._s, meta.get("refilled")), self.evaluations.playing
+            self._s, self.replays, ZeroVarianceFilter(self._s, meta.get("refilled")), self.evaluations.playing
         )
         self.leases = Leases(self._s, self.groups)
-        self.arrivals = Arrivals(self._s, self.groups, self.leases, _limits(config), score_now)
+        self.arrivals = Ingest(self._s, self.groups, self.leases, _limits(config), score_now)
         self.learner = Dispatch(self._s, self.groups, self.replays, meta)
         self.learner.holds_back = self.evaluations.holds_back
-        self._ordering = Ordering(self._s, self.leases, self.groups, self.replays, self.evaluations)
+        self._ordering = OrderDispatch(self._s, self.leases, self.groups, self.replays, self.evaluations)
         self._splits: dict[str, dict[str, Seeds]] | None = None
         restore_batches(self._s)
         self.groups.restore()
@@ -148,7 +148,7 @@ class StageCore:
         return self._s.config
 
     @property
-    def batches(self) -> Batches:
+    def batches(self) -> StalenessLedger:
         return self._s.batches
 
     @property
@@ -165,7 +165,7 @@ class StageCore:
         return self._s.oldest_version
 
     @property
-    def payloads(self) -> PayloadHolds:
+    def payloads(self) -> PayloadRefCounts:
         """Payloads that are still needed."""
         return self._s.payloads
 
@@ -212,7 +212,7 @@ class StageCore:
         self.leases.down(peer, left=left)
         self.learner.down(peer)
 
-    def message(self, peer: str, message: Message) -> None:
+    def message(self, peer: str, message: WireMessage) -> None:
         """Any other message. One that cannot be understood is answered REFUSED; nothing else changes."""
         header = message.header
         try:
@@ -295,7 +295,7 @@ class StageCore:
         if self.evaluations.on:
             self.journal.effect(Send(peer, Kind.EVALUATION, self.evaluations.header()))
 
-    def _learner_message(self, message: Message) -> None:
+    def _learner_message(self, message: WireMessage) -> None:
         header = message.header
         match message.kind:
             case Kind.CONSUMED:

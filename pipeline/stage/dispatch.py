@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.schema import GroupPlan
 from pipeline.stage.groups import Groups
-from pipeline.stage.replay_groups import Replays
+from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.state import StageState, log
 from pipeline.stage.update_report import UpdateReport
 from pipeline.store.journal import Send
@@ -34,7 +34,7 @@ class Dispatch:
         self,
         state: StageState,
         groups: Groups,
-        replays: Replays,
+        replays: ReplayGroups,
         meta: Mapping[str, Any],
     ) -> None:
         self._s = state

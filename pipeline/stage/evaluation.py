@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.stage.evaluation_rollouts import HeldOut, Playing
+from pipeline.stage.evaluation_rollouts import EvaluationRollouts, HeldOut
 from pipeline.stage.state import StageState, log
 from pipeline.store.evaluation_results import Result
 from pipeline.store.journal import Evaluated
@@ -21,7 +21,7 @@ from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Splits
 
 
-class Bests:
+class BestResults:
     """By ``metric`` (``score`` or ``pass@K``). ``kept``: what :meth:`as_json` gave; of another metric it is dropped.
 
     Those before the best stay: a learner that goes back takes the last ones with it."""
@@ -74,9 +74,9 @@ class Evaluations:
         self.active: Active | None = kept.get("active")
         self.last: dict[str, Any] | None = kept.get("last")
         """The newest result."""
-        self._bests = Bests(self._section.metric, kept.get("bests", []))
+        self._bests = BestResults(self._section.metric, kept.get("bests", []))
         self.tasks: HeldOut | None = None
-        self.playing = Playing(state)
+        self.playing = EvaluationRollouts(state)
         """The rollouts of the active one."""
         self._told: object = None
 

@@ -18,7 +18,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 from pipeline.stage.state import StageState, log
 from pipeline.store.evaluation_results import Summary, TaskResult, summarise
-from pipeline.store.journal import GivenUp, Unfit
+from pipeline.store.journal import GivenUp, UntrainedRollout
 from pipeline.store.records import (
     Drop,
     GroupRecord,
@@ -139,7 +139,7 @@ def _names(config: RunConfig, name: str, own: Mapping[str, Splits]) -> list[str]
     return [*own.get(name, ()), *section.held_out]
 
 
-class Playing:
+class EvaluationRollouts:
     """Of the evaluation that plays now; empty between two."""
 
     def __init__(self, state: StageState) -> None:
@@ -220,7 +220,7 @@ class Playing:
     def answered(self, group: GroupRecord, record: TrajectoryRecord, frames: Frames) -> None:
         """A rollout came. Some are handed out for people to look at, before the score: the store has that."""
         if self._is_shown(group.place_in_evaluation, record.key.slot):
-            self._s.journal.effect(Unfit(record.key.text, frames, record.received_at, evaluated=True))
+            self._s.journal.effect(UntrainedRollout(record.key.text, frames, record.received_at, evaluated=True))
 
     def scored(self, group: GroupRecord, record: TrajectoryRecord) -> None:
         """A rollout has its reward: that is all that is needed of it."""

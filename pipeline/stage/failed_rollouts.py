@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config.evaluation import TracesConfig
-from pipeline.store.journal import Unfit
+from pipeline.store.journal import UntrainedRollout
 from pipeline.store.traces import TraceWriter
 
 log = logging.getLogger(__name__)
 FAILED, EVALUATED = "failed", "evaluated"
 
 
-class UnfitTraces:
+class UntrainedTraces:
     """Writes the traces of each kind that has a writer. A disk that refuses ends it, with a warning."""
 
     def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
         self._writers = {FAILED: failed, EVALUATED: evaluated}
 
-    def keep(self, rollouts: Sequence[Unfit]) -> None:
+    def keep(self, rollouts: Sequence[UntrainedRollout]) -> None:
         """Blocks for the disk's page cache. Called by one thread at a time."""
         for one in rollouts:
             kind = EVALUATED if one.evaluated else FAILED
@@ -48,7 +48,7 @@ class UnfitTraces:
 
 
 @contextmanager
-def unfit_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UnfitTraces]:
+def untrained_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UntrainedTraces]:
     """Of a stage that ``evaluates`` or not."""
 
     def writer(kind: str, on: bool) -> TraceWriter | None:
@@ -60,7 +60,7 @@ def unfit_traces(config: TracesConfig, directory: Path, *, evaluates: bool = Fal
             log.warning("traces of %s rollouts are not kept: %s", kind, error)
             return None
 
-    traces = UnfitTraces(writer(FAILED, config.failed), writer(EVALUATED, evaluates and config.evaluated > 0))
+    traces = UntrainedTraces(writer(FAILED, config.failed), writer(EVALUATED, evaluates and config.evaluated > 0))
     try:
         yield traces
     finally:

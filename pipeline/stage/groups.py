@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.stage.evaluation_rollouts import Playing
-from pipeline.stage.replay_groups import Replays
+from pipeline.stage.evaluation_rollouts import EvaluationRollouts
+from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.state import StageState, log
 from pipeline.store.experience_records import Planned
 from pipeline.store.journal import Finished, GivenUp
@@ -41,7 +41,7 @@ TOLERANCE = 1e-9
 """Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
 
 
-class Fate(StrEnum):
+class GroupOutcome(StrEnum):
     """What becomes of a finished group."""
 
     TRAIN = "train"
@@ -49,7 +49,7 @@ class Fate(StrEnum):
     REFILL = "refill"
 
 
-class EqualRewards:
+class ZeroVarianceFilter:
     """Bounds what ``refill`` replaces: ``refill_max`` times ``groups_per_step`` groups for one update.
 
     A group is counted for the update that it would have gone to. Counts of updates to come are kept over restarts.
@@ -59,21 +59,21 @@ class EqualRewards:
         self._s = state
         self._refilled = {int(update): count for update, count in (refilled or {}).items()}
 
-    def fate(self, group: GroupRecord) -> Fate:
+    def fate(self, group: GroupRecord) -> GroupOutcome:
         """Decide, once, about a group that has just become complete. Counts what it decides about equal rewards."""
         s = self._s
         rule = s.config.groups
         with_baseline = s.config.advantage.estimator == "remax" or ":" in s.config.advantage.estimator
-        if not equal(group, with_baseline=with_baseline):
-            return Fate.TRAIN
+        if not zero_variance(group, with_baseline=with_baseline):
+            return GroupOutcome.TRAIN
         if rule.equal_rewards == "drop":
             s.journal.count("groups.equal_dropped")
-            return Fate.DROP
+            return GroupOutcome.DROP
         if rule.equal_rewards == "refill" and self._may_refill():
             s.journal.count("groups.equal_refilled")
-            return Fate.REFILL
+            return GroupOutcome.REFILL
         s.journal.count("groups.equal_kept")
-        return Fate.TRAIN
+        return GroupOutcome.TRAIN
 
     def _may_refill(self) -> bool:
         s = self._s
@@ -86,7 +86,7 @@ class EqualRewards:
         return True
 
 
-def equal(group: GroupRecord, *, with_baseline: bool) -> bool:
+def zero_variance(group: GroupRecord, *, with_baseline: bool) -> bool:
     """Whether all rewards that ``group`` may be trained with are equal: of fresh rollouts, of the stored trajectories
     it may be completed with, and of the greedy rollout where it is compared with that. One alone has none to be equal
     to."""
@@ -104,7 +104,7 @@ WAIT_SECONDS_MAX = 15.0
 
 
 @dataclass(slots=True)
-class Brake:
+class AdmissionBackoff:
     """Pure; times are those of the caller's clock, seconds."""
 
     failures: int = 0
@@ -132,7 +132,9 @@ class Brake:
 class Groups:
     """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
 
-    def __init__(self, state: StageState, replays: Replays, equal: EqualRewards, evaluating: Playing) -> None:
+    def __init__(
+        self, state: StageState, replays: ReplayGroups, equal: ZeroVarianceFilter, evaluating: EvaluationRollouts
+    ) -> None:
         self._s = state
         self._evaluating = evaluating
         self._replays = replays
@@ -140,7 +142,7 @@ class Groups:
         self._pending: list[tuple[int, int, int]] = []
         self.given_up: list[GroupRecord] = []
         """Groups to cancel because a slot failed too often; the core empties it."""
-        self.brake = Brake()
+        self.brake = AdmissionBackoff()
 
     def restore(self) -> None:
         """Rebuild what is derived, from the groups in memory."""
@@ -267,10 +269,10 @@ class Groups:
         """A group is complete: it is trained, unless its rewards are all equal."""
         s = self._s
         fate = self._equal.fate(group)
-        if fate is Fate.REFILL:
+        if fate is GroupOutcome.REFILL:
             self.cancel(group, CancelReason.UNINFORMATIVE)
             return
-        if fate is Fate.DROP:
+        if fate is GroupOutcome.DROP:
             self._leave_out(group)
         elif s.config.lessons.enabled:
             s.journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))

@@ -20,7 +20,7 @@ from pipeline.scorer.verdict import Verdict
 from pipeline.stage.groups import Groups
 from pipeline.stage.leases import Leases
 from pipeline.stage.state import StageState, log
-from pipeline.store.journal import Score, Unfit
+from pipeline.store.journal import Score, UntrainedRollout
 from pipeline.store.records import Drop, Facts, OrderKey, OrderRecord, OrderState, TrajectoryRecord, group_id
 from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.protocol import Buffer, Frames, Limits
@@ -56,7 +56,7 @@ def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task)
     if came != expected:
         return Unreadable(Drop.CORRUPT, f"expected trajectory, group and task {expected}, got {came}")
     facts = facts_of(trajectory, frames)
-    return Arrival(trajectory, facts, _unfit(trajectory, facts))
+    return Arrival(trajectory, facts, _untrained(trajectory, facts))
 
 
 def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
@@ -94,7 +94,7 @@ def _entropy(logprobs: Buffer) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def _unfit(trajectory: Trajectory, facts: Facts) -> Drop | None:
+def _untrained(trajectory: Trajectory, facts: Facts) -> Drop | None:
     if trajectory.status is TrajectoryStatus.ABORTED:
         return Drop.ABORTED
     failed = trajectory.status is TrajectoryStatus.ERROR or facts.n_sampled == 0
@@ -111,7 +111,7 @@ _ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED
 _UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
 
 
-class Arrivals:
+class Ingest:
     """Every trajectory that arrives is counted once as received, and once by what became of it."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Arrivals:
         s.journal.ack(actor, order.key.text)
         if seen.drop is not None:
             self._groups.failed(order, seen.drop, seen.facts, _failure(seen))
-            s.journal.effect(Unfit(order.key.text, frames, s.wall))
+            s.journal.effect(UntrainedRollout(order.key.text, frames, s.wall))
         else:
             late = self._is_late(order, seen.facts.version_min)
             self._hold(seen.trajectory, self._groups.answered(order, seen.facts, frames, late))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pipeline.schema import Order
 from pipeline.stage.evaluation import Evaluations
 from pipeline.stage.groups import Groups
-from pipeline.stage.replay_groups import Replays
+from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.state import StageState
 from pipeline.store.journal import Send
 from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState
@@ -177,11 +177,11 @@ class Leases:
         return section.max_seconds if section is not None else 600.0
 
 
-class Ordering:
+class OrderDispatch:
     """*consumes* pending slots, new groups and free places; *produces* leases."""
 
     def __init__(
-        self, state: StageState, leases: Leases, groups: Groups, replays: Replays, evaluations: Evaluations
+        self, state: StageState, leases: Leases, groups: Groups, replays: ReplayGroups, evaluations: Evaluations
     ) -> None:
         self._s = state
         self._leases = leases

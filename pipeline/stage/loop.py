@@ -21,9 +21,9 @@ from pipeline.runtime.process import RoleContext
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
 from pipeline.stage.metrics import Observer
-from pipeline.stage.outgoing import Outgoing, PayloadCache
+from pipeline.stage.outgoing import PayloadCache, PeerSender
 from pipeline.stage.scoring import Scoring
-from pipeline.store.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, Unfit
+from pipeline.store.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, UntrainedRollout
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Event, EventKind
@@ -43,7 +43,7 @@ Item = Event | Scored
 Written = tuple[Changes, list[Effect], float]
 
 
-class Rounds:
+class StageLoop:
     """One iteration is one round: events, :meth:`StageCore.plan`, one transaction, effects."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Rounds:
         ctx: RoleContext,
         core: StageCore,
         store: ReplayStore,
-        outgoing: Outgoing,
+        outgoing: PeerSender,
         cache: PayloadCache,
         scoring: Scoring,
         observer: Observer,
@@ -69,7 +69,7 @@ class Rounds:
         self.on_commit: Callable[[float], None] = lambda seconds: None
         self.on_finished: Callable[[Finished], None] = lambda group: None
         """Called with each group that became complete, once that is durable."""
-        self.on_unfit: Callable[[list[Unfit]], None] = lambda rollouts: None
+        self.on_unfit: Callable[[list[UntrainedRollout]], None] = lambda rollouts: None
         """Called with the failed and evaluated rollouts of a round that people may look at, in a worker thread."""
         self.on_evaluated: Callable[[list[dict[str, Any]]], None] = lambda results: None
         """Called with the evaluations that ended, in a worker thread."""
@@ -151,7 +151,7 @@ class Rounds:
                         self.on_finished(effect)
                     elif isinstance(effect, Send):
                         self._outgoing.post(effect)
-                if unfit := [effect for effect in effects if isinstance(effect, Unfit)]:
+                if unfit := [effect for effect in effects if isinstance(effect, UntrainedRollout)]:
                     await anyio.to_thread.run_sync(self.on_unfit, unfit)
 
     def _report(self) -> None:

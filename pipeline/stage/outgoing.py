@@ -20,7 +20,7 @@ from pipeline.errors import LimitExceeded, PeerGone
 from pipeline.stage.state import log
 from pipeline.store.journal import Send
 from pipeline.store.store import ReplayStore
-from pipeline.transport.protocol import Frames, Hub, Kind, Message
+from pipeline.transport.protocol import Frames, Hub, Kind, WireMessage
 
 READ_AHEAD = 16
 
@@ -51,7 +51,7 @@ class PayloadCache:
                 self.bytes -= found[0]
 
 
-class Outgoing:
+class PeerSender:
     """A peer that is not welcome (down, or its HELLO not answered yet) gets nothing: that would be of an old
     connection.
     """
@@ -106,7 +106,7 @@ class Outgoing:
                     continue
                 try:
                     if frames is not None:
-                        await self._hub.send(peer, Message(effect.kind, effect.header, frames))
+                        await self._hub.send(peer, WireMessage(effect.kind, effect.header, frames))
                 except PeerGone as error:
                     log.info("%s: %s", peer, error)
                     self.shut(peer)

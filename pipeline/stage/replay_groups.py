@@ -13,11 +13,11 @@ from pipeline.experience.experience import Experience
 from pipeline.stage.state import StageState
 from pipeline.stage.update_report import UpdateReport
 from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry
-from pipeline.store.records import Drop, GroupRecord, Replay, TrajectoryRecord, TrajectoryState
+from pipeline.store.records import Drop, GroupRecord, PinnedCandidate, TrajectoryRecord, TrajectoryState
 from pipeline.tasks.sampler import TaskSampler
 
 
-class Replays:
+class ReplayGroups:
     """One fact about a trajectory is its terminal state, another is whether the pool holds it."""
 
     def __init__(self, state: StageState, experience: Experience, sampler: TaskSampler) -> None:
@@ -45,7 +45,7 @@ class Replays:
     def pin(self, group: GroupRecord, candidates: Iterable[Candidate], k: int) -> None:
         """``group`` is completed with ``k`` of the candidates: they stay until it was trained for good."""
         s = self._s
-        group.k, group.replays = k, [Replay(candidate) for candidate in candidates]
+        group.k, group.replays = k, [PinnedCandidate(candidate) for candidate in candidates]
         for replay in group.replays:
             s.payloads.hold(replay.seq)
         if group.replays:
@@ -118,7 +118,7 @@ class Replays:
                 replay.chosen = False
             self._s.journal.replays(group)
 
-    def sent(self, replay: Replay) -> dict[str, Any]:
+    def sent(self, replay: PinnedCandidate) -> dict[str, Any]:
         """The part of a DELIVERY header that tells a replayed trajectory from a fresh one."""
         s, candidate, entry = self._s, replay.candidate, replay.candidate.entry
         replay.age = entry.age(s.policy_version)

@@ -12,17 +12,17 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
-from pipeline.experience.memory_service import Lessons, open_lessons
+from pipeline.experience.memory_service import MemoryService, open_memory_service
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
-from pipeline.stage.failed_rollouts import UnfitTraces, unfit_traces
-from pipeline.stage.loop import Item, Rounds, Scored
+from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
+from pipeline.stage.loop import Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
-from pipeline.stage.outgoing import Outgoing, PayloadCache
+from pipeline.stage.outgoing import PayloadCache, PeerSender
 from pipeline.stage.scoring import Scoring
 from pipeline.stage.state import log
 from pipeline.store.evaluation_results import write_results
@@ -77,7 +77,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             # a kill may have come between the transaction and the line
             write_results(ctx.directory.evaluations_file, [core.evaluations.last])
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
-        traces = unfit_traces(config.traces, ctx.directory.traces, evaluates=core.evaluations.on)
+        traces = untrained_traces(config.traces, ctx.directory.traces, evaluates=core.evaluations.on)
         with traces as unfit, interrupting_blocks():
             await _serve(ctx, hub, store, core, scorer, metrics, unfit)
     finally:
@@ -117,7 +117,7 @@ async def _serve(
     core: StageCore,
     scorer: Scorer,
     metrics: ReplayMetrics,
-    unfit: UnfitTraces,
+    unfit: UntrainedTraces,
 ) -> None:
     config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
@@ -131,10 +131,10 @@ async def _serve(
 
     async with hub, anyio.create_task_group() as sending:
         log.info("bound to %s", hub.address)
-        outgoing = Outgoing(hub, store, cache, sending)
+        outgoing = PeerSender(hub, store, cache, sending)
         scoring = Scoring(scorer, store, limits_of(config), config.scorer.concurrency, deliver)
-        rounds = Rounds(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
-        lessons = await open_lessons(config, ctx.directory, store, cache, outgoing.post, metrics)
+        rounds = StageLoop(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
+        lessons = await open_memory_service(config, ctx.directory, store, cache, outgoing.post, metrics)
         if lessons is not None:
             rounds.on_finished = lessons.finished
         rounds.on_unfit = unfit.keep
@@ -156,7 +156,9 @@ async def _serve(
         sending.cancel_scope.cancel()
 
 
-async def _listen(hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: Outgoing, lessons: Lessons | None) -> None:
+async def _listen(
+    hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: PeerSender, lessons: MemoryService | None
+) -> None:
     while True:
         try:
             event = await hub.receive()

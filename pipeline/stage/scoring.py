@@ -29,7 +29,7 @@ ENDED_MAX = 65_536
 """Ended groups that are remembered, so that what still comes of them is not kept."""
 
 
-class Gathering(Generic[T]):
+class GroupGate(Generic[T]):
     """*consumes* members; *produces* a group's members once all are here. Bounded by what admission lets in."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Scoring:
     def __init__(self, scorer: Scorer, store: ReplayStore, limits: Limits, concurrency: int, deliver: Deliver) -> None:
         self._scorer, self._store, self._limits, self._deliver = scorer, store, limits, deliver
         self._places = anyio.CapacityLimiter(concurrency)
-        self._gathering: Gathering[_Member] = Gathering()
+        self._gathering: GroupGate[_Member] = GroupGate()
         self._queue: deque[Score] = deque()
         self._wake = anyio.Event()
 

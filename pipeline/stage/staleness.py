@@ -54,7 +54,7 @@ class Placement:
     late: bool
 
 
-class Batches:
+class StalenessLedger:
     """State of the rule over the groups of a run, by group number.
 
     *consumes* admissions, completions, cancellations, updates and versions; *produces* admission capacity and

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
 from pipeline.schema import Task
-from pipeline.stage.staleness import Batches
+from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal
-from pipeline.store.payloads import PayloadHolds
+from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState, TrajectoryRecord
 
 log = logging.getLogger("afterplay.replay")
@@ -20,9 +20,9 @@ class StageState:
     """Mutable and owned by the core; every duty class works on the same one."""
 
     config: RunConfig
-    batches: Batches
+    batches: StalenessLedger
     journal: Journal
-    payloads: PayloadHolds
+    payloads: PayloadRefCounts
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     """Open groups, and ended ones until a checkpoint covers them."""
     next_group: int = 0

@@ -35,7 +35,7 @@ _FRAMES = struct.Struct("<4Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Portable:
+class ArchivedTrajectory:
     """One trajectory of a file."""
 
     marks: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Header:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_portable(path: Path, header: Header, records: Iterable[Portable], *, replace: bool = False) -> int:
+def write_archive(path: Path, header: Header, records: Iterable[ArchivedTrajectory], *, replace: bool = False) -> int:
     """Write a file, complete or not at all; returns how many records it has.
 
     Raises :class:`ConfigurationError` where there is a file already (unless ``replace``), :class:`StoreError` where it
@@ -95,7 +95,7 @@ def write_portable(path: Path, header: Header, records: Iterable[Portable], *, r
         part.unlink(missing_ok=True)
 
 
-def is_portable(path: Path) -> bool:
+def is_archive(path: Path) -> bool:
     """Whether a file begins like an export. Raises :class:`StoreError` when it cannot be read."""
     try:
         with path.open("rb") as file:
@@ -104,7 +104,7 @@ def is_portable(path: Path) -> bool:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_portable(path: Path) -> Iterator[Portable]:
+def read_archive(path: Path) -> Iterator[ArchivedTrajectory]:
     """Every record, each checked before it is given out, and the whole at the end.
 
     Raises :class:`StoreError` that names the byte where a file is foreign, cut off, damaged or of another schema. Read
@@ -130,7 +130,7 @@ def read_portable(path: Path) -> Iterator[Portable]:
             raise reader.wrong("expected the end of the file after its footer, got more")
 
 
-def _pack(record: Portable) -> bytes:
+def _pack(record: ArchivedTrajectory) -> bytes:
     marks = orjson.dumps(dict(record.marks))
     lengths = [memoryview(frame).nbytes for frame in record.frames]
     return b"".join((struct.pack("<I", len(marks)), marks, _FRAMES.pack(*lengths), *record.frames))
@@ -192,7 +192,7 @@ class _Reader:
         self._at += len(head) + length
         return kind, body
 
-    def unpack(self, body: bytes, compression: str | None) -> Portable:
+    def unpack(self, body: bytes, compression: str | None) -> ArchivedTrajectory:
         try:
             if compression:
                 inflate = zlib.decompressobj()
@@ -210,7 +210,7 @@ class _Reader:
             for length in lengths:
                 frames.append(body[at : at + length])
                 at += length
-            return Portable(marks, tuple(frames))
+            return ArchivedTrajectory(marks, tuple(frames))
         except (struct.error, zlib.error, ValueError) as error:
             raise self.wrong(f"the record is not understood: {error}") from error
 

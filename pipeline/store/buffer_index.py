@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 NOT_WRITTEN = -1
 _ID, _UNITS, _BYTES, _LAYOUT, _SEGMENT, _OFFSET, _CRC, _END = range(8)
 COLUMNS = 7
-"""Of :meth:`Index.rows`: id, units, bytes, layout, segment, offset, checksum."""
+"""Of :meth:`BufferIndex.rows`: id, units, bytes, layout, segment, offset, checksum."""
 
 
 class Entry(NamedTuple):
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     crc: int
 
 
-class Index:
+class BufferIndex:
     """The live trajectories, oldest first. Ids rise."""
 
     def __init__(self) -> None:

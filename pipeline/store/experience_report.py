@@ -36,7 +36,7 @@ JOIN groups g ON g.number = t.group_number WHERE t.state = 'trained' GROUP BY 1,
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class TaskReport:
     """One task of the pool."""
 
     task_id: str
@@ -73,7 +73,7 @@ class Population:
 
 
 @dataclass(slots=True)
-class Experience:
+class ExperienceReport:
     """What the store of a run holds."""
 
     policy_version: int = -1
@@ -88,7 +88,7 @@ class Experience:
     uses: int = 0
     ages: Counter[int] = field(default_factory=Counter)
     """Entries by lower bound of their age class."""
-    shelves: list[Shelf] = field(default_factory=list)
+    shelves: list[TaskReport] = field(default_factory=list)
     trajectories: Counter[str] = field(default_factory=Counter)
     groups: Counter[str] = field(default_factory=Counter)
     orders: Counter[str] = field(default_factory=Counter)
@@ -138,7 +138,7 @@ class Experience:
         }  # fmt: skip
 
 
-def examine_run(path: Path) -> Experience:
+def examine_run(path: Path) -> ExperienceReport:
     """Read the store in one read-only transaction; a run may be using it.
 
     Raises :class:`StoreError` when it is missing or not ours.
@@ -147,10 +147,10 @@ def examine_run(path: Path) -> Experience:
         return _examine(connection, meta(connection))
 
 
-def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experience:
+def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> ExperienceReport:
     read = connection.execute
     version = state.get("policy_version", -1)
-    found = Experience(policy_version=version, updates=state.get("consumed", 0))
+    found = ExperienceReport(policy_version=version, updates=state.get("consumed", 0))
     experience = state.get("experience") or {}
     found.started = bool((experience.get("mixing") or {}).get("started", False))
     found.factor = float(experience.get("factor", 1.0))
@@ -163,7 +163,7 @@ def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experi
             found.buckets[bucket] += 1
     pool = "FROM pool p JOIN trajectories t USING (seq)"
     for task_id, count, n_bytes in read(f"SELECT p.task_id, count(*), sum(t.n_bytes) {pool} GROUP BY 1"):
-        found.shelves.append(Shelf(task_id, count, n_bytes, *tasks.get(task_id, (None, 0))))
+        found.shelves.append(TaskReport(task_id, count, n_bytes, *tasks.get(task_id, (None, 0))))
         found.entries += count
         found.n_bytes += n_bytes
     found.shelves.sort(key=lambda shelf: (-shelf.trajectories, shelf.task_id))
@@ -193,6 +193,6 @@ def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experi
     return found
 
 
-def dumps(found: Experience, config: RunConfig) -> str:
+def dumps(found: ExperienceReport, config: RunConfig) -> str:
     """JSON text."""
     return orjson.dumps(found.json(config), option=orjson.OPT_INDENT_2).decode()

@@ -104,7 +104,7 @@ class Finished:
 
 
 @dataclass(slots=True)
-class Unfit:
+class UntrainedRollout:
     """A rollout that is not trained and is kept for people to look at: it failed, or was played for an evaluation."""
 
     trajectory_id: str
@@ -121,7 +121,7 @@ class Evaluated:
     result: dict[str, Any]
 
 
-Effect = Send | Score | GivenUp | Finished | Unfit | Evaluated
+Effect = Send | Score | GivenUp | Finished | UntrainedRollout | Evaluated
 
 
 @dataclass(slots=True)

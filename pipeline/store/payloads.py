@@ -11,7 +11,7 @@ from pipeline.store.records import GroupRecord, GroupState, TrajectoryState
 _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 
 
-class PayloadHolds:
+class PayloadRefCounts:
     """Counts holders by ``seq``: the group it was played for, the pool, every group that may replay it."""
 
     def __init__(self, journal: Journal) -> None:

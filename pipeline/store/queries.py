@@ -18,7 +18,7 @@ import orjson
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import StoreError
 from pipeline.store import tables
-from pipeline.store.archive import Portable
+from pipeline.store.archive import ArchivedTrajectory
 from pipeline.transport.protocol import Frames
 
 _POOLED = """
@@ -57,12 +57,12 @@ def meta(connection: sqlite3.Connection) -> dict[str, Any]:
     return {key: orjson.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
 
 
-def pooled(connection: sqlite3.Connection) -> Iterator[Portable]:
+def pooled(connection: sqlite3.Connection) -> Iterator[ArchivedTrajectory]:
     """Every trajectory of the pool, oldest first."""
     name = origin(connection)
     for entropy, success_rate, uses, reward, *frames in connection.execute(_POOLED):
         marks = {"entropy": entropy, "success_rate": success_rate, "uses": uses, "reward": reward, "origin": name}
-        yield Portable(marks, tuple(frames))
+        yield ArchivedTrajectory(marks, tuple(frames))
 
 
 Sort = Literal[

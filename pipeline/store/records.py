@@ -220,7 +220,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Replay:
+class PinnedCandidate:
     """A stored trajectory that a group may be completed with; its payload is kept while the group may be trained."""
 
     candidate: Candidate
@@ -256,7 +256,7 @@ class GroupRecord:
     orders: dict[OrderKey, OrderRecord] = field(default_factory=dict)
     k: int = 0
     """Replayed members that the group is trained with."""
-    replays: list[Replay] = field(default_factory=list)
+    replays: list[PinnedCandidate] = field(default_factory=list)
     """What these may be chosen from, the stage's own choice first."""
     rescued: bool = False
     """All its fresh rollouts failed and one gave its place to a replay."""

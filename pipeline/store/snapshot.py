@@ -18,7 +18,7 @@ from pipeline.store.records import (
     OrderKey,
     OrderRecord,
     OrderState,
-    Replay,
+    PinnedCandidate,
     Slot,
     TrajectoryRecord,
     TrajectoryState,
@@ -51,7 +51,7 @@ REPLAY_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SnapshotRows:
     """What the store read."""
 
     groups: Iterable[Sequence[Any]]
@@ -62,7 +62,7 @@ class Rows:
     pool: Iterable[Sequence[Any]]
 
 
-def build(rows: Rows, meta: Mapping[str, Any], counters: dict[str, int], next_seq: int) -> Snapshot:
+def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int], next_seq: int) -> Snapshot:
     """Join the rows. Raises :class:`StoreError` when they do not fit together."""
     try:
         tasks = {row[0]: _task_record(row) for row in rows.tasks}
@@ -129,14 +129,14 @@ def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
     return PoolEntry(seq, trajectory_id, tasks[task_id].task, saved, *facts, **marks)
 
 
-def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> Replay:
+def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> PinnedCandidate:
     """A replay of a group; the pool may have let go of it since."""
     _, weight, turn, chosen, age, seq, saved, entropy, success_rate, recorded, trajectory_id, *facts = row
     entry = pooled.get(seq)
     if entry is None:
         marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded)}
         entry = PoolEntry(seq, trajectory_id, task, saved, *facts, **marks)
-    return Replay(Candidate(entry, weight, turn), bool(chosen), age)
+    return PinnedCandidate(Candidate(entry, weight, turn), bool(chosen), age)
 
 
 def _order(row: Sequence[Any]) -> OrderRecord:

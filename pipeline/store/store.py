@@ -19,7 +19,7 @@ from pipeline.errors import StoreError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
 from pipeline.store.journal import Changes
-from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Rows, Snapshot, build
+from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Snapshot, SnapshotRows, build
 from pipeline.transport.protocol import Frames
 
 _GROUP_COLUMNS = (
@@ -98,7 +98,7 @@ class ReplayStore:
         with self._explained("read"):
             read = self._writer.execute
             kept = "group_number IN (SELECT number FROM groups WHERE kept = 1)"
-            rows = Rows(
+            rows = SnapshotRows(
                 read(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE kept = 1 ORDER BY number"),
                 read(f"SELECT * FROM orders WHERE {kept}"),
                 read(f"SELECT * FROM trajectories WHERE {kept}"),

@@ -39,7 +39,7 @@ from pipeline.store.buffer_checkpoint import (
     recover,
     write_checkpoint,
 )
-from pipeline.store.buffer_index import NOT_WRITTEN, Array, Block, Entry, Index, Ints, Layout, layout_of, views
+from pipeline.store.buffer_index import NOT_WRITTEN, Array, Block, BufferIndex, Entry, Ints, Layout, layout_of, views
 from pipeline.store.buffer_payloads import Payloads, raw
 from pipeline.store.segments import (
     BackgroundWriter,
@@ -63,7 +63,7 @@ class UnitDraws:
         """Seed, stream and number of draws made: what :meth:`__init__` takes."""
         return self.seed, self.stream, self.count
 
-    def next(self, index: Index, window: int, n: int) -> tuple[Ints, Ints]:
+    def next(self, index: BufferIndex, window: int, n: int) -> tuple[Ints, Ints]:
         """``n`` units of the window, uniformly with replacement: positions in ``index``, and units there, int64 ``[n]``
         each. Raises :class:`NotEnough` when the window has fewer."""
         total = index.units_of_latest(window)
@@ -143,7 +143,7 @@ class TrajectoryBuffer:
         self._generation = 0
         self._draws = UnitDraws(seed, stream)
         self._next_id = self._added = 0
-        self._index = Index()
+        self._index = BufferIndex()
         self._payloads = Payloads(cache_bytes if directory is not None else None)
         self._segments = HeldSegments()
         self._state = threading.RLock()

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pipeline.cli.viewer.progress import Line, describe, facts, step_of
 from pipeline.supervisor.machine import Phase, Process
-from pipeline.supervisor.processes import Answer
+from pipeline.supervisor.processes import HealthAnswer
 
 _STYLE = {
     Phase.WAITING: "dim",
@@ -38,7 +38,7 @@ class Display:
         title: str,
         total_steps: int,
         processes: Mapping[str, Process],
-        answers: Mapping[str, Answer],
+        answers: Mapping[str, HealthAnswer],
         console: Console | None = None,
     ) -> None:
         self._title = title
@@ -127,7 +127,7 @@ class Display:
         return table
 
 
-def _does(answer: Answer) -> str:
+def _does(answer: HealthAnswer) -> str:
     details = "  ".join(f"{key} {_short(value)}" for key, value in answer.details.items())
     return f"{answer.state}  {details}".strip()
 

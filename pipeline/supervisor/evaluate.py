@@ -16,19 +16,19 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.children import Undertaker
+from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.processes import specs_of
-from pipeline.supervisor.run import claim, supervise
+from pipeline.supervisor.run import run_lock, supervise
 
 _NUMBER = re.compile(r"u?0*(\d+)")
 EVALUATOR = "evaluator"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EvaluationRequest:
     """The options of the command; None: as the run file says."""
 
     checkpoint: str | None = None
@@ -52,7 +52,7 @@ class Weights:
 
 
 def evaluate_checkpoint(
-    target: Path, asked: Asked, overrides: Sequence[str] = (), console: Console | None = None
+    target: Path, asked: EvaluationRequest, overrides: Sequence[str] = (), console: Console | None = None
 ) -> ExitCode:
     """Evaluate and print. Raises :class:`ConfigurationError`; FAILED where an environment has no score."""
     console = console or Console(highlight=False)
@@ -69,7 +69,7 @@ def evaluate_checkpoint(
         directory.path.rmdir()
         raise
     directory.create()
-    with claim(directory) as lock, Undertaker(keep_open=(lock,)) as undertaker:
+    with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as undertaker:
         config = resolve(config)
         write_bytes_atomically(directory.config_file, dump(config).encode())
         about = {"updates": weights.updates, "policy_version": weights.policy_version, "checkpoint": weights.name}
@@ -114,7 +114,7 @@ def find_weights(run: RunDirectory, asked: str | None) -> Weights:
     )
 
 
-def small_run(config: RunConfig, weights: Weights, asked: Asked, directory: RunDirectory) -> RunConfig:
+def small_run(config: RunConfig, weights: Weights, asked: EvaluationRequest, directory: RunDirectory) -> RunConfig:
     """The run file of the evaluation. Raises :class:`ConfigurationError` where the options do not fit."""
     raw = config.model_dump()
     options: dict[str, Any] = {"split": asked.split, "tasks": asked.tasks, "samples": asked.samples}

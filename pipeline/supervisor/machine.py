@@ -61,14 +61,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
+class SendSignal:
     """Ask ``name`` to end (SIGTERM), or end it (SIGKILL to its whole process group)."""
 
     name: str
     kill: bool = False
 
 
-Action = Start | Signal
+Action = Start | SendSignal
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RestartLimits:
     restarts_max: int = 20
     backoff_seconds: float = 0.5
     backoff_seconds_max: float = 30.0
@@ -105,7 +105,7 @@ class Machine:
     """``rules`` in any order; dependencies must not form a circle."""
 
     rules: Sequence[Rule]
-    limits: Limits = field(default_factory=Limits)
+    limits: RestartLimits = field(default_factory=RestartLimits)
     processes: dict[str, Process] = field(init=False)
     draining_since: float | None = field(init=False, default=None)
     code: ExitCode = field(init=False, default=ExitCode.FINISHED)
@@ -259,7 +259,7 @@ class Machine:
             for process in members:
                 if process.phase is not Phase.STOPPING:
                     process.phase = Phase.STOPPING
-                    actions.append(Signal(process.rule.name))
+                    actions.append(SendSignal(process.rule.name))
             if now < self._stage_end(stage):
                 self._next_stage_at = self._stage_end(stage)
                 break
@@ -276,7 +276,7 @@ class Machine:
         actions: list[Action] = []
         for process in processes:
             process.killed = True
-            actions.append(Signal(process.rule.name, kill=True))
+            actions.append(SendSignal(process.rule.name, kill=True))
         return actions
 
 

@@ -94,7 +94,7 @@ PROBE_SECONDS_MAX = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HealthAnswer:
     """What a process said. Without an answer ``well`` is False and ``state`` empty."""
 
     well: bool
@@ -103,7 +103,7 @@ class Answer:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def ask(url: str) -> Answer:
+def ask(url: str) -> HealthAnswer:
     """GET a health address. Never raises for what the other side does."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -113,7 +113,7 @@ def ask(url: str) -> Answer:
         with error:
             return _read(False, error.read(65536))
     except (OSError, ValueError):
-        return Answer(False)
+        return HealthAnswer(False)
 
 
 def health_url(directory: RunDirectory, name: str, pid: int) -> str | None:
@@ -125,14 +125,14 @@ def health_url(directory: RunDirectory, name: str, pid: int) -> str | None:
     return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{record['metrics_port']}/healthz"
 
 
-def _read(well: bool, body: bytes) -> Answer:
+def _read(well: bool, body: bytes) -> HealthAnswer:
     try:
         told = orjson.loads(body)
     except orjson.JSONDecodeError:
         told = None
     if not isinstance(told, dict):
-        return Answer(well, "serving" if well else "")
-    return Answer(
+        return HealthAnswer(well, "serving" if well else "")
+    return HealthAnswer(
         well,
         str(told.get("state", "serving" if well else "")),
         str(told.get("waiting_for", "")),

@@ -22,12 +22,12 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError
-from pipeline.runtime.children import Undertaker
+from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.display import Display, clock
-from pipeline.supervisor.machine import Limits
+from pipeline.supervisor.machine import RestartLimits
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.shell import Supervisor
 
@@ -37,7 +37,7 @@ class RunIsAlive(AfterplayError):
 
 
 @contextmanager
-def claim(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
+def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     """Hold the directory's lock; yields its file descriptor. The kernel frees it when the last holder is gone.
     ``mark`` writes our process id into it, for the message of the next one.
 
@@ -95,12 +95,12 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
     try:
-        with claim(directory) as lock:
+        with run_lock(directory) as lock:
             make_room(directory, config.run.resume, fresh)
             config = resolve(config)
             directory.create()
             write_bytes_atomically(directory.config_file, dump(config).encode())
-            with Undertaker(keep_open=(lock,)) as undertaker:
+            with OrphanReaper(keep_open=(lock,)) as undertaker:
                 return supervise(config, specs_of(config, directory), directory, undertaker, console)
     except RunIsAlive as error:
         Console(stderr=True, highlight=False).print(f"afterplay: {error}", style="red", soft_wrap=True)
@@ -111,7 +111,7 @@ def supervise(
     config: RunConfig,
     specs: Iterable[ProcessSpec],
     directory: RunDirectory,
-    undertaker: Undertaker,
+    undertaker: OrphanReaper,
     console: Console,
     is_done: Callable[[], bool] | None = None,
 ) -> ExitCode:
@@ -120,7 +120,7 @@ def supervise(
     tail = MetricsTail(directory.metrics_file)
     tail.skip()
     section = config.supervisor
-    limits = Limits(
+    limits = RestartLimits(
         section.restarts_max, section.backoff_seconds, section.backoff_seconds_max, section.drain_seconds_max
     )
 

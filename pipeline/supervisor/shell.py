@@ -14,12 +14,12 @@ import anyio.abc
 import anyio.to_thread
 
 from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
-from pipeline.runtime.children import Undertaker, signal_group
+from pipeline.runtime.children import OrphanReaper, signal_group
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
-from pipeline.supervisor.machine import Action, Limits, Machine, Phase, Start, describe_exit
-from pipeline.supervisor.processes import Answer, ProcessSpec, ask, child_environment, health_url
+from pipeline.supervisor.machine import Action, Machine, Phase, RestartLimits, Start, describe_exit
+from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, ask, child_environment, health_url
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_TAIL_LINES = 15
@@ -34,14 +34,14 @@ class Supervisor:
     def __init__(
         self,
         specs: Iterable[ProcessSpec],
-        limits: Limits,
+        limits: RestartLimits,
         directory: RunDirectory,
-        undertaker: Undertaker,
+        undertaker: OrphanReaper,
         work_done: Callable[[], bool] = lambda: True,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self.machine = Machine([spec.rule for spec in self._specs.values()], limits)
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, HealthAnswer] = {}
         self._directory = directory
         self._undertaker = undertaker
         self._work_done = work_done
@@ -152,7 +152,7 @@ class Supervisor:
 
     async def _ask(self, name: str, pid: int) -> None:
         url = self._specs[name].health_url or health_url(self._directory, name, pid)
-        answer = Answer(False)
+        answer = HealthAnswer(False)
         if url is not None:
             answer = await anyio.to_thread.run_sync(ask, url, abandon_on_cancel=True)
         current = self._processes.get(name)

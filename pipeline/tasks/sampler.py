@@ -21,7 +21,7 @@ TRIES_MAX = 4096
 """Tasks of one environment that :meth:`TaskSampler.draw_where` looks at before it gives the environment up."""
 
 
-class Verdict(Enum):
+class DrawOutcome(Enum):
     """What becomes of a task that came next."""
 
     TAKE = auto()
@@ -104,7 +104,7 @@ class TaskSampler:
         return self._walk(self._next_environment(self._spent())).task()
 
     def draw_where(
-        self, verdict: Callable[[Drawn], Verdict], *, exhausted: Collection[str] = frozenset()
+        self, verdict: Callable[[Drawn], DrawOutcome], *, exhausted: Collection[str] = frozenset()
     ) -> Task | None:
         """The next task that ``verdict`` takes; None when no environment has one.
 
@@ -122,9 +122,9 @@ class TaskSampler:
                 tries[name] -= 1
                 drawn = self._walk(name)
                 found = verdict(drawn)
-                if found is Verdict.TAKE:
+                if found is DrawOutcome.TAKE:
                     return drawn.task()
-                self._base[name] += found is Verdict.PASS
+                self._base[name] += found is DrawOutcome.PASS
                 continue
             closed.add(name)
             self._base[name] -= 1

@@ -82,7 +82,7 @@ REASONS_MAX = 5
 
 
 @dataclass(slots=True)
-class Index:
+class RowIndex:
     """The rows of one split, in the order of the data."""
 
     numbers: array[int] = field(default_factory=lambda: array("q"))
@@ -93,8 +93,8 @@ class TaskSplit:
     """The tasks of one split. ``split[i]`` reads a row; :meth:`order` says which comes when."""
 
     def __init__(
-        self, environment: str, split: str, section: TasksFromConfig, seeds: tuple[int, int], rows: Rows, index: Index,
-        reading: Reading,
+        self, environment: str, split: str, section: TasksFromConfig, seeds: tuple[int, int], rows: Rows,
+        index: RowIndex, reading: Reading,
     ) -> None:  # fmt: skip
         self.environment, self.split = environment, split
         self._section = section
@@ -189,11 +189,11 @@ class Indexing:
         self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         self.bad: list[str] = []
 
-    def divided(self, rows: Rows) -> dict[str, Index]:
+    def divided(self, rows: Rows) -> dict[str, RowIndex]:
         """One data set in shares."""
         names = list(self._section.splits)
         bounds = list(accumulate(float(share) for share in self._section.splits.values()))
-        found = {name: Index() for name in names}
+        found = {name: RowIndex() for name in names}
         for number, content_hash, question in self._usable(rows):
             point = question / 2**64
             name = next((n for n, bound in zip(names, bounds, strict=True) if point < bound), None)
@@ -204,12 +204,12 @@ class Indexing:
                 break
         return found
 
-    def named(self, rows: Mapping[str, Rows]) -> dict[str, Index]:
+    def named(self, rows: Mapping[str, Rows]) -> dict[str, RowIndex]:
         """A data set for each split; train is read last and gives up what another split asks."""
-        found: dict[str, Index] = {}
+        found: dict[str, RowIndex] = {}
         asked: set[int] = set()
         for name in sorted(rows, key=lambda name: name == TRAIN):
-            found[name] = index = Index()
+            found[name] = index = RowIndex()
             mine: set[int] = set()
             for number, content_hash, question in self._usable(rows[name]):
                 if question in asked:
@@ -248,7 +248,7 @@ class Indexing:
         if len(self.bad) < REASONS_MAX:
             self.bad.append(f"{where}: {error}")
 
-    def _put(self, index: Index | None, number: int, content_hash: int) -> None:
+    def _put(self, index: RowIndex | None, number: int, content_hash: int) -> None:
         if index is None or self._full(index):
             self.counts["unused"] += 1
             return
@@ -256,5 +256,5 @@ class Indexing:
         index.hashes.append(content_hash)
         self.counts["used"] += 1
 
-    def _full(self, index: Index) -> bool:
+    def _full(self, index: RowIndex) -> bool:
         return self._section.limit is not None and len(index.numbers) >= self._section.limit

@@ -1,6 +1,6 @@
 """What moves multipart messages: sockets (``zeromq``) or lists (``memory``). Everything else is shared by both.
 
-A wire never waits. It says ``None`` or ``False`` instead, and fires its :class:`Signal` whenever trying again may help.
+A wire never waits. It says ``None`` or ``False`` instead, and fires its :class:`Broadcast` whenever trying again may help.
 
 A bounded queue between a socket and the one who reads events from it.
 
@@ -29,7 +29,7 @@ LINGER_SECONDS_MAX = 0.2
 """How long a closed socket may still write what was queued, where no BYE came."""
 
 
-class Signal:
+class Broadcast:
     """A broadcast: whoever took ``current()`` before ``fire()`` wakes up. Take it *before* looking at the state."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Signal:
 class HubWire(Protocol):
     """The binding side. A connection is known by an id that the wire gives it."""
 
-    signal: Signal
+    signal: Broadcast
 
     @property
     def address(self) -> str: ...
@@ -92,7 +92,7 @@ class HubWire(Protocol):
 class LinkWire(Protocol):
     """The connecting side: one connection at a time, a fresh one after each loss."""
 
-    signal: Signal
+    signal: Broadcast
     address: str
 
     def connect(self) -> None: ...

@@ -119,7 +119,7 @@ _DEFAULT_LIMITS = Limits()
 _KINDS = {kind.value.encode(): kind for kind in Kind}
 
 
-def encode_message(message: protocol.Message, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
+def encode_message(message: protocol.WireMessage, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
     """``[kind, header, frame …]`` for one multipart send. Raises :class:`LimitExceeded`."""
     header = orjson.dumps(message.header, option=orjson.OPT_SERIALIZE_NUMPY)
     frames: list[Buffer] = [message.kind.value.encode(), header, *message.frames]
@@ -130,7 +130,7 @@ def encode_message(message: protocol.Message, limits: Limits = _DEFAULT_LIMITS) 
     return frames
 
 
-def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> protocol.Message:
+def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> protocol.WireMessage:
     """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for
     size."""
     if len(frames) < 2:
@@ -139,7 +139,7 @@ def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -
     kind = _KINDS.get(bytes(frames[0][:32]))
     if kind is None:
         raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}")
-    return protocol.Message(kind, _json_object(frames[1], "message header"), tuple(frames[2:]))
+    return protocol.WireMessage(kind, _json_object(frames[1], "message header"), tuple(frames[2:]))
 
 
 def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:

@@ -18,7 +18,7 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
 from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, HubWire, Mailbox, Silence
 from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.protocol import Buffer, Event, EventKind, Kind, Limits, Message, TransportStatistics
+from pipeline.transport.protocol import Buffer, Event, EventKind, Kind, Limits, TransportStatistics, WireMessage
 
 _DROPPED_MAX = 4096
 
@@ -45,16 +45,16 @@ class HubCounters:
 
 
 @dataclass(slots=True)
-class Answer:
+class Reaction:
     """What one incoming message leads to: at most one event for the user, at most one reply."""
 
     event: Event | None = None
-    reply: Message | None = None
+    reply: WireMessage | None = None
     replaced: Peer | None = None
     """An older connection under the same name; tell it and forget it."""
 
 
-_NOTHING = Answer()
+_NOTHING = Reaction()
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Peers:
     def of(self, connection: bytes) -> Peer | None:
         return self._by_connection.get(connection)
 
-    def accept(self, connection: bytes, frames: list[Buffer]) -> Answer:
+    def accept(self, connection: bytes, frames: list[Buffer]) -> Reaction:
         """Classify one incoming multipart message."""
         peer = self._by_connection.get(connection)
         try:
@@ -97,10 +97,12 @@ class Peers:
         if message.kind is Kind.BYE:
             self._forget(peer)
             reason = str(message.header.get("reason", "no reason given"))
-            return Answer(Event(EventKind.PEER_DOWN, peer.name, message, f"said bye: {reason}"), Message(Kind.BYE))
+            return Reaction(
+                Event(EventKind.PEER_DOWN, peer.name, message, f"said bye: {reason}"), WireMessage(Kind.BYE)
+            )
         self.counters.messages_received += 1
         self.counters.bytes_received += message.n_bytes
-        return Answer(Event(EventKind.MESSAGE, peer.name, message))
+        return Reaction(Event(EventKind.MESSAGE, peer.name, message))
 
     def drop(self, connection: bytes, reason: str) -> Event | None:
         """Give a connection up (silent too long)."""
@@ -124,14 +126,14 @@ class Peers:
             events.append(Event(EventKind.PEER_DOWN, peer.name, None, "its connection was closed without BYE"))
         return events
 
-    def _hello(self, peer: Peer | None, connection: bytes, message: Message) -> Answer:
+    def _hello(self, peer: Peer | None, connection: bytes, message: WireMessage) -> Reaction:
         name = message.header.get("name")
         try:
             require_id("the name in HELLO", name)
             _require_our_schema(message.header)
         except AfterplayError as error:
             answer = self._corrupt(peer, connection, str(error))
-            answer.reply = Message(Kind.REFUSED, {"reason": str(error), "final": True})
+            answer.reply = WireMessage(Kind.REFUSED, {"reason": str(error), "final": True})
             return answer
         assert isinstance(name, str)
         if peer is not None:
@@ -141,23 +143,25 @@ class Peers:
             self._forget(older)
         self._dropped.pop(connection, None)
         self._by_name[name] = self._by_connection[connection] = Peer(name, connection)
-        return Answer(Event(EventKind.PEER_UP, name, message), None, None if older is None or older.gone else older)
+        return Reaction(Event(EventKind.PEER_UP, name, message), None, None if older is None or older.gone else older)
 
-    def _stranger(self, connection: bytes, message: Message) -> Answer:
+    def _stranger(self, connection: bytes, message: WireMessage) -> Reaction:
         if connection in self._dropped or message.kind in (Kind.HEARTBEAT, Kind.BYE):
             self.counters.late += 1
             if message.kind is Kind.BYE:
                 return _NOTHING
-            return Answer(None, Message(Kind.BYE, {"reason": "this connection was given up; say HELLO on a new one"}))
+            return Reaction(
+                None, WireMessage(Kind.BYE, {"reason": "this connection was given up; say HELLO on a new one"})
+            )
         reason = f"expected HELLO as the first message of a connection, got {message.kind.value}"
         answer = self._corrupt(None, connection, reason)
-        answer.reply = Message(Kind.REFUSED, {"reason": reason, "final": True})
+        answer.reply = WireMessage(Kind.REFUSED, {"reason": reason, "final": True})
         return answer
 
-    def _corrupt(self, peer: Peer | None, connection: bytes, reason: str) -> Answer:
+    def _corrupt(self, peer: Peer | None, connection: bytes, reason: str) -> Reaction:
         self.counters.corrupt += 1
         name = peer.name if peer is not None else f"unknown connection {connection.hex()}"
-        return Answer(Event(EventKind.CORRUPT, name, None, reason))
+        return Reaction(Event(EventKind.CORRUPT, name, None, reason))
 
     def _forget(self, peer: Peer) -> None:
         self._by_connection.pop(peer.connection, None)
@@ -178,7 +182,7 @@ def _require_our_schema(header: Mapping[str, Any]) -> None:
 
 _READS_PER_YIELD = 128
 _SENDS_PER_YIELD = 64
-_HEARTBEAT = encode_message(Message(Kind.HEARTBEAT))
+_HEARTBEAT = encode_message(WireMessage(Kind.HEARTBEAT))
 
 
 class WireHub(Endpoint):
@@ -225,7 +229,7 @@ class WireHub(Endpoint):
     async def receive(self) -> Event:
         return await self._mailbox.get()
 
-    async def send(self, peer: str, message: Message) -> None:
+    async def send(self, peer: str, message: WireMessage) -> None:
         frames = encode_message(message, self._limits)
         if self._closing or self._group is None:
             raise TransportClosed("the hub was closed: nothing can be sent any more")
@@ -303,15 +307,15 @@ class WireHub(Endpoint):
                 self._silence.forget(connection)
         return False
 
-    def _reply(self, connection: bytes, answer: Answer) -> None:
+    def _reply(self, connection: bytes, answer: Reaction) -> None:
         if answer.reply is not None:
             self._tell(connection, answer.reply)
         if answer.replaced is not None:
             self._silence.forget(answer.replaced.connection)
             reason = f"another connection under the name {answer.replaced.name} took its place: names must be unique"
-            self._tell(answer.replaced.connection, Message(Kind.REFUSED, {"reason": reason, "final": True}))
+            self._tell(answer.replaced.connection, WireMessage(Kind.REFUSED, {"reason": reason, "final": True}))
 
-    def _tell(self, connection: bytes, message: Message) -> bool:
+    def _tell(self, connection: bytes, message: WireMessage) -> bool:
         """Send without waiting to a connection that may be gone or full."""
         try:
             return self._wire.send(connection, encode_message(message, self._limits))
@@ -337,7 +341,7 @@ class WireHub(Endpoint):
                 self._silence.forget(connection)
                 down = self._peers.drop(connection, f"silent for more than {self._silence_seconds_max} s")
                 if down is not None:
-                    self._tell(connection, Message(Kind.BYE, {"reason": down.reason}))
+                    self._tell(connection, WireMessage(Kind.BYE, {"reason": down.reason}))
                     self._mailbox.put(down)
             self._wire.signal.fire()
 
@@ -351,7 +355,7 @@ class WireHub(Endpoint):
                 untold = [
                     c
                     for c in untold
-                    if self._peers.of(c) and not self._tell(c, Message(Kind.BYE, {"reason": "the hub closes"}))
+                    if self._peers.of(c) and not self._tell(c, WireMessage(Kind.BYE, {"reason": "the hub closes"}))
                 ]
                 if all(peer.gone for peer in self._peers.all()):
                     return

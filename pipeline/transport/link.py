@@ -18,7 +18,7 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
 from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, LinkWire, Mailbox, Silence
 from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.protocol import Buffer, Event, EventKind, Kind, Limits, Message, TransportStatistics
+from pipeline.transport.protocol import Buffer, Event, EventKind, Kind, Limits, TransportStatistics, WireMessage
 
 HUB = "hub"
 
@@ -121,7 +121,7 @@ _READS_PER_YIELD = 128
 _SENDS_PER_YIELD = 64
 _BACKOFF_SECONDS = 0.05
 _BACKOFF_SECONDS_MAX = 1.0
-_HEARTBEAT = encode_message(Message(Kind.HEARTBEAT))
+_HEARTBEAT = encode_message(WireMessage(Kind.HEARTBEAT))
 _KEY = HUB.encode()
 
 
@@ -192,7 +192,7 @@ class WireLink(Endpoint):
     async def receive(self) -> Event:
         return await self._mailbox.get()
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: WireMessage) -> None:
         frames = encode_message(message, self._limits)
         session = self._session
         connection = session.counters.reconnections
@@ -252,7 +252,7 @@ class WireLink(Endpoint):
     def _greet(self) -> bool:
         header = {"schema_version": SCHEMA_VERSION, **self._hello, "name": self.name}
         try:
-            frames = encode_message(Message(Kind.HELLO, header), self._limits)
+            frames = encode_message(WireMessage(Kind.HELLO, header), self._limits)
         except LimitExceeded as error:
             self._session.end(f"HELLO cannot be sent: {error}")
             return False
@@ -299,7 +299,7 @@ class WireLink(Endpoint):
                 self._mailbox.put(event)
             if self._session.state in (State.DOWN, State.ENDED):
                 if self._session.state is State.DOWN:
-                    self._wire.send(encode_message(Message(Kind.BYE)))
+                    self._wire.send(encode_message(WireMessage(Kind.BYE)))
                 return True
         return False
 
@@ -321,7 +321,7 @@ class WireLink(Endpoint):
     async def _say_bye(self) -> None:
         """BYE; the hub's BYE proves that it read everything that was queued."""
         with anyio.move_on_after(CLOSE_SECONDS_MAX):
-            bye = encode_message(Message(Kind.BYE, {"reason": "the link was closed"}))
+            bye = encode_message(WireMessage(Kind.BYE, {"reason": "the link was closed"}))
             if self._session.state is State.GREETING:
                 self._wire.send(bye)
                 self._session.end("the link was closed")

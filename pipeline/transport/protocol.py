@@ -61,7 +61,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WireMessage:
     """``[kind, orjson header, frame …]``. Frames are raw bytes, decoded without copying."""
 
     kind: Kind
@@ -107,7 +107,7 @@ class Event:
 
     kind: EventKind
     peer: str
-    message: Message | None = None
+    message: WireMessage | None = None
     reason: str = ""
 
 
@@ -140,7 +140,7 @@ class Hub(Protocol):
         """The next event. Raises :class:`TransportClosed` after the hub was closed."""
         ...
 
-    async def send(self, peer: str, message: Message) -> None:
+    async def send(self, peer: str, message: WireMessage) -> None:
         """Queue for ``peer``; waits while its queue is full. Raises :class:`PeerGone` when it is not connected,
         :class:`LimitExceeded` when the message is too large."""
         ...
@@ -162,7 +162,7 @@ class Link(Protocol):
         """The next event. Raises :class:`TransportClosed` after the link was closed."""
         ...
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: WireMessage) -> None:
         """Queue for the hub; waits while the queue is full. Messages queued while disconnected are dropped at the next
         HELLO: whoever needs them sends them again on CONNECTED. Raises :class:`LimitExceeded`."""
         ...

@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pipeline.errors import ConfigurationError, PeerGone
-from pipeline.transport.channel import LINGER_SECONDS_MAX, Signal
+from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
 from pipeline.transport.curve import CurveKeys, serve_zap
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
@@ -53,7 +53,7 @@ class HubSocketWire:
     """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`."""
 
     def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:
-        self.signal = Signal()
+        self.signal = Broadcast()
         self._address = address
         self._limits = limits
         self._silence_seconds_max = silence_seconds_max
@@ -141,7 +141,7 @@ class LinkSocketWire:
     so nothing that was queued for the old connection reaches a hub that does not know us."""
 
     def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:
-        self.signal = Signal()
+        self.signal = Broadcast()
         self.address = address
         self.lost: str | None = None
         self.hopeless: str | None = None

@@ -21,7 +21,7 @@ from learner.data.replay_choice import choose_replays
 from learner.data.rows import Batch, Row, build_batch
 from learner.observability.report import StepReport
 from learner.policy.policy import Policy
-from learner.session import LearnerSession, Standing
+from learner.session import LearnerProgress, LearnerSession
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.load import load
@@ -147,7 +147,7 @@ async def delivered_again(config: RunConfig, directory: RunDirectory) -> list[Gr
             tasks.start_soon(serve, ctx, MemoryHub(network, heartbeat_seconds=1.0, silence_seconds_max=10.0))
             async with link, anyio.create_task_group() as learning:
                 credit = UPDATES * GROUPS_PER_STEP
-                session = LearnerSession(link, config.groups, credit, Standing(), limits_of(config))
+                session = LearnerSession(link, config.groups, credit, LearnerProgress(), limits_of(config))
                 learning.start_soon(session.run)
                 for update in range(UPDATES):
                     groups += await session.ready(update)

@@ -15,7 +15,7 @@ from learner.build import make_trainer
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, place_of
-from learner.rank_worker import Saver, follow
+from learner.rank_worker import ShardWriter, follow
 from learner.training.trainer import Trainer
 from tests.unit.learner.conftest import make_rows, run_config
 
@@ -85,7 +85,7 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
 
 
 def obey(trainer: Trainer, group: RankGroup) -> None:
-    with Saver(trainer) as saver:
+    with ShardWriter(trainer) as saver:
         follow(trainer, group, saver.image)
 
 

@@ -18,7 +18,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
 from pipeline.transport.codec import decode_trajectory, encode_order
 from pipeline.transport.open import open_hub
-from pipeline.transport.protocol import EventKind, Hub, Kind, Message
+from pipeline.transport.protocol import EventKind, Hub, Kind, WireMessage
 from tests.support.running_engine import start_engine
 
 SECONDS_MAX = 120
@@ -46,14 +46,14 @@ async def collect(hub: Hub, orders: list[Order], found: dict[str, Trajectory], s
     while len(found) < len(orders):
         event = await hub.receive()
         if event.kind is EventKind.PEER_UP:
-            await hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 10**6, "policy_version": 3}))
+            await hub.send(event.peer, WireMessage(Kind.WELCOME, {"credit_bytes": 10**6, "policy_version": 3}))
             for order in orders:
-                await hub.send(event.peer, Message(Kind.ORDER, encode_order(order)))
+                await hub.send(event.peer, WireMessage(Kind.ORDER, encode_order(order)))
         elif event.kind is EventKind.MESSAGE and event.message is not None:
             trajectory = decode_trajectory(event.message.frames)
             found[trajectory.trajectory_id] = trajectory
             ack = {"trajectory_ids": [trajectory.trajectory_id], "refused": {}}
-            await hub.send(event.peer, Message(Kind.ACK, ack))
+            await hub.send(event.peer, WireMessage(Kind.ACK, ack))
     stop.set()
 
 

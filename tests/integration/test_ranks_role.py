@@ -9,7 +9,7 @@ import pytest
 
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.recorder import MetricsLog
-from pipeline.runtime.children import Children
+from pipeline.runtime.children import RankProcesses
 from pipeline.store.evaluation_results import read_results
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
@@ -22,13 +22,13 @@ STOP_SECONDS_MAX, LOSS_SECONDS_MAX = 30, 60
 def children(monkeypatch):
     """The processes that rank 0 starts, as they are started."""
     started = []
-    start = Children.start
+    start = RankProcesses.start
 
     def note(self):
         start(self)
         started.extend(self._processes.values())
 
-    monkeypatch.setattr(Children, "start", note)
+    monkeypatch.setattr(RankProcesses, "start", note)
     yield started
     for process in started:
         process.kill()

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from pipeline.transport.outbox import Outbox
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from pipeline.transport.zeromq import ZmqHub, ZmqLink
 
 pytestmark = pytest.mark.timeout(60)
@@ -21,7 +21,7 @@ HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX = 0.1, 1.0
 
 HUB = """
 import os, sys, asyncio, uvloop
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from pipeline.transport.zeromq import ZmqHub
 
 async def main(address, store):
@@ -31,20 +31,20 @@ async def main(address, store):
         while True:
             event = await hub.receive()
             if event.kind is EventKind.PEER_UP:
-                await hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 20_000}))
+                await hub.send(event.peer, WireMessage(Kind.WELCOME, {"credit_bytes": 20_000}))
             elif event.kind is EventKind.MESSAGE:
                 name = event.message.header["trajectory_id"]
                 file.write(name + chr(10))
                 file.flush()
                 os.fsync(file.fileno())
-                await hub.send(event.peer, Message(Kind.ACK, {"trajectory_ids": [name]}))
+                await hub.send(event.peer, WireMessage(Kind.ACK, {"trajectory_ids": [name]}))
 
 uvloop.run(main(*sys.argv[1:]))
 """
 
 LINK = """
 import sys, uvloop
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from pipeline.transport.zeromq import ZmqLink
 
 async def main(address):
@@ -53,7 +53,7 @@ async def main(address):
         while (await link.receive()).kind is not EventKind.CONNECTED:
             pass
         for n in range(5):
-            await link.send(Message(Kind.TRAJECTORY, {"n": n}, (b"x" * 20_000,)))
+            await link.send(WireMessage(Kind.TRAJECTORY, {"n": n}, (b"x" * 20_000,)))
         while True:
             await link.receive()
 
@@ -103,7 +103,7 @@ async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_
                     assert all(map(outbox.acknowledge, names)), "nothing acknowledged was sent again"
                     acknowledged.update(names)
                 while (taken := outbox.take()) is not None:
-                    await link.send(Message(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, (taken[1],)))
+                    await link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, (taken[1],)))
                 if down < kills and len(acknowledged) > (down + 1) * n // (kills + 2) and link.connected:
                     hub.kill()
                     stored = set(store.read_text().split())
@@ -125,7 +125,7 @@ async def test_a_killed_link_process_is_peer_down_after_all_that_it_sent():
             child = Child(LINK, hub.address)
             try:
                 assert (await hub.receive()).kind is EventKind.PEER_UP
-                await hub.send("actor-0", Message(Kind.WELCOME))
+                await hub.send("actor-0", WireMessage(Kind.WELCOME))
                 first = await hub.receive()
                 await anyio.sleep(3 * HEARTBEAT_SECONDS)
                 child.kill()
@@ -148,7 +148,7 @@ async def test_a_stopped_link_process_is_dropped_for_silence_and_comes_back_when
         child = Child(LINK, hub.address)
         try:
             assert (await hub.receive()).kind is EventKind.PEER_UP
-            await hub.send("actor-0", Message(Kind.WELCOME))
+            await hub.send("actor-0", WireMessage(Kind.WELCOME))
             for _ in range(5):
                 assert (await hub.receive()).kind is EventKind.MESSAGE
             os.kill(child.process.pid, signal.SIGSTOP)

@@ -10,7 +10,7 @@ import anyio
 
 from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
-from pipeline.transport.protocol import EventKind, Frames, Kind, Link, Message
+from pipeline.transport.protocol import EventKind, Frames, Kind, Link, WireMessage
 from tests.support.simulated_roles import rollout
 
 
@@ -29,14 +29,14 @@ class InstantActor:
                 event = await link.receive()
                 if event.kind is EventKind.CONNECTED:
                     for order_id, frames in list(self.held.items()):
-                        await link.send(Message(Kind.TRAJECTORY, {"trajectory_id": order_id}, frames))
+                        await link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": order_id}, frames))
                 elif event.message is not None and event.message.kind is Kind.ORDER:
                     order = decode_order(event.message.header)
                     reward = None if self.reward is None else self.reward(order)
                     frames = encode_trajectory(rollout(order, order.policy_version, reward=reward))
                     self.held[order.order_id] = frames
                     self._describe(link)
-                    await link.send(Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+                    await link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
                 elif event.message is not None and event.message.kind is Kind.ACK:
                     for order_id in event.message.header["trajectory_ids"]:
                         self.held.pop(order_id, None)
@@ -90,7 +90,9 @@ class InstantLearner:
                 if event.kind is EventKind.CONNECTED:
                     for group in [g for g in self.plans if not self._complete(g)]:
                         del self.plans[group], self.members[group]
-                    await link.send(Message(Kind.VERSION, {"policy_version": self.updates, "updates": self.updates}))
+                    await link.send(
+                        WireMessage(Kind.VERSION, {"policy_version": self.updates, "updates": self.updates})
+                    )
                 if event.message is None:
                     continue
                 header = event.message.header
@@ -131,15 +133,15 @@ class InstantLearner:
         report = {"replayed": replayed, "ess": {"all": 0.9, "fresh": 0.9, "replay": 0.8}, "entropy": {}}
         self.unacknowledged[self.updates], self.reports[self.updates] = ready, report
         self._describe(link)
-        await link.send(Message(Kind.CONSUMED, {"update": self.updates, "group_ids": ready, **report}))
+        await link.send(WireMessage(Kind.CONSUMED, {"update": self.updates, "group_ids": ready, **report}))
         self.updates += 1
         self._moved.set()
         self._moved = anyio.Event()
         self._describe(link)
-        await link.send(Message(Kind.VERSION, {"policy_version": self.updates, "updates": self.updates}))
+        await link.send(WireMessage(Kind.VERSION, {"policy_version": self.updates, "updates": self.updates}))
         if self.checkpoint_every and self.updates % self.checkpoint_every == 0:
             self.durable = self.updates
-            await link.send(Message(Kind.CHECKPOINTED, {"updates": self.updates}))
+            await link.send(WireMessage(Kind.CHECKPOINTED, {"updates": self.updates}))
 
     def _describe(self, link: Link) -> None:
         link.describe(

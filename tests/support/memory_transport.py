@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from pipeline.errors import ConfigurationError, PeerGone
-from pipeline.transport.channel import Signal
+from pipeline.transport.channel import Broadcast
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
 from pipeline.transport.protocol import Buffer, Kind, Limits
@@ -220,7 +220,7 @@ class MemoryHubWire:
     address = "memory"
 
     def __init__(self, network: MemoryNetwork) -> None:
-        self.signal = Signal()
+        self.signal = Broadcast()
         self.inbox = _Inbox()
         self.dead = False
         self._network = network
@@ -257,7 +257,7 @@ class MemoryLinkWire:
     address = "memory"
 
     def __init__(self, network: MemoryNetwork, name: str) -> None:
-        self.signal = Signal()
+        self.signal = Broadcast()
         self.inbox = _Inbox()
         self.name = name
         self.lost: str | None = None

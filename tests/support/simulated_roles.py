@@ -26,8 +26,7 @@ from pipeline.schema import (
     VersionSpan,
 )
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
-from pipeline.transport.protocol import Frames, Kind
-from pipeline.transport.protocol import Message as WireMessage
+from pipeline.transport.protocol import Frames, Kind, WireMessage
 
 if TYPE_CHECKING:
     from tests.support.simulation import Simulation

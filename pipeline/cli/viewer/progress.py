@@ -147,7 +147,7 @@ _MEANS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class TimeSpent:
     """Seconds of a run's learner."""
 
     updates: int
@@ -165,7 +165,7 @@ class Spent:
         return f"beside it: {self.published:.1f} s of publication, {self.saved:.1f} s of writing checkpoints"
 
 
-def spent(lines: Iterable[Line]) -> Spent | None:
+def spent(lines: Iterable[Line]) -> TimeSpent | None:
     """Added up over the lines of ``metrics.jsonl``; None where no line tells of its stages."""
     stages, total, updates = dict.fromkeys(STAGES, 0.0), 0.0, 0
     published: dict[Any, float] = {}
@@ -182,10 +182,10 @@ def spent(lines: Iterable[Line]) -> Spent | None:
             beside = line.get(key)
             if isinstance(beside, Mapping) and name in beside:
                 found[beside[name]] = float(beside.get("seconds") or 0.0)
-    return Spent(updates, total, stages, sum(published.values()), sum(saved.values())) if updates else None
+    return TimeSpent(updates, total, stages, sum(published.values()), sum(saved.values())) if updates else None
 
 
-def time_table(found: Spent) -> Table:
+def stage_times(found: TimeSpent) -> Table:
     """One row for each stage that took any time worth telling; fits 80 columns."""
     title = f"where the learner's {found.seconds:.1f} s of {found.updates} updates went"
     table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -207,5 +207,5 @@ def show_time(metrics_file: Path, console: Console) -> None:
     """Print it; nothing where there is no update yet."""
     found = spent(read_lines(metrics_file))
     if found is not None:
-        console.print(time_table(found))
+        console.print(stage_times(found))
         console.print(found.text, soft_wrap=True)

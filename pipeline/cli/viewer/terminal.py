@@ -119,7 +119,7 @@ def _print_turns(transcript: Mapping[str, Any], colour: Colour, console: Console
             )
         for message in turn["messages"]:
             console.print(Text(f"\n{safe(str(message['role']))}", "bold blue"))
-            console.print(Text(safe(_cut(str(message["content"])))), soft_wrap=True)
+            console.print(Text(safe(_truncate(str(message["content"])))), soft_wrap=True)
             if message.get("extra"):
                 console.print(Text(safe(str(message["extra"])), "dim"), soft_wrap=True)
         about = [f"turn {number + 1}", f"{turn['finish']}", f"{len(turn['completion']['ids'])} tokens"]
@@ -193,7 +193,7 @@ def _joined_steps(step: int | None, replays: Sequence[int], evaluation: int | No
     return fresh + (f", replayed in {', '.join(map(str, replays))}" if replays else "")
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     half = CONTEXT_CHARACTERS_MAX // 2
     if len(text) <= CONTEXT_CHARACTERS_MAX:
         return text

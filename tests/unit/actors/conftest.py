@@ -15,7 +15,7 @@ from actors.engine.pool import EnginePool
 from actors.environments.base import Environment
 from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Renderer
-from actors.rollout.memory_prompt import Search
+from actors.rollout.memory_prompt import MemorySource
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
@@ -124,7 +124,7 @@ def rows(trajectory: Trajectory, contexts: Mapping[int, Sequence[int]] | None = 
     return list(found.values())
 
 
-async def played(services: Services, order: Order, source: Search | None = None) -> Trajectory:
+async def played(services: Services, order: Order, source: MemorySource | None = None) -> Trajectory:
     """The order, played to its end."""
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)

@@ -10,7 +10,7 @@ import anyio
 
 from pipeline.schema import Order, Trajectory
 from pipeline.transport.codec import decode_trajectory, encode_order
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.memory_transport import MemoryHub, MemoryNetwork
 from tests.unit.actors.conftest import SECONDS_MAX
 
@@ -36,7 +36,7 @@ class Stage:
                     case EventKind.PEER_UP:
                         self.hellos.append(dict(event.message.header))
                         welcome = {"credit_bytes": self.credit_bytes, "policy_version": 0}
-                        await self.hub.send(event.peer, Message(Kind.WELCOME, welcome))
+                        await self.hub.send(event.peer, WireMessage(Kind.WELCOME, welcome))
                     case EventKind.MESSAGE if event.message.kind is Kind.RECALL:
                         await self._recall(event.peer, dict(event.message.header))
                     case EventKind.MESSAGE:
@@ -45,11 +45,11 @@ class Stage:
             self.changed = anyio.Event()
 
     async def acknowledge(self, *ids: str) -> None:
-        await self.hub.send("actor-0", Message(Kind.ACK, {"trajectory_ids": list(ids), "refused": {}}))
+        await self.hub.send("actor-0", WireMessage(Kind.ACK, {"trajectory_ids": list(ids), "refused": {}}))
 
     async def order(self, *orders: Order) -> None:
         for order in orders:
-            await self.hub.send("actor-0", Message(Kind.ORDER, encode_order(order)))
+            await self.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(order)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         with anyio.fail_after(SECONDS_MAX):
@@ -66,4 +66,4 @@ class Stage:
         self.asked.append(header)
         if self.lessons is not None:
             reply = {"order_id": header["order_id"], "lessons": self.lessons}
-            await self.hub.send(peer, Message(Kind.LESSONS, reply))
+            await self.hub.send(peer, WireMessage(Kind.LESSONS, reply))

@@ -13,7 +13,7 @@ from actors.actor import Actor
 from actors.rollout.services import Services
 from pipeline.schema import Order, TrajectoryStatus
 from pipeline.transport.codec import encode_order
-from pipeline.transport.protocol import Kind, Limits, Message
+from pipeline.transport.protocol import Kind, Limits, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
 from tests.support.stub_engine import StubEngine
 from tests.unit.actors.stage import Stage
@@ -95,7 +95,7 @@ async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_o
         await stage.order(*orders)
         await until(lambda: engine.in_flight == 2)
         await stage.hub.send(
-            "actor-0", Message(Kind.CANCEL, {"order_ids": [o.order_id for o in orders], "reason": "x"})
+            "actor-0", WireMessage(Kind.CANCEL, {"order_ids": [o.order_id for o in orders], "reason": "x"})
         )
         await until(lambda: actor.holding == [])
         await stage.order(make_order(9))
@@ -151,15 +151,15 @@ async def test_trajectory_over_the_limit_is_answered_as_an_error_that_names_the_
 @pytest.mark.parametrize(
     "message",
     [
-        Message(Kind.ORDER, {"order_id": "x"}),
-        Message(Kind.ORDER, {**encode_order(Order.__new__(Order)), "slot": -1} if False else {"slot": "one"}),
-        Message(Kind.CANCEL, {}),
-        Message(Kind.ACK, {"refused": []}),
-        Message(Kind.PLAN, {}),
+        WireMessage(Kind.ORDER, {"order_id": "x"}),
+        WireMessage(Kind.ORDER, {**encode_order(Order.__new__(Order)), "slot": -1} if False else {"slot": "one"}),
+        WireMessage(Kind.CANCEL, {}),
+        WireMessage(Kind.ACK, {"refused": []}),
+        WireMessage(Kind.PLAN, {}),
     ],
 )
 async def test_messages_that_are_not_understood_do_not_stop_the_actor(
-    make_services: MakeServices, make_order: MakeOrder, message: Message
+    make_services: MakeServices, make_order: MakeOrder, message: WireMessage
 ) -> None:
     async with playing(make_services([StubEngine()])) as (stage, _actor, _):
         await stage.hub.send("actor-0", message)

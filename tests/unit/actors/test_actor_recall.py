@@ -11,13 +11,13 @@ import anyio
 import pytest
 
 from actors.actor import Actor
-from actors.rollout.memory_prompt import Guide, StageRecall
+from actors.rollout.memory_prompt import MemoryClient, MemoryPrompter
 from actors.rollout.services import Services
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import PeerGone, WireError
 from pipeline.schema import Order, TrajectoryStatus
 from pipeline.transport.codec import encode_order
-from pipeline.transport.protocol import Kind, Limits, Message
+from pipeline.transport.protocol import Kind, Limits, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
 from tests.support.stub_engine import StubEngine
 from tests.unit.actors.stage import Stage
@@ -30,7 +30,7 @@ ANSWERED = {"id": "7", "text": "guess higher"}
 @asynccontextmanager
 async def playing(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
     config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
-    services = replace(services, guide=Guide(config, services.renderer, services.metrics))
+    services = replace(services, guide=MemoryPrompter(config, services.renderer, services.metrics))
     stage = Stage(acknowledging=False, lessons=answer)
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
@@ -55,7 +55,7 @@ async def test_lessons_of_the_stage_are_in_the_prompt_and_counted(
     services = make_services([StubEngine()])
     async with playing(services, [ANSWERED]) as (stage, _):
         for seed in range(6):
-            await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(seed))))
+            await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(seed))))
         await stage.until(lambda: len(stage.trajectories) == 6)
     for trajectory in stage.trajectories.values():
         assert trajectory.guidance is not None and trajectory.guidance.lessons == ("7",)
@@ -75,13 +75,13 @@ async def test_a_stage_that_does_not_answer_costs_the_timeout_and_nothing_else(
 ) -> None:
     services = make_services([StubEngine()])
     async with playing(services, answer, timeout_seconds=0.05) as (stage, _):
-        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(1))))
+        await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.trajectories) == 1)
         # an answer after the time is left alone
         late = {"order_id": stage.asked[0]["order_id"], "lessons": [ANSWERED]}
-        await stage.hub.send("actor-0", Message(Kind.LESSONS, late))
-        await stage.hub.send("actor-0", Message(Kind.LESSONS, {"lessons": 3}))
-        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(2))))
+        await stage.hub.send("actor-0", WireMessage(Kind.LESSONS, late))
+        await stage.hub.send("actor-0", WireMessage(Kind.LESSONS, {"lessons": 3}))
+        await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(2))))
         await stage.until(lambda: len(stage.trajectories) == 2)
     for trajectory in stage.trajectories.values():
         assert trajectory.guidance is None and trajectory.status is not TrajectoryStatus.ERROR
@@ -91,7 +91,7 @@ async def test_a_stage_that_does_not_answer_costs_the_timeout_and_nothing_else(
 async def test_a_lost_connection_ends_the_wait_at_once(make_services: MakeServices, make_order: MakeOrder) -> None:
     services = make_services([StubEngine()])
     async with playing(services, None, timeout_seconds=1000) as (stage, network):
-        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(1))))
+        await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.asked) == 1)
         network.disconnect("actor-0")
         await stage.until(lambda: len(stage.trajectories) == 1)
@@ -101,14 +101,14 @@ async def test_a_lost_connection_ends_the_wait_at_once(make_services: MakeServic
 async def test_rollouts_that_are_not_guided_do_not_ask(make_services: MakeServices, make_order: MakeOrder) -> None:
     services = make_services([StubEngine()])
     async with playing(services, None, rollout_mode="without") as (stage, _):
-        await stage.hub.send("actor-0", Message(Kind.ORDER, encode_order(make_order(1))))
+        await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.trajectories) == 1)
     assert not stage.asked
     assert services.metrics.guidance_reward.labels(guided="no").snapshot()[0].sum() == 1
 
 
 async def test_nobody_is_asked_before_the_stage_is_there() -> None:
-    recall = StageRecall(MemoryLink(MemoryNetwork(), "actor-0"))
+    recall = MemoryClient(MemoryLink(MemoryNetwork(), "actor-0"))
     with pytest.raises(PeerGone):
         await recall.search("o", "x", 1)
     with pytest.raises(WireError):

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from actors.environments import Environment, Episode, Reply, Step
-from actors.role import YOUNG_OBJECTS_MAX, collecting_rarely
+from actors.role import YOUNG_OBJECTS_MAX, gc_policy
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
@@ -35,7 +35,7 @@ class ChatEpisode(Episode):
 
 def test_what_exists_is_set_aside_inside_the_block_and_visited_again_after_it() -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
-    with collecting_rarely():
+    with gc_policy():
         assert gc.get_threshold() == (YOUNG_OBJECTS_MAX, *before[0][1:])
         assert gc.get_freeze_count() > 1_000
         assert gc.isenabled()
@@ -52,7 +52,7 @@ def test_garbage_of_a_plug_in_is_still_collected_inside_the_block() -> None:
         def __del__(self) -> None:
             Cyclic.gone += 1
 
-    with collecting_rarely():
+    with gc_policy():
         made = [Cyclic() for _ in range(3 * YOUNG_OBJECTS_MAX)]
         del made
         assert gc.collect() > 0 and Cyclic.gone == 3 * YOUNG_OBJECTS_MAX

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.environments.host import BlockingCalls
-from actors.order_queue import Desk
+from actors.order_queue import OrderQueue
 from actors.rollout.agent_loop import Budget, Limit
 from pipeline.schema import Order, Task
 
@@ -23,7 +23,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk(PLACES)
+        self.desk = OrderQueue(PLACES)
         self.serial = 0
         self.accepted: list[str] = []
         self.playing: list[str] = []

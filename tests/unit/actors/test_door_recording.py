@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from actors.engine.base import Generation, Sampling
 from actors.gateway.messages import Refusal
-from actors.gateway.recorder import Pending, Recording
-from actors.gateway.requests import Rules, read_chat, read_generate
+from actors.gateway.recorder import PendingCall, Recorder
+from actors.gateway.requests import ParameterRules, read_chat, read_generate
 from actors.rendering.renderer import Renderer
 from actors.tools.parsing.registry import FORMATS
 from pipeline.schema import FinishReason, Task, Trajectory, TrajectoryStatus, VersionSpan
@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def request(messages: list[dict[str, Any]], **more: Any) -> Any:
-    return read_chat(orjson.dumps({"messages": messages, **more}), RUN, Rules())
+    return read_chat(orjson.dumps({"messages": messages, **more}), RUN, ParameterRules())
 
 
 def generation(ids: list[int], reason: FinishReason = FinishReason.STOP) -> Generation:
@@ -46,13 +46,13 @@ class Talk:
 
     def __init__(self, tokenizer: Any, append: bool = False) -> None:
         self.tokenizer = tokenizer
-        self.recording = Recording(Renderer(tokenizer), FORMATS["hermes"].parse, append=append)
+        self.recording = Recorder(Renderer(tokenizer), FORMATS["hermes"].parse, append=append)
         self.seen: list[tuple[int, tuple[int, ...], list[int]]] = []
 
-    def begin(self, messages: list[dict[str, Any]], **more: Any) -> Pending:
+    def begin(self, messages: list[dict[str, Any]], **more: Any) -> PendingCall:
         return self.recording.chat(request(messages, **more))
 
-    def end(self, pending: Pending, ids: list[int]) -> dict[str, Any]:
+    def end(self, pending: PendingCall, ids: list[int]) -> dict[str, Any]:
         answer = self.recording.finish(pending, generation(ids), 1.0)
         self.seen.append((pending.branch, pending.prompt_ids, ids))
         return said(answer.content)
@@ -226,7 +226,7 @@ def test_any_order_of_calls_gives_branches_that_are_what_the_engine_saw(words: A
     rng = random.Random(seed)
     talk = Talk(words, append)
     histories: list[list[dict[str, Any]]] = [[user("say hello")]]
-    open_calls: list[tuple[Pending, list[dict[str, Any]]]] = []
+    open_calls: list[tuple[PendingCall, list[dict[str, Any]]]] = []
     for _ in range(rng.randrange(1, 25)):
         action = rng.random()
         if action < 0.45 or not open_calls:
@@ -273,7 +273,7 @@ def test_any_order_of_calls_gives_branches_that_are_what_the_engine_saw(words: A
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(body: dict[str, Any], param: str) -> None:
     with pytest.raises(Refusal) as caught:
-        read_chat(orjson.dumps(body), RUN, Rules())
+        read_chat(orjson.dumps(body), RUN, ParameterRules())
     assert caught.value.status == 400 and caught.value.param == param
     assert caught.value.body()["error"]["type"] == "invalid_request_error"
 
@@ -281,28 +281,32 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(body: dic
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"3"])
 def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(Refusal):
-        read_chat(data, RUN, Rules())
+        read_chat(data, RUN, ParameterRules())
     with pytest.raises(Refusal):
-        read_generate(data, RUN, Rules())
+        read_generate(data, RUN, ParameterRules())
 
 
 def test_sampling_that_is_not_the_runs_is_ignored_by_name_or_refused() -> None:
     body = {"messages": [user("x")], "temperature": 0.0, "seed": 1, "top_p": 1.0, "presence_penalty": 0}
-    assert read_chat(orjson.dumps(body), RUN, Rules()).ignored == ("temperature", "seed")
+    assert read_chat(orjson.dumps(body), RUN, ParameterRules()).ignored == ("temperature", "seed")
     with pytest.raises(Refusal, match="temperature"):
-        read_chat(orjson.dumps(body), RUN, Rules(sampling="refuse"))
+        read_chat(orjson.dumps(body), RUN, ParameterRules(sampling="refuse"))
     more = {"messages": [user("x")], "reasoning_effort": "low", "a\r\nb": 1, "user": "me", "verbosity": None}
-    assert read_chat(orjson.dumps(more), RUN, Rules()).ignored == ("reasoning_effort",)
+    assert read_chat(orjson.dumps(more), RUN, ParameterRules()).ignored == ("reasoning_effort",)
     same = {"messages": [user("x")], "temperature": 1, "top_p": 1}
-    assert read_chat(orjson.dumps(same), RUN, Rules("refuse", "refuse")).ignored == ()
+    assert read_chat(orjson.dumps(same), RUN, ParameterRules("refuse", "refuse")).ignored == ()
 
 
 def test_whatever_is_left_out_is_named() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
     body = {"messages": [user("x") | {"name": "Ann"}], "tools": [tool], "service_tier": "flex"}
-    assert read_chat(orjson.dumps(body), RUN, Rules()).ignored == ("service_tier", "messages.name", "tools.strict")
+    assert read_chat(orjson.dumps(body), RUN, ParameterRules()).ignored == (
+        "service_tier",
+        "messages.name",
+        "tools.strict",
+    )
     relied = {"messages": [user("x")], "response_format": {"type": "json_object"}, "min_tokens": 3}
-    assert read_chat(orjson.dumps(relied), RUN, Rules(unsupported="ignore")).ignored == (
+    assert read_chat(orjson.dumps(relied), RUN, ParameterRules(unsupported="ignore")).ignored == (
         "response_format",
         "min_tokens",
     )

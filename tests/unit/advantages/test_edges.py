@@ -172,19 +172,19 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
         "def odd(played, config):\n    return None\n"
         "odd.needs = {'gold'}\n"
     )
-    from learner.advantages.registry import needed_evidence
+    from learner.advantages.registry import needed_scores
     from pipeline.errors import ConfigurationError
 
     played = [make_played(2.0)]
     assert advantages_of(played, estimator=f"{file}:good")[0].tolist() == [2.0] * 3
-    assert needed_evidence(AdvantageConfig(estimator=f"{file}:good")) == {"entropies"}
+    assert needed_scores(AdvantageConfig(estimator=f"{file}:good")) == {"entropies"}
     for name, what in (("short", "3 finite advantages"), ("few", "of 1 trajectories")):
         with pytest.raises(TrainingError, match=what):
             advantages_of(played, estimator=f"{file}:{name}")
     with pytest.raises(ConfigurationError, match="expected needs out of"):
-        needed_evidence(AdvantageConfig(estimator=f"{file}:odd"))
+        needed_scores(AdvantageConfig(estimator=f"{file}:odd"))
     with pytest.raises(ConfigurationError, match="expected a function"):
-        needed_evidence(AdvantageConfig(estimator=f"{file}:absent"))
+        needed_scores(AdvantageConfig(estimator=f"{file}:absent"))
     assert isinstance(Estimates(()), Estimates)
 
 

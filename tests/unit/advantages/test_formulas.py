@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from learner.advantages.apply import estimate
-from learner.advantages.registry import ESTIMATORS, needed_evidence
+from learner.advantages.registry import ESTIMATORS, needed_scores
 from pipeline.config.algorithm import ESTIMATOR_NAMES, AdvantageConfig
 from tests.unit.advantages.cases import make_played, updates
 from tests.unit.advantages.slow import SLOW, gae_raw
@@ -136,6 +136,6 @@ def test_gpg_scales_by_the_groups_that_teach(rewards):
 
 
 def test_each_estimator_says_which_passes_it_needs():
-    assert needed_evidence(AdvantageConfig(estimator="gae")) == {"values"}
-    assert needed_evidence(AdvantageConfig(estimator="cpo")) == {"logprobs", "entropies", "hinted"}
-    assert needed_evidence(AdvantageConfig(estimator="grpo")) == frozenset()
+    assert needed_scores(AdvantageConfig(estimator="gae")) == {"values"}
+    assert needed_scores(AdvantageConfig(estimator="cpo")) == {"logprobs", "entropies", "hinted"}
+    assert needed_scores(AdvantageConfig(estimator="grpo")) == frozenset()

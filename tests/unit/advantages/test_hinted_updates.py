@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from learner.advantages.apply import estimate, played_of
-from learner.advantages.cpo import hinted_logprobs
-from learner.data.groups import Group, Replay
+from learner.advantages.cpo import counterfactual_logprobs
+from learner.data.groups import Group, StoredRollout
 from learner.data.rows import build_batch, trajectory_rows, with_contexts
 from pipeline.errors import SchemaError, TrainingError
 from pipeline.schema import GroupPlan, Task
@@ -32,7 +32,7 @@ def test_hinted_log_probabilities_are_those_of_the_rows_with_the_hint():
     trainer = make_trainer({"tokens_per_microbatch": 40}, advantage={"estimator": "cpo"})
     groups = with_hints(groups_of(), lambda t: not t.trajectory_id.endswith("2"))
     batch = build_batch(0, groups)
-    hinted = hinted_logprobs(batch, trainer.score)
+    hinted = counterfactual_logprobs(batch, trainer.score)
     plain = trainer.score(batch.rows)
     first = 0
     for row, t in zip(batch.rows, batch.trajectories, strict=True):
@@ -59,13 +59,13 @@ def test_a_trajectory_in_two_branches_and_a_replay_of_one_turn_keep_their_token_
     )
     alone = replace(long, trajectory_id="stored")
     plan = GroupPlan("g", Task("t", "toy", 0), 2, 1, ("stored",))
-    batch = build_batch(0, [Group(plan, (forked, alone), {"stored": Replay(turn=1)})])
+    batch = build_batch(0, [Group(plan, (forked, alone), {"stored": StoredRollout(turn=1)})])
     assert [row.sequence for row in batch.rows] == [0, 0, 1]
-    hinted = hinted_logprobs(batch, trainer.score)
+    hinted = counterfactual_logprobs(batch, trainer.score)
     expected = trainer.score(
         [
             *trajectory_rows(with_contexts(forked, forked.hinted_contexts), 0),
-            *trajectory_rows(with_contexts(alone, alone.hinted_contexts), 1, replay=Replay(turn=1)),
+            *trajectory_rows(with_contexts(alone, alone.hinted_contexts), 1, replay=StoredRollout(turn=1)),
         ]
     )
     np.testing.assert_allclose(hinted, expected, atol=1e-5)
@@ -87,7 +87,7 @@ def test_the_gradient_of_a_failed_group_is_the_signal_times_that_of_log_pi():
     )
     batch = build_batch(0, groups)
     evidence = trainer.gather(batch.rows)
-    evidence = replace(evidence, hinted=hinted_logprobs(batch, trainer.score))
+    evidence = replace(evidence, hinted=counterfactual_logprobs(batch, trainer.score))
     advantages = np.concatenate(estimate(played_of(batch, evidence), trainer._config.advantage).advantages)
     g, o, h = (np.asarray(a, np.float64) for a in (evidence.hinted, evidence.logprobs, evidence.entropies))
     scale = np.concatenate([np.full(sum(r.n_sampled for r in batch.rows[i : i + 4]), 0.0) for i in (0, 4)])

@@ -9,8 +9,8 @@ from hypothesis import given
 
 from learner.advantages.apply import played_of, with_advantages
 from learner.advantages.rewards import overlong_count, overlong_loss, shaped
-from learner.data.evidence import Evidence
-from learner.data.groups import Group, Replay
+from learner.data.evidence import TokenScores
+from learner.data.groups import Group, StoredRollout
 from learner.data.rows import build_batch
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError, SchemaError, TrainingError
@@ -138,7 +138,7 @@ def shaping(tmp_path):
 
 def test_users_shaping_changes_rewards_before_estimation_and_not_those_of_the_trajectories(shaping):
     batch = batch_of([make_trajectory("a", 1.0, [make_turn(2)]), make_trajectory("b", 1.0, [make_turn(4)])])
-    out, _ = with_advantages(batch, Evidence(), shaping("by_length", estimator="rloo"))
+    out, _ = with_advantages(batch, TokenScores(), shaping("by_length", estimator="rloo"))
     assert by_trajectory(out) == {"a": [0.25] * 2, "b": [-0.25] * 4}
     assert [t.reward for t in out.trajectories] == [1.0, 1.0]
 
@@ -171,7 +171,7 @@ def test_turn_rewards_reach_the_tokens_of_all_branches_by_turn():
     batch = batch_of([make_trajectory("a", 4.0, turns)])
     assert len(batch.rows) == 2
     config = AdvantageConfig(estimator="reinforce_pp", rewards="turns", whiten=False, gamma=0.5)
-    (out,) = by_trajectory(with_advantages(batch, Evidence(), config)[0]).values()
+    (out,) = by_trajectory(with_advantages(batch, TokenScores(), config)[0]).values()
     assert out == [0.5**5 * 4 - 0.5**2 + 0.5, 0.5**4 * 4 - 0.5 + 1, 0.5**3 * 4 - 1, 1.0, 2.0, 4.0]
 
 
@@ -180,7 +180,7 @@ def test_gae_takes_values_by_token_number_and_gives_returns_by_it():
                       make_trajectory("b", 0.0, [make_turn(2)])])  # fmt: skip
     values = np.array([0.5, 0.25, 0.75, 0.1, 0.2], dtype=np.float32)
     config = AdvantageConfig(estimator="gae", whiten=False)
-    out, evidence = with_advantages(batch, Evidence(values=values), config)
+    out, evidence = with_advantages(batch, TokenScores(values=values), config)
     np.testing.assert_allclose(np.concatenate([r.advantages for r in out.rows]), [1, 1, 1, 0, 0] - values, atol=1e-6)
     np.testing.assert_allclose(evidence.returns, [1, 1, 1, 0, 0], atol=1e-6)
 
@@ -188,7 +188,7 @@ def test_gae_takes_values_by_token_number_and_gives_returns_by_it():
 def test_penalties_are_taken_off_by_token_number():
     batch = batch_of([make_trajectory("a", 1.0, [make_turn(2)]), make_trajectory("b", 1.0, [make_turn(1)])])
     config = AdvantageConfig(estimator="rloo")
-    out, _ = with_advantages(batch, Evidence(), config, np.array([0.25, 0.25, 0.0], dtype=np.float32))
+    out, _ = with_advantages(batch, TokenScores(), config, np.array([0.25, 0.25, 0.0], dtype=np.float32))
     assert by_trajectory(out) == {"a": [-0.5, -0.5], "b": [0.5]}
 
 
@@ -196,19 +196,19 @@ def test_replayed_and_imported_trajectories_share_the_group_with_fresh_ones():
     fresh = make_trajectory("a", 0.0, [make_turn(2, 0.0)])
     stored = make_trajectory("b", 1.0, [make_turn(1, 0.0), make_turn(1, 1.0)])
     imported = make_trajectory("c", 1.0, [make_turn(3)], recorded=False)
-    batch = batch_of([fresh, stored, imported], {"b": Replay(), "c": Replay()})
-    played = played_of(batch, Evidence())
+    batch = batch_of([fresh, stored, imported], {"b": StoredRollout(), "c": StoredRollout()})
+    played = played_of(batch, TokenScores())
     assert [p.replayed for p in played] == [False, True, True]
     assert [p.behaviour is None for p in played] == [False, False, True]
     assert [p.turn_rewards for p in played] == [(0.0,), (0.0, 1.0), ()]
-    out = by_trajectory(with_advantages(batch, Evidence(), AdvantageConfig(estimator="rloo", rewards="turns"))[0])
+    out = by_trajectory(with_advantages(batch, TokenScores(), AdvantageConfig(estimator="rloo", rewards="turns"))[0])
     assert out == {"a": [-1.0] * 2, "b": [0.5, 1.0], "c": [0.5] * 3}
 
 
 def test_replay_of_one_turn_knows_the_length_and_rewards_of_the_whole():
     stored = make_trajectory("b", 3.0, [make_turn(5, 1.0), make_turn(1, 2.0)])
-    batch = batch_of([make_trajectory("a", 0.0, [make_turn(2, 0.0)]), stored], {"b": Replay(turn=1)})
-    p = played_of(batch, Evidence())[1]
+    batch = batch_of([make_trajectory("a", 0.0, [make_turn(2, 0.0)]), stored], {"b": StoredRollout(turn=1)})
+    p = played_of(batch, TokenScores())[1]
     assert (p.n_tokens, p.sampled, p.turn_rewards, p.turns.tolist()) == (1, 6, (1.0, 2.0), [1])
 
 
@@ -216,7 +216,7 @@ def test_remax_takes_the_baseline_of_the_plan():
     batch = batch_of([make_trajectory("a", 1.0, [make_turn(2)])])
     (group,) = batch.groups
     batch = replace(batch, groups=(replace(group, plan=replace(group.plan, baseline=0.25)),))
-    out, _ = with_advantages(batch, Evidence(), AdvantageConfig(estimator="remax"))
+    out, _ = with_advantages(batch, TokenScores(), AdvantageConfig(estimator="remax"))
     assert by_trajectory(out) == {"a": [0.75, 0.75]}
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.advantages.apply import with_advantages
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.groups import Group
 from learner.data.rows import build_batch
 from learner.policy.policy import Policy
@@ -108,7 +108,7 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     batch = build_batch(0, groups_of())
     rng = np.random.default_rng(1)
     today, reference = (-rng.uniform(0.1, 3, batch.n_sampled).astype(np.float32) for _ in range(2))
-    evidence = Evidence(logprobs=today, reference=reference)
+    evidence = TokenScores(logprobs=today, reference=reference)
     penalties = trainer._gathering.penalties(evidence, trainer.kl.coefficient)
     np.testing.assert_allclose(penalties, 0.5 * (today - reference), rtol=1e-5, atol=1e-6)
     config = trainer._config.advantage

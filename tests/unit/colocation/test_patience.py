@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from actors.engine.base import Patience, Sampling
+from actors.engine.base import PausableTimeout, Sampling
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from pipeline.errors import EngineUnavailable
@@ -21,13 +21,13 @@ async def never() -> None:
 
 
 async def test_a_limit_ends_what_takes_too_long_awake() -> None:
-    with anyio.fail_after(60), Patience().limit(0.01) as scope:
+    with anyio.fail_after(60), PausableTimeout().limit(0.01) as scope:
         await never()
     assert scope.cancelled_caught
 
 
 async def test_a_limit_keeps_what_was_left_when_the_engine_fell_asleep() -> None:
-    patience = Patience()
+    patience = PausableTimeout()
     with patience.limit(100.0) as scope:
         before = scope.deadline - anyio.current_time()
         patience.fell_asleep()
@@ -40,7 +40,7 @@ async def test_a_limit_keeps_what_was_left_when_the_engine_fell_asleep() -> None
 
 
 async def test_a_limit_set_while_asleep_counts_from_waking() -> None:
-    patience = Patience()
+    patience = PausableTimeout()
     patience.fell_asleep()
     with patience.limit(0.01) as scope:
         with anyio.move_on_after(0.05):
@@ -53,7 +53,7 @@ async def test_a_limit_set_while_asleep_counts_from_waking() -> None:
 
 
 async def test_a_request_outlives_its_limit_while_the_engine_sleeps() -> None:
-    patience = Patience()
+    patience = PausableTimeout()
     async with (
         StubServer() as server,
         EngineClient(server.url, request_seconds_max=SHORT, patience=patience) as client,
@@ -79,7 +79,7 @@ async def test_a_request_outlives_its_limit_while_the_engine_sleeps() -> None:
 async def test_a_request_to_an_engine_that_is_only_slow_fails_in_time() -> None:
     async with (
         StubServer() as server,
-        EngineClient(server.url, request_seconds_max=SHORT, patience=Patience()) as client,
+        EngineClient(server.url, request_seconds_max=SHORT, patience=PausableTimeout()) as client,
     ):
         server.sleeping = True
         with anyio.fail_after(10), pytest.raises(EngineUnavailable, match=r"0\.15 s awake"):
@@ -89,7 +89,7 @@ async def test_a_request_to_an_engine_that_is_only_slow_fails_in_time() -> None:
 
 
 async def test_the_pool_takes_a_sleeping_engine_for_well_and_a_dead_one_not_for_asleep() -> None:
-    engine, patience = StubEngine(), Patience()
+    engine, patience = StubEngine(), PausableTimeout()
     metrics = ActorMetrics(CollectorRegistry(), environments=())
     pool = EnginePool(
         [engine], sessions_max=4, wait_seconds_max=5.0, metrics=metrics, probe_seconds=0.01, patience=patience

@@ -9,7 +9,7 @@ import torch
 
 from actors.embedded.generator import Generator
 from actors.embedded.options import EngineOptions
-from actors.embedded.requests import GenerateRequest, Refused
+from actors.embedded.requests import EngineRequest, Refused
 
 TOKENS = 100
 
@@ -33,9 +33,9 @@ async def generator(folder):
     assert failures == []
 
 
-def request(name: str, tokens: int = TOKENS) -> GenerateRequest:
+def request(name: str, tokens: int = TOKENS) -> EngineRequest:
     """A greedy one: what comes must not depend on when the engine slept."""
-    return GenerateRequest(name, [1, 2, 3, 4, 5], tokens, 1e-6, frozenset(), True, True)
+    return EngineRequest(name, [1, 2, 3, 4, 5], tokens, 1e-6, frozenset(), True, True)
 
 
 def cache_bytes(generator: Generator) -> int:
@@ -52,7 +52,7 @@ async def until(look) -> None:
             await asyncio.sleep(0.002)
 
 
-async def sample(generator: Generator, request: GenerateRequest) -> list[int]:
+async def sample(generator: Generator, request: EngineRequest) -> list[int]:
     async with asyncio.timeout(60):
         return (await generator.generate(request)).token_ids
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from aiohttp import web
 
-from learner.weights.colocated import SharedDevice, quiet_engines
+from learner.weights.colocated import SharedDevice, sleeping_engines
 from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
@@ -265,5 +265,5 @@ async def test_engines_are_quiet_before_the_models_are_loaded(engine, tmp_path):
         }
     )
     with anyio.fail_after(10):
-        await quiet_engines(RoleContext("learner", 0, config))
+        await sleeping_engines(RoleContext("learner", 0, config))
     assert engine.asleep == {"weights", "kv_cache"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from learner.weights.colocated import Holder, Order, Turns
+from learner.weights.colocated import DeviceTurns, Holder, Order
 
 ENGINES = ("a", "b")
 
@@ -17,7 +17,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns(ENGINES)
+        self.turns = DeviceTurns(ENGINES)
         self.now = 0.0
         self.asleep: dict[str, float] = {}
         self.slept = self.told = 0.0
@@ -89,7 +89,7 @@ TestAnyOrder = AnyOrder.TestCase
 
 
 def test_the_last_engine_to_fall_asleep_gives_the_device() -> None:
-    turns = Turns(ENGINES)
+    turns = DeviceTurns(ENGINES)
     assert not turns.request()
     assert not turns.fell_asleep("a", 1.0)
     assert turns.fell_asleep("b", 2.0)
@@ -100,7 +100,7 @@ def test_the_last_engine_to_fall_asleep_gives_the_device() -> None:
 
 @given(st.lists(st.sampled_from(ENGINES), max_size=8))
 def test_an_engine_that_never_answers_blocks_the_grant(answers: list[str]) -> None:
-    turns = Turns((*ENGINES, "silent"))
+    turns = DeviceTurns((*ENGINES, "silent"))
     turns.request()
     for engine in answers:
         assert not turns.fell_asleep(engine, 0.0)
@@ -108,7 +108,7 @@ def test_an_engine_that_never_answers_blocks_the_grant(answers: list[str]) -> No
 
 
 def test_an_intruder_is_told_to_sleep_and_takes_nothing_back() -> None:
-    turns = Turns(("a",))
+    turns = DeviceTurns(("a",))
     turns.request()
     turns.fell_asleep("a", 0.0)
     turns.woke("a", 1.0)

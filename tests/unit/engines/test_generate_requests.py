@@ -9,12 +9,12 @@ import orjson
 import pytest
 
 from actors.embedded.options import EngineOptions
-from actors.embedded.requests import Bounds, GenerateRequest, Refused
+from actors.embedded.requests import Bounds, EngineRequest, Refused
 
 BOUNDS = Bounds(EngineOptions(model=Path("m"), max_length=32), vocabulary_size=50)
 
 
-def parse(sampling: Any = None, bounds: Bounds = BOUNDS, **body: Any) -> GenerateRequest:
+def parse(sampling: Any = None, bounds: Bounds = BOUNDS, **body: Any) -> EngineRequest:
     return bounds.parse(orjson.dumps({"token_ids": [1, 2, 3], "sampling_params": sampling or {}, **body}))
 
 

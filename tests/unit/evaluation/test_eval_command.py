@@ -16,7 +16,14 @@ from pipeline.config.load import dump, loads
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.evaluate import Asked, Weights, evaluate_checkpoint, find_weights, show_result, small_run
+from pipeline.supervisor.evaluate import (
+    EvaluationRequest,
+    Weights,
+    evaluate_checkpoint,
+    find_weights,
+    show_result,
+    small_run,
+)
 from pipeline.supervisor.processes import specs_of
 
 
@@ -63,7 +70,7 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
     )
     folder = RunDirectory(run.evaluations / "u000020-1")
     weights = Weights("u000020", run.checkpoints / "u000020" / "model", 20, 22)
-    made = small_run(config, weights, Asked(tasks=7, samples=8), folder)
+    made = small_run(config, weights, EvaluationRequest(tasks=7, samples=8), folder)
     assert made.run.path == folder.path and made.run.total_steps == 21
     section = made.evaluation
     assert (section.only, section.tasks, section.samples, section.greedy, section.split) == (True, 7, 8, False, "test")
@@ -80,10 +87,10 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
 def test_options_that_do_not_fit_are_refused_and_leave_no_folder(run: RunDirectory) -> None:
     run.config_file.write_text(dump(RunConfig()))
     with pytest.raises(ConfigurationError, match="from 1 to samples"):
-        evaluate_checkpoint(run.path, Asked(samples=2, pass_at=(4,)))
+        evaluate_checkpoint(run.path, EvaluationRequest(samples=2, pass_at=(4,)))
     assert list(run.evaluations.iterdir()) == []
     with pytest.raises(ConfigurationError, match=r"no config\.yaml"):
-        evaluate_checkpoint(run.checkpoints, Asked())
+        evaluate_checkpoint(run.checkpoints, EvaluationRequest())
 
 
 def result(score: float | None = 0.5, status: str = "complete", **more: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
 from pipeline.store.evaluation_results import write_results
-from pipeline.store.journal import Evaluated, Send, Unfit
+from pipeline.store.journal import Evaluated, Send, UntrainedRollout
 from pipeline.store.records import GroupState
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_order, encode_trajectory
-from pipeline.transport.protocol import Kind, Message
+from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 SPLITS = {"a": {"train": [[0, 10, 1]], "eval": [[10, 14, 1]]}}
@@ -57,7 +57,7 @@ class Stage:
     def version(self, version: int, updates: int) -> None:
         learner = {"session": "s", "updates": updates, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
         self.core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
-        self.core.message("learner", Message(Kind.VERSION, {"policy_version": version, "updates": updates}))
+        self.core.message("learner", WireMessage(Kind.VERSION, {"policy_version": version, "updates": updates}))
         self.round()
 
     def round(self) -> None:
@@ -67,7 +67,7 @@ class Stage:
         self.store.commit(changes)
         self.sent += [e for e in effects if isinstance(e, Send)]
         self.results += [e.result for e in effects if isinstance(e, Evaluated)]
-        self.shown += [e.trajectory_id for e in effects if isinstance(e, Unfit) and e.evaluated]
+        self.shown += [e.trajectory_id for e in effects if isinstance(e, UntrainedRollout) and e.evaluated]
 
     def leased(self) -> list[Order]:
         now = {k.text for g in self.core.records.values() for k, o in g.orders.items() if o.state == "leased"}
@@ -79,7 +79,7 @@ class Stage:
 
     def answer(self, order: Order, version: int = 0, **more: Any) -> None:
         frames = encode_trajectory(rollout(order, version, **more))
-        self.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        self.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
         self.round()
 
     def answer_all(self, version: int = 0, **more: Any) -> None:
@@ -312,7 +312,7 @@ def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> 
     core.peer_up("actor-0", {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 5, "holding": []})
     learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
     core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
-    core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+    core.message("learner", WireMessage(Kind.VERSION, {"policy_version": 0, "updates": 0}))
     waiting: list[Order] = []
     trained = 0
     for _ in range(60):
@@ -327,7 +327,7 @@ def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> 
         if order.evaluation:
             played.append((order.task.task_id, order.slot))
         frames = encode_trajectory(rollout(order, 0, reward=float(order.slot)))
-        core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
     assert trained > 0
     tasks = [f"a/eval/{i}" for i in range(7)] + [f"b/eval/{i}" for i in range(3)]
     assert sorted(played) == sorted((task, slot) for task in tasks for slot in (0, 1))

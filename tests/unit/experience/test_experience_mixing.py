@@ -14,7 +14,7 @@ from pipeline.config.replay import EssGuardConfig, ReplayConfig
 from pipeline.experience.experience import Experience
 from pipeline.experience.mixing import Mixing, next_factor
 from pipeline.experience.selection import Draws
-from pipeline.tasks.sampler import TaskSampler, Verdict
+from pipeline.tasks.sampler import DrawOutcome, TaskSampler
 
 
 class Stage:
@@ -242,7 +242,7 @@ def test_passing_over_tasks_keeps_epochs_whole_and_shares_exact(make, retired, s
     sampler = TaskSampler(environments, seed)
 
     def verdict(task):
-        return Verdict.PASS if task.task_id in {f"a/{seed}" for seed in retired} else Verdict.TAKE
+        return DrawOutcome.PASS if task.task_id in {f"a/{seed}" for seed in retired} else DrawOutcome.TAKE
 
     drawn = [sampler.draw_where(verdict) for _ in range(80)]
     counts = Counter(task.environment for task in drawn)

@@ -19,7 +19,7 @@ from learner.data.rows import Batch
 from learner.policy.policy import Policy
 from learner.recorder import MetricsLog
 from learner.role import choose_version
-from learner.session import Standing
+from learner.session import LearnerProgress
 from learner.training.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
 
@@ -186,5 +186,5 @@ def test_resuming_drops_the_lines_that_will_be_made_again(tmp_path):
     ],
 )
 def test_a_version_names_one_set_of_weights_for_ever(restored, recorded, written, version):
-    standing = Standing() if restored is None else Standing(*restored)
+    standing = LearnerProgress() if restored is None else LearnerProgress(*restored)
     assert choose_version(standing, recorded, written) == version

@@ -21,7 +21,7 @@ from pipeline.config.explain import resolve
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Task
-from pipeline.store.archive import Header, Portable, write_portable
+from pipeline.store.archive import ArchivedTrajectory, Header, write_archive
 from pipeline.transport.codec import encode_trajectory
 
 SEEDS = range(24)
@@ -96,10 +96,10 @@ def test_token_ids_of_several_turns_and_exports_are_read(game, kit, tmp_path) ->
     assert (row.temperatures == 1).all()
     exported = tmp_path / "pool.afterplay"
     records = [
-        Portable({"reward": reward}, encode_trajectory(kit.make_trajectory(f"t{i}", reward=None, seed=i)))
+        ArchivedTrajectory({"reward": reward}, encode_trajectory(kit.make_trajectory(f"t{i}", reward=None, seed=i)))
         for i, reward in enumerate((1.0, 0.0, 1.0))
     ]
-    write_portable(exported, Header(), records)
+    write_archive(exported, Header(), records)
     assert len(load_demonstrations(exported, config, directory.model)) == 2
 
 

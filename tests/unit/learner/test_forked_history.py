@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner.advantages.apply import with_advantages
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.groups import Group
 from learner.data.rows import Batch, build_batch
 from learner.policy.policy import Policy
@@ -44,7 +44,7 @@ def test_a_play_that_forked_gives_the_gradient_of_the_one_that_did_not(kit, aggr
     group = kit.make_group("g", [1.0, 0.0, 0.5, 0.0])
     plays = tuple(forked(t) if i in (0, 3) else t for i, t in enumerate(group.trajectories))
     groups = (group, Group(group.plan, plays))
-    batches = [with_advantages(build_batch(0, [g]), Evidence(), AdvantageConfig())[0] for g in groups]
+    batches = [with_advantages(build_batch(0, [g]), TokenScores(), AdvantageConfig())[0] for g in groups]
     assert [len(batch.rows) for batch in batches] == [4, 6]
     (loss, grads), (loss_forked, grads_forked) = (learnt(kit, batch, aggregation) for batch in batches)
     assert loss_forked == pytest.approx(loss, rel=1e-5) and grads

@@ -24,7 +24,7 @@ from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory,
 from pipeline.schema import Message as ChatMessage
 from pipeline.stage.role import serve as serve_stage
 from pipeline.transport.codec import decode_order, encode_trajectory
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 
 
@@ -107,7 +107,7 @@ async def play(network, engine):
                 rewards={"environment": float(rng.integers(0, 2))},
             )  # fmt: skip
             header = {"trajectory_id": order.order_id}
-            await link.send(Message(Kind.TRAJECTORY, header, encode_trajectory(trajectory)))
+            await link.send(WireMessage(Kind.TRAJECTORY, header, encode_trajectory(trajectory)))
 
 
 class World:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from learner.advantages.apply import estimate, with_advantages
 from learner.advantages.base import Played
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.microbatch import collate, plan_microbatches, token_numbers, token_weights
 from learner.data.rows import build_batch, trajectory_rows
 from learner.observability.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics
@@ -232,7 +232,7 @@ def test_predictors_point_at_the_position_before_each_sampled_token(kit):
 
 def test_replayed_trajectories_share_the_advantage_group_and_keep_their_mask(kit):
     batch = build_batch(0, [kit.make_group("g", [1.0, 0.0, 0.0, 1.0], replay=[3])])
-    batch, _ = with_advantages(batch, Evidence(), AdvantageConfig())
+    batch, _ = with_advantages(batch, TokenScores(), AdvantageConfig())
     assert [row.replayed for row in batch.rows] == [False, False, False, True]
     assert batch.rows[3].advantages[0] == batch.rows[0].advantages[0] > 0
     assert batch.rows[3].loss_mask.any()

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from learner.advantages.apply import with_advantages
 from learner.checkpoints.checkpoint import CheckpointState
 from learner.data.assembler import GroupAssembler
-from learner.data.evidence import Evidence
-from learner.data.groups import Group, Replay
+from learner.data.evidence import TokenScores
+from learner.data.groups import Group, StoredRollout
 from learner.data.replay_choice import choose_replays, ranked
 from learner.data.rows import build_batch, trajectory_rows
 from learner.data.trained import Trained, TrainedGroup
@@ -33,7 +33,7 @@ def group_of(kit, name="g", n=3, k=1, pool=("a", "b", "c"), entropies=None, **fa
     plan = plan_of(name, n, k, [f"{name}.{p}" for p in pool])
     fresh = [kit.make_trajectory(f"{name}.{i}", group=name, reward=0.0, seed=i) for i in range(n - k)]
     stored = [kit.make_trajectory(p, group="old", reward=1.0, seed=50 + i) for i, p in enumerate(plan.candidates)]
-    return Group(plan, (*fresh, *stored), {t.trajectory_id: Replay(**facts) for t in stored})
+    return Group(plan, (*fresh, *stored), {t.trajectory_id: StoredRollout(**facts) for t in stored})
 
 
 def scorer(values, calls=None):
@@ -58,7 +58,7 @@ def test_a_group_is_complete_with_all_delivered_in_any_order_and_keeps_its_facts
     names = [*(f"f{i}" for i in range(plan.n_fresh)), *pool]
     for index in data.draw(st.permutations(range(plan.delivered))):
         assert not assembler.ready(0)
-        fact = Replay(weight=0.5 + index) if index >= plan.n_fresh else None
+        fact = StoredRollout(weight=0.5 + index) if index >= plan.n_fresh else None
         t = kit.make_trajectory(names[index], group="old", reward=None)
         assembler.deliver("g", index, t, float(index), {}, fact)
     (group,) = assembler.take(0)
@@ -81,7 +81,7 @@ def test_a_candidate_in_another_place_is_an_error(kit):
 def test_a_weight_that_is_not_finite_is_an_error():
     for weight in (float("nan"), -1.0, float("inf")):
         with pytest.raises(TrainingError, match="finite weight"):
-            Replay(weight=weight)
+            StoredRollout(weight=weight)
 
 
 @given(st.lists(st.none() | st.floats(0, 5) | st.just(float("nan")), min_size=1, max_size=8))
@@ -165,7 +165,7 @@ def test_an_unsettled_group_is_not_trained(kit):
 
 def test_fresh_and_chosen_share_one_advantage_group_with_the_stored_reward(kit):
     group = group_of(kit, weight=0.25).as_stored()
-    batch, _ = with_advantages(build_batch(0, [group]), Evidence(), AdvantageConfig())
+    batch, _ = with_advantages(build_batch(0, [group]), TokenScores(), AdvantageConfig())
     assert [row.replayed for row in batch.rows] == [False, False, True]
     assert [row.replay_weight for row in batch.rows] == [1.0, 1.0, 0.25]
     assert batch.rows[2].advantages.min() > 0 > batch.rows[0].advantages.max()
@@ -184,7 +184,7 @@ def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, d
     plain = {i: (7,) * int(rng.integers(1, 4)) for i in range(n_turns) if rng.random() < 0.5} or {0: (7, 7)}
     guidance = data.draw(st.sampled_from([None, Guidance(("l",), keep, {} if keep else plain)]))
     t = replace(kit.make_trajectory("t", turns=turns), guidance=guidance)
-    rows = trajectory_rows(t, 0, replay=Replay(turn=only) if replayed else None)
+    rows = trajectory_rows(t, 0, replay=StoredRollout(turn=only) if replayed else None)
     trained = [i for i in range(n_turns) if only is None or i == only]
     for name, field in (("token_ids", "token_ids"), ("behaviour_logprobs", "behaviour_logprobs")):
         came = np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])
@@ -208,7 +208,7 @@ def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, d
 
 def test_a_turn_that_is_not_there_is_an_error(kit):
     with pytest.raises(TrainingError, match="turn 7"):
-        trajectory_rows(kit.make_trajectory(), 0, replay=Replay(turn=7))
+        trajectory_rows(kit.make_trajectory(), 0, replay=StoredRollout(turn=7))
 
 
 def test_facts_survive_a_checkpoint_and_json():

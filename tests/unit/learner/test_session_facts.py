@@ -8,12 +8,12 @@ import pytest
 
 from learner.checkpoints.checkpoint import CheckpointState, read_state
 from learner.data.trained import Trained, TrainedGroup
-from learner.session import LearnerSession, Standing
+from learner.session import LearnerProgress, LearnerSession
 from pipeline.config.learner import GroupsConfig
 from pipeline.errors import WireError
 from pipeline.schema import GroupPlan, Task
 from pipeline.transport.codec import encode_plan, encode_trajectory
-from pipeline.transport.protocol import Event, EventKind, Kind, Limits, Message
+from pipeline.transport.protocol import Event, EventKind, Kind, Limits, WireMessage
 
 FACTS = Trained(
     {"all": 0.5, "fresh": 0.9, "replay": 0.2},
@@ -46,11 +46,13 @@ class Wire:
         self.sent.append(message)
 
     def came(self, kind, header, frames=()):
-        self._queue.put_nowait(Event(EventKind.MESSAGE, "hub", Message(kind, header, frames)))
+        self._queue.put_nowait(Event(EventKind.MESSAGE, "hub", WireMessage(kind, header, frames)))
 
 
 def session_on(wire, standing=None):
-    return LearnerSession(wire, GroupsConfig(n_rollout=2, groups_per_step=1), 2, standing or Standing(), Limits())
+    return LearnerSession(
+        wire, GroupsConfig(n_rollout=2, groups_per_step=1), 2, standing or LearnerProgress(), Limits()
+    )
 
 
 def deliver(wire, kit, index, name, reward, **header):
@@ -91,7 +93,7 @@ def test_a_resumed_learner_says_again_what_was_not_acknowledged(tmp_path):
     again = read_state(tmp_path)
     assert again == state
     wire = Wire()
-    session_on(wire, Standing(1, 3, 1, again.unacknowledged, trained=again.trained))
+    session_on(wire, LearnerProgress(1, 3, 1, again.unacknowledged, trained=again.trained))
     assert wire.hello["consumed"] == [[0, ["g"]]]
     assert wire.hello["trained"] == [[0, TOLD]]
 

@@ -8,7 +8,7 @@ import torch
 
 import learner.training.trainer
 from learner.checkpoints.skipped_steps import KEPT_MAX, read_skipped, write_skipped
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Batch, Row
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
@@ -31,7 +31,7 @@ def poisoned(kit, row: int, count: int = 6) -> tuple[Row, ...]:
 
 def test_a_batch_that_was_written_out_is_skipped_again_for_the_same_reason(kit, tmp_path):
     rows = poisoned(kit, 4)
-    evidence = Evidence(reference=np.full(sum(row.n_sampled for row in rows), -1.5, np.float32))
+    evidence = TokenScores(reference=np.full(sum(row.n_sampled for row in rows), -1.5, np.float32))
     report = trainer_of(kit, minibatches=3).step(Batch(0, (), rows), 7, evidence)
     assert sum(report.nonfinite.values()) == len(report.skipped.steps) == 1
     assert report.optimizer_steps == 2, "the other mini-batches are trained"

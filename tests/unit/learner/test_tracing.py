@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.groups import Group, Replay
+from learner.data.groups import Group, StoredRollout
 from learner.data.rows import build_batch
 from learner.policy.policy import Policy
-from learner.traces import Seen, Tracer, drawn, tracing
+from learner.traces import Tracer, UpdateTokens, drawn, tracing
 from learner.training.trainer import Trainer
 from pipeline.config.evaluation import TracesConfig
 from pipeline.store.traces import Flag, TraceWriter, scan_traces, trace_files
@@ -28,7 +28,9 @@ def batch_of(kit):
     turns = [kit.make_turn(rng, 4, 3), kit.make_turn(rng, 2, 5), kit.make_turn(rng, 6, 2, branch=1)]
     plain = kit.make_group("g0", [1.0, 0.0, 0.0, 1.0])
     branched = replace(plain.trajectories[2], turns=tuple(turns))
-    replayed = replace(kit.make_group("g1", [1.0, 0.0, 0.0, 1.0], seed=1, replay=[3]), replays={"g1.3": Replay(turn=1)})
+    replayed = replace(
+        kit.make_group("g1", [1.0, 0.0, 0.0, 1.0], seed=1, replay=[3]), replays={"g1.3": StoredRollout(turn=1)}
+    )
     first = Group(plain.plan, (*plain.trajectories[:2], branched, plain.trajectories[3]))
     return build_batch(0, (first, replayed))
 
@@ -41,7 +43,7 @@ def test_every_token_has_its_own_value(kit, learner):
     report = trainer.train(batch, policy_version=0)
     for sequence, rows in alone.items():
         trajectory = batch.trajectories[sequence]
-        seen = Seen(batch, report.statistics.values).of(sequence, trajectory)
+        seen = UpdateTokens(batch, report.statistics.values).of(sequence, trajectory)
         assert len(seen) == trajectory.n_sampled
         at = seen.flags > 0
         if rows[0].whole:
@@ -71,7 +73,7 @@ def test_kept_trajectories_come_back_with_their_values(kit, tmp_path):
             trajectory.turns[0].completion.token_ids.tolist()
         )
         assert (entry.step, entry.index["policy_version"]) == (1, 7)
-        expected = Seen(batch, report.statistics.values).of(sequence, trajectory)
+        expected = UpdateTokens(batch, report.statistics.values).of(sequence, trajectory)
         np.testing.assert_allclose(trace.seen.log_ratios, expected.log_ratios, rtol=2e-3, atol=1e-6)
         np.testing.assert_array_equal(trace.seen.flags, expected.flags)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.advantages.apply import with_advantages
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Batch, build_batch, trajectory_rows
 from learner.policy.backbone import Interrupted
 from learner.policy.policy import Policy
@@ -283,7 +283,7 @@ def play_bandit(trainer, rng, update, pulls=32):
                 )
             )
         groups.append(Group(GroupPlan(name, Task(f"t{c}", "bandit", c), pulls, pulls), tuple(trajectories)))
-    return with_advantages(build_batch(update, groups), Evidence(), AdvantageConfig())[0]
+    return with_advantages(build_batch(update, groups), TokenScores(), AdvantageConfig())[0]
 
 
 @pytest.mark.parametrize("anchor", ["behaviour", "proximal"])

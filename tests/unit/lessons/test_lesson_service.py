@@ -14,8 +14,8 @@ import pytest
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import TransportError
 from pipeline.experience.memory import Memory
-from pipeline.experience.memory_service import GROUPS_MAX, RECALLS_MAX, Lessons
-from pipeline.experience.memory_writer import Writer
+from pipeline.experience.memory_service import GROUPS_MAX, RECALLS_MAX, MemoryService
+from pipeline.experience.memory_writer import MemoryWriter
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.schema import Trajectory
@@ -54,11 +54,11 @@ class Stage:
         for name in ("lesson_groups_total", "lesson_searches_total"):
             setattr(metrics, name, Told(getattr(metrics, name), self._tell))
         self.memory = Memory(directory / "lessons.sqlite", capacity=100, characters_max=200)
-        self.lessons = Lessons(
+        self.lessons = MemoryService(
             config,
             memory=None if source else self.memory,
             source=source,
-            writer=Writer(config, 1.0),
+            writer=MemoryWriter(config, 1.0),
             payloads=self.payloads,
             post=self.post,
             limits=Limits(),

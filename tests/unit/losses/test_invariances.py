@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.microbatch import token_weights
 from learner.data.rows import Batch
 from learner.losses.corrections import REASONS
@@ -75,7 +75,7 @@ def gradients(trainer, rows, reference):
         seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
 
     hook = trainer.optimizer.register_step_pre_hook(grab)
-    evidence = Evidence(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
+    evidence = TokenScores(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
     report = trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, evidence)
     hook.remove()
     return report, seen
@@ -156,7 +156,7 @@ def test_the_adaptive_coefficient_follows_the_measured_kl(kit):
         loss={"kl": "loss", "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 8}
     )
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
-    evidence = Evidence(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))
+    evidence = TokenScores(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))
     first = trainer.step(Batch(0, (), tuple(rows)), 0, evidence)
     assert first.kl_coefficient == 0.1
     assert first.statistics.all.reference_kl.value > 1e-4

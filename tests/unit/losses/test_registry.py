@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from learner.losses.base import ClipRange
-from learner.losses.registry import LOSSES, LossRules, needed_evidence, policy_loss_of
+from learner.losses.registry import LOSSES, LossRules, needed_scores, policy_loss_of
 from learner.losses.total import policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.errors import ConfigurationError, TrainingError
@@ -63,12 +63,12 @@ def test_published_clips_hold_until_the_run_file_says_otherwise(name):
 )
 @pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
 def test_losses_say_what_has_to_be_gathered(loss, needed, anchor):
-    assert needed_evidence(LossConfig(**loss), ImportanceConfig(anchor=anchor)) == needed
+    assert needed_scores(LossConfig(**loss), ImportanceConfig(anchor=anchor)) == needed
 
 
 def test_a_loss_that_asks_for_what_nobody_gathers_is_refused():
     with pytest.raises(ConfigurationError, match="magic"):
-        needed_evidence(LossConfig(policy=f"{PLUGINS}:asks_for_magic"), ImportanceConfig())
+        needed_scores(LossConfig(policy=f"{PLUGINS}:asks_for_magic"), ImportanceConfig())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 import learner.checkpoints.checkpoint as checkpoints
 from learner.build import make_trainer
 from learner.checkpoints.checkpoint import find_checkpoints, restore_training
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Batch
 from learner.policy.policy import Policy
 from pipeline.config.learner import LoraConfig
@@ -70,7 +70,9 @@ def train():
             evidence = trainer.gather(rows)
             returns = np.concatenate([np.full(row.n_sampled, row.sequence % 2 == 0, np.float32) for row in rows])
             if evidence.values is not None:
-                evidence = Evidence(evidence.logprobs, evidence.entropies, evidence.reference, evidence.values, returns)
+                evidence = TokenScores(
+                    evidence.logprobs, evidence.entropies, evidence.reference, evidence.values, returns
+                )
             reports.append(trainer.step(Batch(u, (), rows), u, evidence))
         return reports
 

@@ -28,7 +28,7 @@ def needs(monkeypatch):
     """Makes estimator and loss ask for what the test wants."""
 
     def ask(*names):
-        monkeypatch.setattr("learner.training.evidence_passes.needed_by", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.training.evidence_passes.needed_scores", lambda config: frozenset(names))
         monkeypatch.setattr("learner.build.needed_by", lambda config: frozenset(names))
 
     return ask

@@ -2,7 +2,7 @@
 
 import threading
 
-from learner.data.prefetch import Preparer
+from learner.data.prefetch import Prefetcher
 from learner.training.trainer import Trainer
 from tests.unit.learner.test_learner_role import world
 
@@ -11,7 +11,7 @@ __all__ = ["world"]
 
 async def test_an_update_that_is_delivered_in_time_is_built_while_the_one_before_trains(world, monkeypatch):
     built, taken = {u: threading.Event() for u in range(4)}, []
-    ahead, take, train = Preparer.ahead, Preparer.take, Trainer.train
+    ahead, take, train = Prefetcher.ahead, Prefetcher.take, Trainer.train
 
     async def watched_ahead(self, update):
         await ahead(self, update)
@@ -26,8 +26,8 @@ async def test_an_update_that_is_delivered_in_time_is_built_while_the_one_before
         assert batch.update == 3 or built[batch.update + 1].wait(30), f"update {batch.update + 1} was not built"
         return train(self, batch, version)
 
-    monkeypatch.setattr(Preparer, "ahead", watched_ahead)
-    monkeypatch.setattr(Preparer, "take", watched_take)
+    monkeypatch.setattr(Prefetcher, "ahead", watched_ahead)
+    monkeypatch.setattr(Prefetcher, "take", watched_take)
     monkeypatch.setattr(Trainer, "train", held_train)
     async with world(total_steps=4, learner={"prefetch_batches": 2}) as w:
         _, run = w.learner()

@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from learner.data.prefetch import Preparer, prepare
+from learner.data.prefetch import Prefetcher, prepare
 from learner.data.replay_choice import needs_scores
 from pipeline.config.replay import ReplayConfig
 
@@ -33,7 +33,7 @@ def groups_of(kit, seed=0):
 
 async def test_the_batch_built_ahead_is_the_one_built_at_its_time(kit):
     groups = groups_of(kit)
-    preparer = Preparer(Session(groups), CONFIG)
+    preparer = Prefetcher(Session(groups), CONFIG)
     await preparer.ahead(3)
     made, expected = preparer.take(3, groups), prepare(3, groups, CONFIG, scores)
     assert made is not None and made.batch.update == 3 and made.batch.groups == expected.batch.groups
@@ -44,7 +44,7 @@ async def test_the_batch_built_ahead_is_the_one_built_at_its_time(kit):
 @pytest.mark.parametrize("change", ["update", "fewer", "another group", "another trajectory"])
 async def test_a_batch_of_other_groups_is_not_taken(kit, change):
     groups = groups_of(kit)
-    preparer = Preparer(Session(groups), CONFIG)
+    preparer = Prefetcher(Session(groups), CONFIG)
     await preparer.ahead(3)
     others = groups_of(kit, seed=50)
     planned = {
@@ -58,7 +58,7 @@ async def test_a_batch_of_other_groups_is_not_taken(kit, change):
 
 async def test_nothing_is_kept_of_groups_that_did_not_come_in_time(kit):
     session = Session(groups_of(kit), complete=False)
-    preparer = Preparer(session, CONFIG)
+    preparer = Prefetcher(session, CONFIG)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(preparer.ahead, 1)
         await anyio.lowlevel.checkpoint()
@@ -72,7 +72,7 @@ async def test_a_choice_that_needs_the_weights_waits_for_them(kit):
     groups = (type(whole)(plan, whole.trajectories),)
     config = ReplayConfig(entropy="current", select="argmin")
     assert needs_scores(groups, config) and not needs_scores(groups, ReplayConfig(entropy="stored"))
-    preparer = Preparer(Session(groups), config)
+    preparer = Prefetcher(Session(groups), config)
     await preparer.ahead(0)
     assert preparer.take(0, groups) is None
 
@@ -80,6 +80,6 @@ async def test_a_choice_that_needs_the_weights_waits_for_them(kit):
 async def test_a_batch_that_cannot_be_built_fails_at_its_time_only(kit):
     whole = kit.make_group("g", [1.0, 0.0])
     groups = (type(whole)(whole.plan, whole.trajectories[:1]),)
-    preparer = Preparer(Session(groups), CONFIG)
+    preparer = Prefetcher(Session(groups), CONFIG)
     await preparer.ahead(0)
     assert preparer.take(0, groups) is None

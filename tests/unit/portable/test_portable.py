@@ -11,7 +11,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.experience.archive_transfer import export_run
 from pipeline.schema import VersionSpan
 from pipeline.stage.core import StageCore
-from pipeline.store.archive import Header, Portable, write_portable
+from pipeline.store.archive import ArchivedTrajectory, Header, write_archive
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import encode_trajectory
 from tests.unit.portable.conftest import build, demonstration, pooled, write_lines
@@ -78,7 +78,7 @@ def test_ids_and_versions_of_another_run_do_not_collide_with_our_own(make_run, t
     span = replace(trajectory.turns[0].completion, version_spans=(VersionSpan(0, 1, 5), VersionSpan(1, 2, 9)))
     turns = (replace(trajectory.turns[0], completion=span), trajectory.turns[1])
     frames = encode_trajectory(replace(trajectory, trajectory_id="g000000.0.0", group_id="g000000", turns=turns))
-    write_portable(tmp_path / "x", Header(origins=("o",)), [Portable({"reward": 1.0, "origin": "o"}, frames)])
+    write_archive(tmp_path / "x", Header(origins=("o",)), [ArchivedTrajectory({"reward": 1.0, "origin": "o"}, frames)])
     assert other.import_(tmp_path / "x") == {"imported": 1}
     ((entry, came),) = pooled(other).values()
     assert entry.trajectory_id.startswith("import-") and (entry.version_min, entry.version_max) == (0, 0)

@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.experience.archive_transfer import export_run
 from pipeline.store import archive
-from pipeline.store.archive import Header, Portable, read_portable, write_portable
+from pipeline.store.archive import ArchivedTrajectory, Header, read_archive, write_archive
 from pipeline.store.store import ReplayStore
 from tests.unit.portable.conftest import demonstration, exported, refuses_unharmed, write_lines
 
@@ -46,19 +46,21 @@ def test_a_record_left_out_or_put_twice_is_noticed(make_run, tmp_path):
 def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_path, monkeypatch):
     _, pool = exported(make_run, tmp_path)
     run = make_run("other")
-    records = list(read_portable(pool))
-    write_portable(tmp_path / "schema", Header(schema_version=99), records)
+    records = list(read_archive(pool))
+    write_archive(tmp_path / "schema", Header(schema_version=99), records)
     refuses_unharmed(run, tmp_path / "schema", "schema version 99")
     monkeypatch.setattr(archive, "FORMAT", 2)
-    write_portable(tmp_path / "format", Header(), records)
+    write_archive(tmp_path / "format", Header(), records)
     monkeypatch.undo()
     refuses_unharmed(run, tmp_path / "format", "got format 2")
     header = orjson.loads(records[0].frames[0]) | {"schema_version": 7}
-    drifted = Portable(records[0].marks, (orjson.dumps(header), *records[0].frames[1:]))
-    write_portable(tmp_path / "drifted", Header(), [drifted])
+    drifted = ArchivedTrajectory(records[0].marks, (orjson.dumps(header), *records[0].frames[1:]))
+    write_archive(tmp_path / "drifted", Header(), [drifted])
     refuses_unharmed(run, tmp_path / "drifted", "schema version 7")
-    shorter = Portable(records[0].marks, (records[0].frames[0], records[0].frames[1][:-4], *records[0].frames[2:]))
-    write_portable(tmp_path / "shorter", Header(), [shorter])
+    shorter = ArchivedTrajectory(
+        records[0].marks, (records[0].frames[0], records[0].frames[1][:-4], *records[0].frames[2:])
+    )
+    write_archive(tmp_path / "shorter", Header(), [shorter])
     refuses_unharmed(run, tmp_path / "shorter", "not understood")
     for name, content in (("text", b"dear diary"), ("empty", b""), ("zip", b"PK\x03\x04" + bytes(99))):
         (tmp_path / name).write_bytes(content)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.errors import ConfigurationError
-from pipeline.supervisor.run import claim
+from pipeline.supervisor.run import run_lock
 from tests.unit.portable.conftest import demonstration, pooled, write_lines
 
 
@@ -46,7 +46,7 @@ def test_the_commands_import_text_inspect_and_export(make_run, tmp_path, words):
     assert isinstance(invoke("replay", "export", run.path, tmp_path / "pool").exception, ConfigurationError)
     bad = write_lines(tmp_path / "e.jsonl", {"environment": "a", "seed": 1, "reward": 1, "messages": chat[:3]})
     assert "end with the assistant" in str(invoke("replay", "import", run.path, bad).exception)
-    with claim(run.directory):
+    with run_lock(run.directory):
         assert "is: stop it first" in str(invoke("replay", "import", run.path, file).exception)
         assert invoke("replay", "inspect", run.path).exit_code == 0
 

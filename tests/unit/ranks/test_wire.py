@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from learner.data.evidence import Evidence
+from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.distributed.messages import pack, pack_order, unpack, unpack_order
 
@@ -37,7 +37,7 @@ def test_rows_come_back_as_they_were(kit, count):
         replace(r, guided=i % 3 == 0, recorded=i != 1, replay_weight=0.25 * i, environment="größer", whole=i != 2)
         for i, r in enumerate(rows)
     )
-    evidence = Evidence(logprobs=np.asarray([np.nan, np.inf, -1.0], np.float32))
+    evidence = TokenScores(logprobs=np.asarray([np.nan, np.inf, -1.0], np.float32))
     facts, came, came_evidence = unpack_order(pack_order("step", rows, {"update": 3, "kl": np.float64(0.1)}, evidence))
     assert facts == {"order": "step", "update": 3, "kl": 0.1}
     assert len(came) == count
@@ -53,4 +53,4 @@ def test_rows_come_back_as_they_were(kit, count):
 
 
 def test_an_order_may_be_nothing_but_its_name():
-    assert unpack_order(pack_order("beat")) == ({"order": "beat"}, (), Evidence())
+    assert unpack_order(pack_order("beat")) == ({"order": "beat"}, (), TokenScores())

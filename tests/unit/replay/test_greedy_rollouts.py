@@ -18,7 +18,7 @@ from pipeline.store.ledger import Ledger, build_ledger
 from pipeline.store.records import TrajectoryState
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_order, decode_plan, encode_order, encode_plan, encode_trajectory
-from pipeline.transport.protocol import Kind, Message
+from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 
@@ -64,7 +64,7 @@ class Stage:
         self.sent += [e for e in effects if isinstance(e, Send)]
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", Message(kind, header))
+        self.core.message("learner", WireMessage(kind, header))
         self.round()
 
     def orders(self) -> list[Order]:
@@ -72,7 +72,7 @@ class Stage:
 
     def answer(self, order: Order, **more: Any) -> None:
         frames = encode_trajectory(rollout(order, 0, **more))
-        self.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        self.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
         self.round()
 
     def plans(self) -> list[GroupPlan]:

@@ -15,7 +15,7 @@ from pipeline.store.journal import Changes, Score, Send
 from pipeline.store.ledger import Ledger, build_ledger
 from pipeline.store.records import GroupState
 from pipeline.transport.codec import decode_order, encode_trajectory
-from pipeline.transport.protocol import Kind, Message
+from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 
@@ -58,7 +58,7 @@ class Stage:
         return sent
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", Message(kind, header))
+        self.core.message("learner", WireMessage(kind, header))
 
     def orders(self, to: str | None = None) -> list[Order]:
         return [decode_order(s.header) for s in self.sent if s.kind is Kind.ORDER and to in (None, s.peer)]
@@ -66,7 +66,7 @@ class Stage:
     def answer(self, order: Order, actor: str = "actor-0", **more: Any) -> dict[str, Any]:
         version = more.pop("version", order.policy_version)
         frames = encode_trajectory(rollout(order, version, **more))
-        self.core.message(actor, Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        self.core.message(actor, WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
         acks = [s for s in self.round() if s.kind is Kind.ACK and s.peer == actor]
         return acks[0].header
 
@@ -243,11 +243,11 @@ def test_garbage_from_a_peer_is_refused_and_its_order_goes_on() -> None:
     stage = started()
     first, second = stage.orders()[:2]
     good = encode_trajectory(rollout(second, 0))
-    stage.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": first.order_id}, (b"garbage",)))
-    stage.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": first.order_id}, good))
-    stage.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": None}, good))
-    stage.core.message("learner", Message(Kind.CONSUMED, {}))
-    stage.core.message("nobody", Message(Kind.TRAJECTORY, {"trajectory_id": second.order_id}, good))
+    stage.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": first.order_id}, (b"garbage",)))
+    stage.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": first.order_id}, good))
+    stage.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": None}, good))
+    stage.core.message("learner", WireMessage(Kind.CONSUMED, {}))
+    stage.core.message("nobody", WireMessage(Kind.TRAJECTORY, {"trajectory_id": second.order_id}, good))
     sent = stage.round()
     acks = [s.header for s in sent if s.kind is Kind.ACK]
     assert acks[0]["trajectory_ids"] == [] and set(acks[0]["refused"]) == {first.order_id, "None"}

@@ -18,7 +18,7 @@ from pipeline.store.journal import Send
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_plan, encode_trajectory
-from pipeline.transport.protocol import Kind, Message
+from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 BASE: dict[str, Any] = {
@@ -52,7 +52,7 @@ class Stage:
         self.tell(Kind.VERSION, policy_version=self.updates, updates=self.updates)
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", Message(kind, header))
+        self.core.message("learner", WireMessage(kind, header))
 
     def round(self) -> list[Send]:
         self.core.plan()
@@ -74,7 +74,9 @@ class Stage:
                 if send.kind is Kind.ORDER:
                     order = _order(send.header)
                     frames = encode_trajectory(rollout(order, order.policy_version, reward=self.rewards(order)))
-                    self.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+                    self.core.message(
+                        "actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames)
+                    )
         return plans
 
     def train(self, plans: list[dict[str, Any]], **report: Any) -> None:

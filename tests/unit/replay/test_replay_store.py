@@ -29,7 +29,7 @@ from pipeline.stage.core import StageCore
 from tests.support.simulated_roles import rollout
 from pipeline.store.store import ReplayStore
 from pipeline.scorer.scorer import Scorer
-from pipeline.transport.protocol import Kind, Message
+from pipeline.transport.protocol import Kind, WireMessage
 
 config = RunConfig.model_validate({
     "run": {"total_steps": 10**6}, "groups": {"n_rollout": 4, "groups_per_step": 10_000}, "environments": {"a": {}},
@@ -40,7 +40,7 @@ core = StageCore(config, store.load(), score_now=Scorer(config.scorer).score_now
 core.peer_up("actor-0", {"role": "actor", "schema_version": 1, "slots": 16, "holding": []})
 core.peer_up("learner", {"role": "learner", "schema_version": 1, "session": "s", "updates": 0, "policy_version": -1,
     "credit_groups": 1})
-core.message("learner", Message(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+core.message("learner", WireMessage(Kind.VERSION, {"policy_version": 0, "updates": 0}))
 while True:
     core.plan()
     changes, effects = core.collect()
@@ -52,7 +52,7 @@ while True:
         if effect.kind is Kind.ORDER:
             order = decode_order(effect.header)
             frames = encode_trajectory(rollout(order, 0))
-            core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+            core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
 """
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stage.scoring import Gathering
+from pipeline.stage.scoring import GroupGate
 from pipeline.store.ledger import read_ledger
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryNetwork
@@ -113,7 +113,7 @@ async def test_a_judge_that_fails_at_times_costs_rollouts_and_no_trajectory_a_fa
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["put", "drop", "end"]), st.integers(0, 5)), max_size=80))
 def test_a_gathering_gives_a_group_exactly_when_it_is_whole(history: list[tuple[int, str, int]]) -> None:
-    gathering: Gathering[int] = Gathering()
+    gathering: GroupGate[int] = GroupGate()
     waiting: dict[int, set[int]] = {}
     ended: set[int] = set()
     for group, what, seq in history:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pipeline.config import RunConfig
 from pipeline.config.rewards import ScorerConfig
 from pipeline.scorer.functions import Outcome
-from pipeline.scorer.scorer import Batches, Scorer
+from pipeline.scorer.scorer import ScoreBatcher, Scorer
 from pipeline.scorer.verdict import ScoreFailure, Verdict
 from tests.unit.scorer.conftest import said
 
@@ -83,7 +83,7 @@ def test_batches_lose_and_repeat_nobody(pauses: list[int], size_max: int) -> Non
         return [float(t.task.seed) for t in trajectories]
 
     async def check() -> None:
-        batches, found = Batches("b", many, size_max, 0.0), Counter[tuple[int, float]]()
+        batches, found = ScoreBatcher("b", many, size_max, 0.0), Counter[tuple[int, float]]()
 
         async def one(number: int, pause: int) -> None:
             for _ in range(pause):
@@ -109,7 +109,7 @@ async def test_members_of_a_batch_whose_call_was_given_up_are_told() -> None:
         await anyio.Event().wait()
         raise AssertionError
 
-    batches, outcomes = Batches("b", many, 2, 10.0), []
+    batches, outcomes = ScoreBatcher("b", many, 2, 10.0), []
 
     async def follow() -> None:
         outcomes.append(await batches.one(said("", 1)))

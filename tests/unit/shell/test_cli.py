@@ -20,8 +20,8 @@ from pipeline.runtime.process import ExitCode, load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.machine import Machine, Rule
-from pipeline.supervisor.processes import Answer
-from pipeline.supervisor.run import claim
+from pipeline.supervisor.processes import HealthAnswer
+from pipeline.supervisor.run import run_lock
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -118,7 +118,7 @@ def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path
 def test_a_run_is_alive_while_its_directory_is_claimed(tmp_path):
     directory = RunDirectory(tmp_path)
     assert not is_alive(directory)
-    with claim(directory):
+    with run_lock(directory):
         assert is_alive(directory)
     assert not is_alive(directory)
 
@@ -172,7 +172,7 @@ def test_a_role_that_cannot_be_imported_is_a_clear_refusal():
 def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(monkeypatch):
     machine = Machine((Rule("engine-0", 3), Rule("learner", 1)))
     machine.begin(0)
-    answers = {"learner": Answer(True, "waiting", "an engine that serves version 0")}
+    answers = {"learner": HealthAnswer(True, "waiting", "an engine that serves version 0")}
     now = [0.0]
     monkeypatch.setattr("pipeline.supervisor.display.time.monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=200)

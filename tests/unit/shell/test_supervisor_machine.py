@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeline.runtime.process import ExitCode
-from pipeline.supervisor.machine import Limits, Machine, Phase, Rule, Signal, Start, describe_exit
+from pipeline.supervisor.machine import Machine, Phase, RestartLimits, Rule, SendSignal, Start, describe_exit
 
 RULES = (
     Rule("prepare", 0, once=True),
@@ -18,7 +18,7 @@ RULES = (
     Rule("actor-0", 1, depends=("prepare", "replay")),
     Rule("actor-1", 1, depends=("prepare", "replay")),
 )
-LIMITS = Limits(restarts_max=3, backoff_seconds=1.0, backoff_seconds_max=4.0, drain_seconds_max=8.0)
+LIMITS = RestartLimits(restarts_max=3, backoff_seconds=1.0, backoff_seconds_max=4.0, drain_seconds_max=8.0)
 
 
 def running() -> Machine:
@@ -48,7 +48,7 @@ def test_one_death_restarts_one_process():
 
 
 def test_the_back_off_doubles_up_to_its_bound_and_begins_again_after_a_steady_time():
-    machine = Machine(RULES, Limits(restarts_max=9, backoff_seconds=1, backoff_seconds_max=4))
+    machine = Machine(RULES, RestartLimits(restarts_max=9, backoff_seconds=1, backoff_seconds_max=4))
     machine.begin(0)
     waits, now = [], 0.0
     for _ in range(4):
@@ -76,14 +76,14 @@ def test_too_many_restarts_end_the_run_and_name_the_culprit():
 
 def test_a_configuration_error_ends_the_run_at_once():
     machine = running()
-    assert machine.exited("learner", ExitCode.CONFIGURATION, 1)[0] == Signal("actor-0")
+    assert machine.exited("learner", ExitCode.CONFIGURATION, 1)[0] == SendSignal("actor-0")
     assert machine.code is ExitCode.CONFIGURATION
 
 
 def test_a_failed_preparation_ends_the_run_before_anything_depends_on_it():
     machine = Machine(RULES, LIMITS)
     machine.begin(0)
-    assert machine.exited("prepare", 1, 1) == [Signal("replay")]
+    assert machine.exited("prepare", 1, 1) == [SendSignal("replay")]
     machine.exited("replay", 0, 1)
     assert (machine.over, machine.code, machine.culprit) == (True, ExitCode.FAILED, "prepare")
 
@@ -92,17 +92,17 @@ def test_the_learner_is_restarted_unless_its_work_is_done():
     machine = running()
     assert machine.exited("learner", 0, 1, finished=False) == []
     assert machine.tick(2) == [Start("learner")]
-    assert machine.exited("learner", 0, 3, finished=True) == [Signal("actor-0"), Signal("actor-1")]
+    assert machine.exited("learner", 0, 3, finished=True) == [SendSignal("actor-0"), SendSignal("actor-1")]
 
 
 def test_the_drain_goes_stage_by_stage():
     machine = running()
-    assert machine.stop(0, "Ctrl-C") == [Signal("actor-0"), Signal("actor-1")]
+    assert machine.stop(0, "Ctrl-C") == [SendSignal("actor-0"), SendSignal("actor-1")]
     assert machine.stop(0.1, "again") == []
     assert machine.exited("actor-0", 0, 0.2) == []
-    assert machine.exited("actor-1", 0, 0.3) == [Signal("learner")]
-    assert machine.exited("learner", 0, 0.4) == [Signal("replay")]
-    assert machine.exited("replay", 0, 0.5) == [Signal("engine-0")]
+    assert machine.exited("actor-1", 0, 0.3) == [SendSignal("learner")]
+    assert machine.exited("learner", 0, 0.4) == [SendSignal("replay")]
+    assert machine.exited("replay", 0, 0.5) == [SendSignal("engine-0")]
     assert not machine.over
     machine.exited("engine-0", -15, 0.6)
     assert (machine.over, machine.code, machine.reason) == (True, ExitCode.FINISHED, "Ctrl-C")
@@ -114,11 +114,11 @@ def test_a_stage_that_hangs_delays_the_others_by_its_share_and_is_killed():
     machine.exited("actor-0", 0, 1)
     now = machine.next_wake()
     assert now < 8
-    assert machine.tick(now) == [Signal("learner")]
+    assert machine.tick(now) == [SendSignal("learner")]
     machine.exited("learner", 0, now)
     machine.exited("replay", 0, now)
     machine.exited("engine-0", 0, now)
-    assert machine.tick(8) == [Signal("actor-1", kill=True)]
+    assert machine.tick(8) == [SendSignal("actor-1", kill=True)]
     assert machine.next_wake() == math.inf
     machine.exited("actor-1", -9, 8.1)
     assert (machine.over, machine.code) == (True, ExitCode.FORCED)
@@ -129,7 +129,7 @@ def test_a_killed_engine_does_not_make_an_orderly_end_a_forced_one():
     machine.stop(0, "Ctrl-C")
     for name in ("actor-0", "actor-1", "learner", "replay"):
         machine.exited(name, 0, 1)
-    assert machine.tick(8) == [Signal("engine-0", kill=True)]
+    assert machine.tick(8) == [SendSignal("engine-0", kill=True)]
     machine.exited("engine-0", -9, 8)
     assert machine.code is ExitCode.FINISHED
 
@@ -145,7 +145,7 @@ def test_a_process_that_never_gets_ready_or_gets_stuck_is_killed_and_restarted()
     machine = Machine(RULES, LIMITS)
     machine.begin(0)
     assert machine.next_wake() == 300
-    assert Signal("replay", kill=True) in machine.tick(300)
+    assert SendSignal("replay", kill=True) in machine.tick(300)
     assert machine.tick(301) == []
     machine = running()
     machine.unhealthy("actor-0", 10)

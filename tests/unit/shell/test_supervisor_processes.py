@@ -15,7 +15,7 @@ import pytest
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
-from pipeline.supervisor.run import RunIsAlive, claim, make_room
+from pipeline.supervisor.run import RunIsAlive, make_room, run_lock
 
 PROGRAM = """
 import sys
@@ -24,11 +24,11 @@ from rich.console import Console
 from pipeline.config.load import loads
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.run import claim
+from pipeline.supervisor.run import run_lock
 from pipeline.supervisor.machine import Rule
 from pipeline.supervisor.run import supervise
 from pipeline.supervisor.processes import ProcessSpec
-from pipeline.runtime.children import Undertaker
+from pipeline.runtime.children import OrphanReaper
 
 root = Path(sys.argv[1])
 config = loads("run: {total_steps: 2}\\nsupervisor: {restarts_max: 2, backoff_seconds: 0.05, drain_seconds_max: 2}")
@@ -80,7 +80,7 @@ scenes = {
         spec("learner", 1, FINISHES, depends=("prepare",), ends_run=True),
     ],
 }
-with claim(directory) as lock, Undertaker(keep_open=(lock,)) as undertaker:
+with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as undertaker:
     console = Console(force_terminal=len(sys.argv) > 3, highlight=False)
     code = supervise(config, scenes[sys.argv[2]], directory, undertaker, console)
 sys.exit(code)
@@ -240,7 +240,7 @@ def test_killing_the_supervisor_leaves_nothing_not_even_grandchildren(scene):
 def test_a_directory_belongs_to_one_run(scene):
     run = scene("stays")
     run.until(lambda: len(run.notes()) == 3)
-    with pytest.raises(RunIsAlive, match=f"pid {run.process.pid}"), claim(RunDirectory(run.root)):
+    with pytest.raises(RunIsAlive, match=f"pid {run.process.pid}"), run_lock(RunDirectory(run.root)):
         pass
     run.process.terminate()
     run.ended()
@@ -257,7 +257,7 @@ def test_the_live_display_shows_processes_on_a_terminal(scene):
 
 def can_claim(root: Path) -> bool:
     try:
-        with claim(RunDirectory(root)):
+        with run_lock(RunDirectory(root)):
             return True
     except RunIsAlive:
         return False

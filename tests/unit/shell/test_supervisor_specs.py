@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.machine import Machine, Signal, Start
+from pipeline.supervisor.machine import Machine, SendSignal, Start
 from pipeline.supervisor.processes import specs_of
 
 CONFIG = RunConfig.model_validate({"engine": {"kind": "external", "urls": ["http://127.0.0.1:1"]}})
@@ -29,6 +29,6 @@ def test_the_replay_stage_restarts_alone_and_drains_after_the_learner(tmp_path: 
         machine.healthy(name, 3)
     assert machine.exited("replay", -9, 4) == []
     assert machine.tick(5) == [Start("replay")]
-    assert machine.stop(6, "done") == [Signal("actor-0")]
-    assert machine.exited("actor-0", 0, 6.1) == [Signal("learner")]
-    assert machine.exited("learner", 0, 6.2) == [Signal("replay")]
+    assert machine.stop(6, "done") == [SendSignal("actor-0")]
+    assert machine.exited("actor-0", 0, 6.1) == [SendSignal("learner")]
+    assert machine.exited("learner", 0, 6.2) == [SendSignal("replay")]

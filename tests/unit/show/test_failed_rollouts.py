@@ -4,11 +4,11 @@ import logging
 
 from pipeline.config.evaluation import TracesConfig
 from pipeline.schema import TrajectoryStatus
-from pipeline.stage.failed_rollouts import UnfitTraces, unfit_traces
-from pipeline.store.journal import Unfit
+from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
+from pipeline.store.journal import UntrainedRollout
 from pipeline.store.traces import TraceWriter, scan_traces, trace_files
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
-from pipeline.transport.protocol import Kind, Message
+from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import started
 from tests.unit.show.making import Rollout, trajectory_of
@@ -20,18 +20,18 @@ def test_the_stage_hands_over_what_failed_and_nothing_else():
     handed = []
     for order, status in ((good, "complete"), (bad, "error"), (left, "aborted")):
         frames = encode_trajectory(rollout(order, order.policy_version, status=TrajectoryStatus(status)))
-        stage.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
-        handed += [(e.trajectory_id, e.frames) for e in stage.core.collect()[1] if isinstance(e, Unfit)]
+        stage.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+        handed += [(e.trajectory_id, e.frames) for e in stage.core.collect()[1] if isinstance(e, UntrainedRollout)]
     assert [name for name, _ in handed] == [bad.order_id, left.order_id]
     assert [decode_trajectory(frames).status for _, frames in handed] == ["error", "aborted"]
 
 
 def unfit(name="g000001.0.0", evaluated=False):
-    return Unfit(name, encode_trajectory(trajectory_of(Rollout())), 1e9, evaluated)
+    return UntrainedRollout(name, encode_trajectory(trajectory_of(Rollout())), 1e9, evaluated)
 
 
 def test_failures_are_kept_in_the_order_they_came(tmp_path):
-    with unfit_traces(TracesConfig(), tmp_path) as traces:
+    with untrained_traces(TracesConfig(), tmp_path) as traces:
         traces.keep([unfit("g000000.0.0"), unfit("g000000.1.0")])
     found = [(e.path.name, e.trajectory_id) for e in scan_traces(trace_files(tmp_path))]
     assert found == [("failed-00000000.traces", "g000000.0.0"), ("failed-00000000.traces", "g000000.1.0")]
@@ -42,12 +42,12 @@ def test_a_disk_that_refuses_is_said_once_and_switched_off_writes_nothing(tmp_pa
         def append(self, *args, **kwargs):
             raise OSError(28, "No space left on device")
 
-    traces = UnfitTraces(Full(tmp_path, "failed", 1 << 20))
+    traces = UntrainedTraces(Full(tmp_path, "failed", 1 << 20))
     with caplog.at_level(logging.WARNING):
         traces.keep([unfit()])
         traces.keep([unfit()])
     assert caplog.text.count("No space left") == 1
-    with unfit_traces(TracesConfig(failed=False), tmp_path / "off") as off:
+    with untrained_traces(TracesConfig(failed=False), tmp_path / "off") as off:
         off.keep([unfit()])
     assert not (tmp_path / "off").exists()
 
@@ -56,7 +56,7 @@ def test_evaluated_rollouts_have_files_of_their_own_where_the_stage_evaluates(tm
     rollouts = [unfit("g000001.0.0"), unfit("g000002.0.0", evaluated=True)]
     for folder, evaluates, config in (("yes", True, TracesConfig(failed=False)), ("no", False, TracesConfig()),
                                       ("none", True, TracesConfig(evaluated=0))):  # fmt: skip
-        with unfit_traces(config, tmp_path / folder, evaluates=evaluates) as traces:
+        with untrained_traces(config, tmp_path / folder, evaluates=evaluates) as traces:
             traces.keep(rollouts)
 
     def kept(folder):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.stage.staleness import Batches, StalenessRule
+from pipeline.stage.staleness import StalenessLedger, StalenessRule
 
 
 class History:
     """A learner and players that behave, driven by random choices."""
 
     def __init__(self, bound: int, groups_per_step: int) -> None:
-        self.batches = Batches(StalenessRule(bound, groups_per_step), live=0)
+        self.batches = StalenessLedger(StalenessRule(bound, groups_per_step), live=0)
         self.admitted: dict[int, int] = {}
         self.playing: list[int] = []
         self.trained: dict[int, int] = {}
@@ -65,7 +65,7 @@ class History:
 
     def restart_stage(self) -> bool:
         old = self.batches
-        self.batches = Batches(old.rule, old.consumed, old.live)
+        self.batches = StalenessLedger(old.rule, old.consumed, old.live)
         for group, update in old.placed.items():
             self.batches.restore_placed(group, update)
         for group in sorted(old._deadline):
@@ -136,7 +136,7 @@ def test_bound_zero_alternates_play_and_training_strictly(groups_per_step: int, 
 
 
 def test_a_young_group_leaves_the_places_of_older_ones() -> None:
-    batches = Batches(StalenessRule(bound=2, groups_per_step=1), live=0)
+    batches = StalenessLedger(StalenessRule(bound=2, groups_per_step=1), live=0)
     for group in range(3):
         batches.admit(group)
     batches.complete(0)
@@ -152,9 +152,9 @@ def test_a_young_group_leaves_the_places_of_older_ones() -> None:
 
 
 def test_no_group_is_admitted_beyond_the_end_of_the_run() -> None:
-    batches = Batches(StalenessRule(bound=5, groups_per_step=2, updates_max=3), live=0)
+    batches = StalenessLedger(StalenessRule(bound=5, groups_per_step=2, updates_max=3), live=0)
     assert batches.capacity() == 6
 
 
 def test_nothing_is_admitted_before_the_first_version() -> None:
-    assert Batches(StalenessRule(3, 3)).capacity() == 0
+    assert StalenessLedger(StalenessRule(3, 3)).capacity() == 0

@@ -18,7 +18,7 @@ from pipeline.schema import Task
 from pipeline.stage.core import StageCore
 from pipeline.store.snapshot import Snapshot
 from pipeline.tasks.open import open_source, open_sources
-from pipeline.tasks.sampler import TaskSampler, Verdict
+from pipeline.tasks.sampler import DrawOutcome, TaskSampler
 from tests.unit.tasks.conftest import environment, questions, write_jsonl
 
 
@@ -76,9 +76,9 @@ def test_rows_that_are_passed_over_are_not_read(data: Path, monkeypatch: pytest.
         monkeypatch.setattr(source._rows, "read", lambda number: reads.append(number) or read(number))
         seen: list[str] = []
 
-        def third(drawn: Any) -> Verdict:
+        def third(drawn: Any) -> DrawOutcome:
             seen.append(drawn.task_id)
-            return Verdict.TAKE if len(seen) == 3 else Verdict.PASS
+            return DrawOutcome.TAKE if len(seen) == 3 else DrawOutcome.PASS
 
         task = sampler.draw_where(third)
     assert isinstance(task, Task) and len(seen) == 3 and len(reads) == 1
@@ -134,7 +134,7 @@ def test_an_environment_that_had_its_passes_gives_its_turns_to_the_others(data: 
 def test_when_all_passes_are_over_a_further_one_begins(data: Path) -> None:
     with sampler_of({"q": environment(kind="jsonl", path=data, epochs=1)}) as sampler:
         assert len([sampler.draw() for _ in range(20)]) == 20
-        assert sampler.draw_where(lambda drawn: Verdict.TAKE) is not None
+        assert sampler.draw_where(lambda drawn: DrawOutcome.TAKE) is not None
 
 
 def test_a_run_longer_than_its_passes_is_refused(data: Path) -> None:

@@ -9,7 +9,7 @@ import zmq
 
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import EventKind, Kind, Limits, Message
+from pipeline.transport.protocol import EventKind, Kind, Limits, WireMessage
 from pipeline.transport.zeromq import ZmqHub, ZmqLink
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 
@@ -42,7 +42,7 @@ class Face:
         link.describe({"role": "actor", **hello})
         event = await hub.receive()
         assert event.kind is EventKind.PEER_UP, event
-        await hub.send(event.peer, Message(Kind.WELCOME, {"credit_bytes": 1}))
+        await hub.send(event.peer, WireMessage(Kind.WELCOME, {"credit_bytes": 1}))
         event = await link.receive()
         assert event.kind is EventKind.CONNECTED, event
 

@@ -200,7 +200,7 @@ def test_foreign_frames_raise_wire_error(frames):
 @fast
 @given(payloads, st.lists(st.binary(max_size=30), max_size=5), st.sampled_from(Kind))
 def test_any_message_round_trips(header, frames, kind):
-    message = protocol.Message(kind, header, tuple(frames))
+    message = protocol.WireMessage(kind, header, tuple(frames))
     assert decode_message(encode_message(message)) == message
 
 

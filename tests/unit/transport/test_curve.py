@@ -11,7 +11,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TransportClosed
 from pipeline.transport.curve import load_keys, make_keys
 from pipeline.transport.open import open_hub, open_link
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from pipeline.transport.zeromq import ZmqHub, ZmqLink, is_local
 
 pytestmark = pytest.mark.timeout(20)
@@ -31,9 +31,9 @@ async def test_a_known_client_talks_to_a_hub_with_keys_without_a_new_thread(tmp_
         link.describe({"role": "actor"})
         up = await hub.receive()
         assert up.kind is EventKind.PEER_UP and threading.active_count() == threads
-        await hub.send("a", Message(Kind.WELCOME))
+        await hub.send("a", WireMessage(Kind.WELCOME))
         assert (await link.receive()).kind is EventKind.CONNECTED
-        await link.send(Message(Kind.TRAJECTORY, {}, (b"x" * 1_000_000,)))
+        await link.send(WireMessage(Kind.TRAJECTORY, {}, (b"x" * 1_000_000,)))
         assert (await hub.receive()).message.n_bytes == 1_000_000
 
 

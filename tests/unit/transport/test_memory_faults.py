@@ -7,7 +7,7 @@ import anyio.lowlevel
 import pytest
 
 from pipeline.errors import ConfigurationError, PeerGone, TransportClosed
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 
 pytestmark = pytest.mark.timeout(20)
@@ -18,7 +18,7 @@ async def greet(hub, link):
     link.describe({"role": "actor"})
     while (event := await hub.receive()).kind is not EventKind.PEER_UP:
         pass
-    await hub.send(event.peer, Message(Kind.WELCOME))
+    await hub.send(event.peer, WireMessage(Kind.WELCOME))
     while (await link.receive()).kind is not EventKind.CONNECTED:
         pass
 
@@ -27,11 +27,11 @@ async def test_a_broken_connection_is_told_to_both_and_the_link_comes_back():
     network = MemoryNetwork()
     async with MemoryHub(network, **TIMES) as hub, MemoryLink(network, "a", **TIMES) as link:
         await greet(hub, link)
-        await link.send(Message(Kind.TRAJECTORY, {"n": 1}))
+        await link.send(WireMessage(Kind.TRAJECTORY, {"n": 1}))
         network.disconnect("a")
         assert (await link.receive()).kind is EventKind.DISCONNECTED
         with pytest.raises(PeerGone):
-            await hub.send("a", Message(Kind.ORDER))
+            await hub.send("a", WireMessage(Kind.ORDER))
         down = await hub.receive()
         assert down.kind is EventKind.PEER_DOWN, "what was under way is lost with the connection"
         await greet(hub, link)
@@ -55,7 +55,7 @@ async def test_a_killed_hub_is_replaced_and_links_greet_the_next_one():
             await greet(hub, link)
             network.kill_hub()
             with pytest.raises(PeerGone):
-                await hub.send("a", Message(Kind.ORDER))
+                await hub.send("a", WireMessage(Kind.ORDER))
         async with MemoryHub(network, **TIMES) as hub:
             await greet(hub, link)
             with pytest.raises(ConfigurationError, match="hub already"):
@@ -89,7 +89,7 @@ async def run(faults: Faults, n: int = 300) -> list[tuple[str, int | None]]:
                 event = await hub.receive()
                 seen.append((event.kind.value, event.message.header.get("n") if event.message else None))
                 if event.kind is EventKind.PEER_UP:
-                    await hub.send("a", Message(Kind.WELCOME))
+                    await hub.send("a", WireMessage(Kind.WELCOME))
                 if event.kind is EventKind.MESSAGE and event.message.kind is Kind.CHECKPOINTED:
                     group.cancel_scope.cancel()
 
@@ -98,14 +98,14 @@ async def run(faults: Faults, n: int = 300) -> list[tuple[str, int | None]]:
             for i in range(n):
                 while not link.connected:
                     await link.receive()
-                await link.send(Message(Kind.TRAJECTORY, {"n": i}))
+                await link.send(WireMessage(Kind.TRAJECTORY, {"n": i}))
                 if i % 10 == 0:
                     await anyio.lowlevel.checkpoint()
             network.faults = Faults()
-            await link.send(Message(Kind.CHECKPOINTED))
+            await link.send(WireMessage(Kind.CHECKPOINTED))
             while True:
                 if (await link.receive()).kind is EventKind.CONNECTED:
-                    await link.send(Message(Kind.CHECKPOINTED))
+                    await link.send(WireMessage(Kind.CHECKPOINTED))
     return seen
 
 

@@ -9,7 +9,7 @@ import time
 import anyio
 import pytest
 
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 
 pytestmark = pytest.mark.timeout(30)
@@ -51,7 +51,7 @@ def test_half_an_hour_with_delays_silence_and_reconnections_takes_seconds_and_is
                     await anyio.sleep(2)
                     if link.connected:
                         n += 1
-                        await link.send(Message(Kind.TRAJECTORY, {"n": n}))
+                        await link.send(WireMessage(Kind.TRAJECTORY, {"n": n}))
 
             async def read():
                 while True:
@@ -63,7 +63,7 @@ def test_half_an_hour_with_delays_silence_and_reconnections_takes_seconds_and_is
                     event = await hub.receive()
                     log.append((round(anyio.current_time(), 3), event.kind.value))
                     if event.kind is EventKind.PEER_UP:
-                        await hub.send("a", Message(Kind.WELCOME))
+                        await hub.send("a", WireMessage(Kind.WELCOME))
 
             for task in (play, read, serve):
                 group.start_soon(task)

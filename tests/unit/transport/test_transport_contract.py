@@ -7,13 +7,13 @@ import pytest
 
 from pipeline.errors import LimitExceeded, PeerGone, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.protocol import EventKind, Kind, Message
+from pipeline.transport.protocol import EventKind, Kind, WireMessage
 
 pytestmark = pytest.mark.timeout(20)
 
 
-def numbered(n: int, size: int = 10) -> Message:
-    return Message(Kind.TRAJECTORY, {"n": n}, (bytes([n % 256]) * size,))
+def numbered(n: int, size: int = 10) -> WireMessage:
+    return WireMessage(Kind.TRAJECTORY, {"n": n}, (bytes([n % 256]) * size,))
 
 
 async def test_hello_and_welcome_become_peer_up_and_connected(face):
@@ -23,7 +23,7 @@ async def test_hello_and_welcome_become_peer_up_and_connected(face):
         assert (up.kind, up.peer) == (EventKind.PEER_UP, "a")
         assert up.message.header == {"role": "actor", "slots": 4, "name": "a", "schema_version": SCHEMA_VERSION}
         assert hub.peers == ("a",) and not link.connected
-        await hub.send("a", Message(Kind.WELCOME, {"credit_bytes": 7}))
+        await hub.send("a", WireMessage(Kind.WELCOME, {"credit_bytes": 7}))
         connected = await link.receive()
         assert (connected.kind, connected.peer) == (EventKind.CONNECTED, "hub")
         assert connected.message.header == {"credit_bytes": 7}
@@ -48,7 +48,7 @@ async def test_messages_arrive_whole_and_in_order_both_ways(face):
 
         async def down():
             for i in range(n):
-                await hub.send("a", Message(Kind.ACK, {"n": i}, (b"x", b"", b"yz" * i)))
+                await hub.send("a", WireMessage(Kind.ACK, {"n": i}, (b"x", b"", b"yz" * i)))
 
         async with anyio.create_task_group() as group:
             group.start_soon(up)
@@ -106,9 +106,9 @@ async def test_a_slow_peer_does_not_block_sending_to_another(face):
 @pytest.mark.parametrize(
     ("message", "limit"),
     [
-        (Message(Kind.TRAJECTORY, {"x": "y" * 2000}), "header_bytes_max=2000"),
-        (Message(Kind.TRAJECTORY, {}, (b"x" * 200_000,)), "message_bytes_max=200000"),
-        (Message(Kind.TRAJECTORY, {}, (b"",) * 9), "frames_max=8"),
+        (WireMessage(Kind.TRAJECTORY, {"x": "y" * 2000}), "header_bytes_max=2000"),
+        (WireMessage(Kind.TRAJECTORY, {}, (b"x" * 200_000,)), "message_bytes_max=200000"),
+        (WireMessage(Kind.TRAJECTORY, {}, (b"",) * 9), "frames_max=8"),
     ],
 )
 async def test_a_message_over_a_limit_is_refused_at_the_sender_by_name_of_the_limit(face, message, limit):
@@ -197,7 +197,7 @@ async def test_bye_of_a_link_is_peer_down_after_all_that_it_queued(face):
 async def test_bye_sent_by_the_user_ends_the_link_with_its_reason(face):
     async with face.hub() as hub, face.link("a", hub) as link:
         await face.greet(hub, link)
-        await link.send(Message(Kind.BYE, {"reason": "drained"}))
+        await link.send(WireMessage(Kind.BYE, {"reason": "drained"}))
         down = await hub.receive()
         assert down.kind is EventKind.PEER_DOWN and "drained" in down.reason
         with pytest.raises(TransportClosed):
@@ -255,7 +255,7 @@ async def test_a_hello_refused_by_the_stage_ends_the_link_with_the_reason(face):
     async with face.hub() as hub, face.link("a", hub) as link:
         link.describe({"role": "nobody"})
         up = await hub.receive()
-        await hub.send(up.peer, Message(Kind.REFUSED, {"reason": "no such role"}))
+        await hub.send(up.peer, WireMessage(Kind.REFUSED, {"reason": "no such role"}))
         refused = await link.receive()
         assert refused.message.header == {"reason": "no such role"}
         with pytest.raises(TransportClosed, match="no such role"):
@@ -392,6 +392,6 @@ async def test_a_frame_that_is_not_contiguous_is_refused_before_anything_is_sent
     async with face.hub() as hub, face.link("a", hub) as link:
         await face.greet(hub, link)
         with pytest.raises(WireError, match="contiguous"):
-            await link.send(Message(Kind.TRAJECTORY, {}, (memoryview(b"abcdef")[::2],)))
+            await link.send(WireMessage(Kind.TRAJECTORY, {}, (memoryview(b"abcdef")[::2],)))
         await link.send(numbered(1))
         assert (await hub.receive()).message.header == {"n": 1}

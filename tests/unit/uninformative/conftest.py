@@ -17,7 +17,7 @@ from pipeline.store.journal import Send
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_order, decode_plan, encode_trajectory
-from pipeline.transport.protocol import Kind, Message
+from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 
@@ -120,13 +120,13 @@ class Stage:
                 raise AssertionError(sent.header)
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", Message(kind, header))
+        self.core.message("learner", WireMessage(kind, header))
         self.round()
 
     def answer(self, order_id: str, reward: float) -> None:
         order = self.holding.pop(order_id)
         frames = encode_trajectory(rollout(order, max(0, order.policy_version), reward=reward))
-        self.core.message("actor-0", Message(Kind.TRAJECTORY, {"trajectory_id": order_id}, frames))
+        self.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order_id}, frames))
         self.round()
 
     def play(self, *rewards: float) -> str:
