@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
-from learner.checkpoints.checkpoint import adapter_folder
+from learner.checkpoints.checkpoint import CheckpointState, adapter_folder, find_checkpoints, restore_training
 from learner.data.demonstrations import load_demonstrations
 from learner.distributed.collectives import RankGroup
 from learner.policy.backbone import DTYPES, Backbone, read_model
@@ -20,6 +21,7 @@ from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -103,3 +105,23 @@ def _refuse_what_ranks_cannot(config: RunConfig) -> None:
             "learner.reference.refresh_every with learner.lora is for one rank: leave one of them out, or set "
             "learner.ranks: 1"
         )
+
+
+def load_trainer(
+    config: RunConfig, directory: RunDirectory, group: RankGroup | None = None
+) -> tuple[Trainer, CheckpointState | None]:
+    """A trainer, and the state of the checkpoint that it goes on from. All ranks load the one that rank 0 has found."""
+    transformers_logging.disable_progress_bar()
+    if config.learner.threads is not None:
+        torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    found = find_checkpoints(directory.checkpoints)
+    name = found[0].name if found else ""
+    if group is not None:
+        name = group.told(name)
+    checkpoint = directory.checkpoints / name if name else None
+    trainer = make_trainer(config, directory.model, checkpoint, group)
+    if checkpoint is None:
+        return trainer, None
+    log.info("resuming from %s", checkpoint)
+    return trainer, restore_training(checkpoint, trainer)

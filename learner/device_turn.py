@@ -20,7 +20,7 @@ import anyio.to_thread
 import torch
 from torch import Tensor
 
-from learner.policy.policy import resolve_device
+from learner.distributed.ranks import resolve_device
 from learner.policy.reference import FrozenCopy
 from learner.training.trainer import Trainer
 from learner.weights.colocated import SharedDevice

@@ -9,7 +9,7 @@ once the version before is published, and leaves it before the new one is.
 
 Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the
 training of the next update; at most one publication is under way. The next batch is built beside the training too
-(:mod:`learner.data.prefetch`). A checkpoint is copied in memory and written by
+(:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the write before is not
 through.
 """
@@ -31,12 +31,12 @@ from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.checkpoints.skipped_steps import write_skipped
 from learner.checkpoints.writer import CheckpointWriter
 from learner.data.groups import Group
-from learner.data.prefetch import PrefetchedBatch, Prefetcher, prepare
 from learner.data.replay_choice import ReplayChoice
 from learner.data.rows import Batch
 from learner.device_turn import DeviceTurn
 from learner.observability.report import StepReport
 from learner.observability.timing import LoopClock
+from learner.prefetch import PrefetchedBatch, Prefetcher, prepare
 from learner.recorder import MetricsLog, record_step, step_line, trained_facts
 from learner.session import LearnerSession
 from learner.traces import Tracer

@@ -31,16 +31,13 @@ from learner.data.evidence import TokenScores
 from learner.data.rows import Batch, Row
 from learner.distributed.collectives import Place, RankGroup, join
 from learner.distributed.messages import unpack_order
-from learner.policy.backbone import Interrupted
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, ConfigurationError, TrainingError
+from pipeline.errors import AfterplayError, ConfigurationError, Interrupted, TrainingError
 from pipeline.runtime.process import ExitCode, configure_logging
 from pipeline.runtime.rundir import RunDirectory
 
 log = logging.getLogger(__name__)
-BEAT_SECONDS = 5.0
-"""How often rank 0 shows that it is there while it waits for groups."""
 
 Handler = Callable[[Trainer, Mapping[str, Any], tuple[Row, ...], TokenScores], Any]
 
@@ -166,7 +163,7 @@ def run(config: RunConfig, place: Place, store: Store | None = None) -> int:
 
 
 def _follow(config: RunConfig, place: Place, store: Store | None, interrupt: threading.Event) -> None:
-    from learner.role import load_trainer
+    from learner.build import load_trainer
 
     device = join(place, config.learner, store)
     group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)

@@ -18,7 +18,7 @@ import anyio.to_thread
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from learner.distributed.collectives import Place, RankGroup, join, leave, place_of
-from learner.rank_worker import BEAT_SECONDS
+from learner.distributed.ranks import BEAT_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.runtime.children import RankProcesses

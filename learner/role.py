@@ -8,18 +8,14 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import torch
-from transformers.utils import logging as transformers_logging
 
-from learner.build import make_trainer
+from learner.build import load_trainer
 from learner.checkpoints.best import BestKeeper
-from learner.checkpoints.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, restore_training
+from learner.checkpoints.checkpoint import checkpoint_path
 from learner.checkpoints.writer import STOP_SHARE, CheckpointWriter
 from learner.device_turn import DeviceTurn, limit_memory
-from learner.distributed.collectives import RankGroup
 from learner.loop import LearnerLoop
 from learner.models.prepare import prepare_model
-from learner.policy.backbone import Interrupted
 from learner.rank_zero import RankZero
 from learner.recorder import MetricsLog
 from learner.session import LearnerProgress, LearnerSession
@@ -28,6 +24,7 @@ from learner.training.trainer import Trainer
 from learner.weights.colocated import sleeping_engines
 from learner.weights.publisher import make_publisher, published_versions
 from pipeline.config import RunConfig
+from pipeline.errors import Interrupted
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import remove_leftovers
 from pipeline.runtime.process import RoleContext
@@ -150,26 +147,6 @@ def load(config: RunConfig, directory: RunDirectory) -> Start:
         state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained
     )
     return Start(trainer, standing, checkpoint_path(directory.checkpoints, state.updates), lead)
-
-
-def load_trainer(
-    config: RunConfig, directory: RunDirectory, group: RankGroup | None = None
-) -> tuple[Trainer, CheckpointState | None]:
-    """A trainer, and the state of the checkpoint that it goes on from. All ranks load the one that rank 0 has found."""
-    transformers_logging.disable_progress_bar()
-    if config.learner.threads is not None:
-        torch.set_num_threads(config.learner.threads)
-    torch.manual_seed(config.run.seed)
-    found = find_checkpoints(directory.checkpoints)
-    name = found[0].name if found else ""
-    if group is not None:
-        name = group.told(name)
-    checkpoint = directory.checkpoints / name if name else None
-    trainer = make_trainer(config, directory.model, checkpoint, group)
-    if checkpoint is None:
-        return trainer, None
-    log.info("resuming from %s", checkpoint)
-    return trainer, restore_training(checkpoint, trainer)
 
 
 def choose_version(standing: LearnerProgress, recorded: int, written: list[int]) -> int:

@@ -171,3 +171,7 @@ def _words(error: Exception) -> str:
         return str(error)
     except Exception as broken:
         return f"(its message could not be read: {type(broken).__name__})"
+
+
+class Interrupted(Exception):
+    """The pass was given up because the process is stopping. Nothing was changed by it."""

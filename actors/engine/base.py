@@ -132,3 +132,13 @@ class PausableTimeout:
         now = anyio.current_time()
         for scope, left in self._scopes.items():
             scope.deadline = now + left
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A generation and who made it."""
+
+    generation: Generation
+    engine: str
+    seconds: float
+    """Wall time of the request that succeeded."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 
+from actors.engine.base import Completion
 from actors.gateway.messages import Refusal
 from actors.gateway.recorder import ChatReply, Parse, PendingCall, Recorder
 from actors.gateway.reports import Report
@@ -22,7 +23,6 @@ from actors.gateway.requests import ChatRequest, ParameterRules, read_chat, read
 from actors.gateway.responses import Choice, chat_completion, generated
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import Budget, Limit, Policy
-from actors.rollout.generate import Completion
 from pipeline.errors import EngineError, EngineRefused, EngineUnavailable, PlugInError
 
 

@@ -46,7 +46,7 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Message, Task, TrajectoryStatus, Turn
 
 if TYPE_CHECKING:
-    from actors.rollout.generate import Completion
+    from actors.engine.base import Completion
 
 
 class Policy(Protocol):

@@ -5,24 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from actors.engine.base import Engine, Generation, Sampling
+from actors.engine.base import Completion, Engine, Generation, Sampling
 from actors.rollout.services import Services
 from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.schema import FinishReason
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A generation and who made it."""
-
-    generation: Generation
-    engine: str
-    seconds: float
-    """Wall time of the request that succeeded."""
 
 
 async def complete(

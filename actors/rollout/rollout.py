@@ -33,6 +33,7 @@ from dataclasses import replace
 
 import anyio
 
+from actors.engine.base import Completion
 from actors.environments.base import Episode, Reply
 from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Completed, Conversation
@@ -50,7 +51,7 @@ from actors.rollout.agent_loop import (
     wrong,
 )
 from actors.rollout.counterfactual import CounterfactualPrompt, counterfactual_of
-from actors.rollout.generate import Completion, complete, greedily
+from actors.rollout.generate import complete, greedily
 from actors.rollout.memory_prompt import MemoryPrompt, MemorySource
 from actors.rollout.multi_turn import HostedGame, MultiTurn
 from actors.rollout.services import Services

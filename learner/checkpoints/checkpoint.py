@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import shutil
 from collections.abc import Callable, Collection
@@ -23,12 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import torch
 from torch import Tensor
 
-from learner.checkpoints.shards import FOLDER, Shards, divide_state, restored_state
+from learner.checkpoints.shards import FOLDER, Shards, divide_state, random_state, restored_state, set_random_state
 from learner.data.trained import Trained
 from learner.distributed.collectives import RankGroup
 from learner.policy.policy import Policy
@@ -226,35 +224,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_copied(item) for item in value)
     return value
-
-
-def random_state() -> dict[str, Any]:
-    """State of Python's, numpy's and torch's generators, as tensors and plain values."""
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [
-            str(kind),
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """The inverse of :func:`random_state`."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def is_complete(path: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +166,6 @@ def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> An
 
 def _seeded(trainer: Trainer, group: RankGroup) -> dict[str, Any]:
     """Random state of a rank that the checkpoint knows nothing of."""
-    from learner.checkpoints.checkpoint import random_state
 
     torch.manual_seed(trainer.seed + group.rank)
     return random_state()
@@ -179,3 +179,32 @@ def _to_bytes(state: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def _from_bytes(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
     return torch.load(io.BytesIO(array.tobytes()), weights_only=True)
+
+
+def random_state() -> dict[str, Any]:
+    """State of Python's, numpy's and torch's generators, as tensors and plain values."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [
+            str(kind),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of :func:`random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

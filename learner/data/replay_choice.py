@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from learner.data.groups import Group
 from learner.data.rows import Row, trajectory_rows
-from learner.policy.backbone import Interrupted
 from pipeline.config.replay import ReplayConfig
+from pipeline.errors import Interrupted
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Sequence[Row]], Mapping[int, float]]

@@ -29,12 +29,10 @@ from torch.distributed.tensor import DTensor
 from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.distributed.messages import pack, pack_order, unpack
-from learner.distributed.ranks import divide
+from learner.distributed.ranks import divide, resolve_device
 from learner.observability.statistics import TokenValues, Weights
-from learner.policy.backbone import Interrupted
-from learner.policy.policy import resolve_device
 from pipeline.config.learner import LearnerConfig
-from pipeline.errors import ConfigurationError, TrainingError
+from pipeline.errors import ConfigurationError, Interrupted, TrainingError
 
 T = TypeVar("T")
 _STOP = 1 << 32

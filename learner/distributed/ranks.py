@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,11 @@ from torch import Tensor
 from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.observability.statistics import TokenValues, Weights
+from pipeline.errors import ConfigurationError
+
+BEAT_SECONDS = 5.0
+"""How often rank 0 shows that it is there while it waits for groups."""
+
 
 T = TypeVar("T")
 
@@ -44,7 +49,7 @@ class Ranks(Protocol):
         ...
 
     def agree(self, code: int = 0) -> int:
-        """The largest code of any rank. Raises :class:`learner.policy.backbone.Interrupted` on all ranks where one is
+        """The largest code of any rank. Raises :class:`pipeline.errors.Interrupted` on all ranks where one is
         asked to stop."""
         ...
 
@@ -153,3 +158,12 @@ IDLE = Row(
 )
 """What a rank passes through the model when it has fewer micro-batches than another: every rank must take part in the
 collectives of every layer. Its values are thrown away and its gradient is multiplied with 0."""
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """``auto`` takes the GPU where there is one. Raises :class:`ConfigurationError` for cuda without one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "learner.device is cuda, but torch sees no GPU: install a CUDA build of torch or set it to cpu"
+        )
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

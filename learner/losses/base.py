@@ -7,11 +7,14 @@ All tensors are over the sampled tokens, ``[S]``. μ sampled the token, π_old a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pipeline.config.algorithm import MaskConfig
 from pipeline.errors import TrainingError
 
 
@@ -114,3 +117,74 @@ def log_ratio(new_S: Tensor, old_S: Tensor, valid_S: Tensor, log_ratio_max: floa
     zero = torch.zeros((), dtype=new_S.dtype, device=new_S.device)
     difference = torch.where(valid_S, new_S, zero) - torch.where(valid_S, old_S, zero)
     return difference.clamp(-log_ratio_max, log_ratio_max)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A policy loss and what the learner has to know of it."""
+
+    function: Callable[[Scored, LossRules], TokenLosses | torch.Tensor]
+    """``(tokens, rules)`` to the loss of each token; a plain tensor ``[S]`` means that nothing is clipped. ``rules`` is
+    :class:`learner.losses.base.LossRules`."""
+    clip: ClipRange = field(default_factory=lambda: ClipRange(0.2, 0.28))
+    """As published; the run file may say otherwise."""
+    off_high: float | None = 1.0
+    """Upper clip of off-policy tokens where the run file says nothing; None: as of fresh ones."""
+    evidence: frozenset[str] = frozenset()
+    """Out of :data:`SCORES`."""
+    needs_signal: bool = True
+    """Tokens without advantage have no gradient, so rows without any need no backward pass."""
+
+    def __call__(self, tokens: Scored, rules: LossRules) -> TokenLosses:
+        """Raises :class:`TrainingError` when a user's function does not give one loss a token."""
+        result = self.function(tokens, rules)
+        if not isinstance(result, TokenLosses):
+            nothing = torch.zeros_like(tokens.mask)
+            result = TokenLosses(result, nothing, nothing)
+        if not isinstance(result.losses, torch.Tensor) or result.losses.shape != tokens.mask.shape:
+            came = getattr(result.losses, "shape", type(result.losses).__name__)
+            raise TrainingError(f"expected one loss for each of {len(tokens.mask)} tokens of loss.policy, got {came}")
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class LossRules:
+    """Inputs of the policy loss that come from the run file."""
+
+    policy: PolicyLoss
+    fresh: ClipRange
+    off: ClipRange
+    """For off-policy tokens (replayed, or guided)."""
+    dual_clip: float | None
+    decoupled: bool
+    """Anchor at the recomputed π_old and correct with truncated π_old/μ."""
+    weight_max: float
+    log_ratio_max: float
+    entropy_bonus: float
+    off_policy: Literal["clip", "shaped", "second_moment"] = "clip"
+    shape_beta: float = 0.1
+    use_recorded: bool = True
+    """Replayed tokens are anchored at recorded μ where there is one."""
+    weight: Literal["none", "token", "sequence", "geometric"] = "token"
+    masks: tuple[MaskConfig, ...] = ()
+    ratio_max: float = 20.0
+    sapo_positive: float = 1.0
+    sapo_negative: float = 1.05
+    kl_in_loss: bool = False
+    kl_coef: float = 0.0
+    """Of now: an adaptive controller changes it between updates."""
+    kl_estimator: str = "k3"
+    options: dict[str, Any] = field(default_factory=dict)
+    """For a loss of the user's own."""
+
+    def anchored_today(self, *, replayed: bool, recorded: bool) -> bool:
+        """Whether of such tokens log π before the first optimizer step of the update is read: as π_old, or for the
+        masks."""
+        if not replayed:
+            return self.decoupled or bool(self.masks)
+        return not self.use_recorded or (not recorded and self.off_policy != "shaped")
+
+    @property
+    def needs_signal(self) -> bool:
+        """Rows without advantage have gradient exactly 0."""
+        return self.policy.needs_signal and not self.entropy_bonus and not (self.kl_in_loss and self.kl_coef)

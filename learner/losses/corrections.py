@@ -23,8 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.losses.base import RowSums, log_ratio
-from learner.losses.registry import LossRules
+from learner.losses.base import LossRules, RowSums, log_ratio
 from learner.observability.statistics import Weights
 
 REASONS = ("", "ratio_cap", "sequence_mask", "geometric_mask", "any_token_mask")

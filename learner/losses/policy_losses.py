@@ -14,15 +14,11 @@ Losses of off-policy tokens that have no clip. Float ``[S]``.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from learner.losses.base import Scored, TokenLosses
-
-if TYPE_CHECKING:
-    from learner.losses.registry import LossRules
+from learner.losses.base import LossRules, Scored, TokenLosses
 
 
 def ppo(tokens: Scored, rules: LossRules) -> TokenLosses:

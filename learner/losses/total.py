@@ -36,11 +36,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.losses.base import Scored, TokenLosses, log_ratio
+from learner.losses.base import LossRules, Scored, TokenLosses, log_ratio
 from learner.losses.corrections import Correction, corrections
 from learner.losses.kl import kl_terms
 from learner.losses.policy_losses import bounded, shaped
-from learner.losses.registry import LossRules
 
 
 @dataclass(frozen=True, slots=True)

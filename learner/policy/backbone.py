@@ -20,13 +20,9 @@ from learner.data.packing import Form
 from learner.distributed.ranks import ALONE, Ranks
 from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
 from pipeline.config.learner import LearnerConfig
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, Interrupted
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Interrupted(Exception):
-    """The pass was given up because the process is stopping. Nothing was changed by it."""
 
 
 class Backbone:

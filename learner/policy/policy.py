@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
+from learner.distributed.ranks import resolve_device
 from learner.policy.backbone import DTYPES, Backbone, read_model
 from learner.policy.logprobs import Head, sampled_logprobs
 from pipeline.config.learner import LearnerConfig
@@ -137,12 +138,3 @@ class Policy(Backbone):
         return Head(
             layer.weight, getattr(layer, "bias", None), float(scale), getattr(config, "final_logit_softcapping", None)
         )
-
-
-def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """``auto`` takes the GPU where there is one. Raises :class:`ConfigurationError` for cuda without one."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            "learner.device is cuda, but torch sees no GPU: install a CUDA build of torch or set it to cpu"
-        )
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

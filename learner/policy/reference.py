@@ -26,7 +26,6 @@ from learner.data.evidence import TokenArray
 from learner.data.microbatch import token_numbers
 from learner.data.rows import Row
 from learner.observability.report import Stopwatch
-from learner.policy.backbone import Interrupted
 from learner.policy.passes import token_pass
 from learner.policy.policy import Policy
 from pipeline.config.learner import ReferenceConfig
@@ -35,6 +34,7 @@ from pipeline.errors import (
     EngineProtocolError,
     EngineRefused,
     EngineUnavailable,
+    Interrupted,
     StoreError,
     TrainingError,
 )

@@ -23,7 +23,7 @@ class NonFiniteStep(Exception):
 
 def agree(ranks: Ranks, found: NonFinite | None = None) -> None:
     """Raise :class:`NonFiniteStep` on every rank where one has ``found`` something (``ratio`` or ``loss``),
-    :class:`learner.policy.backbone.Interrupted` where one is asked to stop. Collective."""
+    :class:`pipeline.errors.Interrupted` where one is asked to stop. Collective."""
     worst = ranks.agree(0 if found is None else _CODES.index(found) + 1)
     if worst:
         raise NonFiniteStep(_CODES[worst - 1])

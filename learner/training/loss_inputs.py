@@ -12,8 +12,8 @@ from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
 from learner.data.rows import Row
+from learner.losses.base import LossRules
 from learner.losses.corrections import second_moment_mask
-from learner.losses.registry import LossRules
 from learner.losses.total import LossTerms, LossTokens
 from learner.observability.statistics import TokenValues
 from pipeline.config.algorithm import LossConfig

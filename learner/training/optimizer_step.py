@@ -52,7 +52,7 @@ class OptimizerSteps:
     """Changes the policy's weights, by ``optimizer``; ``average`` follows them. The caller drops the gradients.
 
     Every method raises :class:`NonFiniteStep` before the weights are changed,
-    :class:`learner.policy.backbone.Interrupted` when asked to stop.
+    :class:`pipeline.errors.Interrupted` when asked to stop.
     """
 
     def __init__(

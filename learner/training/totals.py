@@ -11,7 +11,7 @@ import numpy as np
 from learner.data.evidence import TokenScores
 from learner.data.rows import Row
 from learner.distributed.ranks import Ranks
-from learner.losses.registry import LossRules
+from learner.losses.base import LossRules
 from learner.observability.report import CriticReport, NonFinite, SkippedBatch, SkippedStep, StepReport, Stopwatch
 from learner.observability.statistics import TokenValues, Weights, batch_statistics
 

@@ -23,9 +23,8 @@ from learner.data.evidence import TokenArray, TokenScores
 from learner.data.microbatch import token_numbers
 from learner.data.rows import Batch, Row
 from learner.losses.kl import KLController
-from learner.losses.registry import LossRules
+from learner.losses.registry import loss_rules
 from learner.observability.report import SkippedStep, StepReport, Stopwatch
-from learner.policy.backbone import Interrupted
 from learner.policy.passes import microbatches
 from learner.policy.policy import Policy
 from learner.policy.reference import Reference
@@ -37,7 +36,7 @@ from learner.training.optimizer import WeightAverage, learning_rate, make_optimi
 from learner.training.optimizer_step import OptimizerSteps
 from learner.training.totals import Conditions, StepTotals
 from pipeline.config import RunConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import Interrupted, TrainingError
 
 
 class Trainer:
@@ -67,7 +66,7 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
         self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
         self._config = config
-        self._rules = LossRules.of(config.loss, config.importance, config.replay.use_recorded_logprobs)
+        self._rules = loss_rules(config.loss, config.importance, config.replay.use_recorded_logprobs)
         self._gathering = ScoringPasses(policy, config, reference, critic)
         self._steps = OptimizerSteps(policy, config, self.optimizer, self.average, demonstrations)
 

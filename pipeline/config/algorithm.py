@@ -211,7 +211,7 @@ class LossConfig(Section):
     """The policy loss: ``ppo`` (arXiv:1707.06347), ``gspo`` and ``gspo_token`` (arXiv:2507.18071), ``gmpo``
     (arXiv:2507.20673), ``cispo`` (arXiv:2506.13585), ``sapo`` (arXiv:2511.20347), ``dppo_tv`` and ``dppo_kl``
     (arXiv:2602.04879), or your own as ``module:function`` or ``file.py:function``
-    (``learner.losses.registry.PolicyLoss`` says what it gets and gives)."""
+    (``learner.losses.base.PolicyLoss`` says what it gets and gives)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Handed to a loss of your own as ``rules.options``."""
     clip_low: float | None = Field(None, ge=0, le=1)

@@ -23,14 +23,13 @@ from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.experience.experience import Experience
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.schema import TokenSpan, Trajectory, Turn, VersionSpan
-from pipeline.stage.ingest import facts_of
 from pipeline.store.archive import ArchivedTrajectory, Header, is_archive, read_archive, write_archive
 from pipeline.store.demonstrations import Render, import_id, read_demonstrations
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
 from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.queries import meta, origin, pooled, reading
-from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState
+from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState, facts_of
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from pipeline.transport.protocol import Frames, Limits

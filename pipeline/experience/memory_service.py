@@ -30,8 +30,8 @@ from pipeline.metrics.replay import ReplayMetrics
 from pipeline.runtime.process import load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Trajectory
-from pipeline.stage.outgoing import PayloadCache
 from pipeline.store.journal import Finished, Send
+from pipeline.store.payloads import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.open import limits_of

@@ -7,21 +7,17 @@ One look at the bytes of an arriving trajectory: is it one, is it the one that w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import Task, Trajectory, TrajectoryStatus
-from pipeline.schema.tokens import NO_VERSION
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.groups import Groups
 from pipeline.stage.leases import Leases
 from pipeline.stage.state import StageState, log
 from pipeline.store.journal import Score, UntrainedRollout
-from pipeline.store.records import Drop, Facts, OrderKey, OrderRecord, OrderState, TrajectoryRecord, group_id
+from pipeline.store.records import Drop, Facts, OrderKey, OrderRecord, OrderState, TrajectoryRecord, facts_of, group_id
 from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.protocol import Buffer, Frames, Limits
 
@@ -59,50 +55,11 @@ def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task)
     return Arrival(trajectory, facts, _untrained(trajectory, facts))
 
 
-def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
-    """What the stage keeps in memory of a trajectory and its payload frames."""
-    versions = np.frombuffer(frames[3], dtype="<i4")[2::3]
-    failure = trajectory.failure
-    return Facts(
-        status=trajectory.status.value,
-        n_turns=len(trajectory.turns),
-        n_tokens=_size(frames[1]) // 4,
-        n_sampled=_size(frames[2]) // 4,
-        version_min=int(versions.min()) if len(versions) else NO_VERSION,
-        version_max=int(versions.max()) if len(versions) else NO_VERSION,
-        duration_seconds=trajectory.timings.duration_seconds,
-        actor=trajectory.actor_id,
-        n_bytes=sum(map(_size, frames)),
-        failure={
-            "boundary": failure.boundary,
-            "kind": failure.kind,
-            "message": failure.message,
-            "details": failure.details,
-        }
-        if failure
-        else None,
-        entropy=_entropy(frames[2]) if trajectory.recorded else None,
-        replayable=trajectory.recorded and (trajectory.guidance is None or trajectory.guidance.keep),
-    )
-
-
-def _entropy(logprobs: Buffer) -> float | None:
-    """``-mean(log mu)`` of float32 log-probabilities, nats: an unbiased estimate of the mean entropy of the
-    distributions that the tokens were drawn from. None where there is no finite one."""
-    values = np.frombuffer(logprobs, dtype="<f4")
-    mean = -float(values.mean(dtype=np.float64)) if len(values) else math.nan
-    return mean if math.isfinite(mean) else None
-
-
 def _untrained(trajectory: Trajectory, facts: Facts) -> Drop | None:
     if trajectory.status is TrajectoryStatus.ABORTED:
         return Drop.ABORTED
     failed = trajectory.status is TrajectoryStatus.ERROR or facts.n_sampled == 0
     return Drop.FAILED if failed else None
-
-
-def _size(frame: Buffer) -> int:
-    return len(frame) if isinstance(frame, bytes) else frame.nbytes
 
 
 ScoreNow = Callable[[Trajectory], Verdict]

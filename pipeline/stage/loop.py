@@ -21,9 +21,10 @@ from pipeline.runtime.process import RoleContext
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
 from pipeline.stage.metrics import Observer
-from pipeline.stage.outgoing import PayloadCache, PeerSender
+from pipeline.stage.outgoing import PeerSender
 from pipeline.stage.scoring import Scoring
 from pipeline.store.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, UntrainedRollout
+from pipeline.store.payloads import PayloadCache
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Event, EventKind

@@ -7,8 +7,7 @@ their turn comes.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
 from functools import partial
 from itertools import islice
 
@@ -19,36 +18,11 @@ import anyio.to_thread
 from pipeline.errors import LimitExceeded, PeerGone
 from pipeline.stage.state import log
 from pipeline.store.journal import Send
+from pipeline.store.payloads import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Frames, Hub, Kind, WireMessage
 
 READ_AHEAD = 16
-
-
-class PayloadCache:
-    """The newest payloads, up to ``bytes_max``; the oldest go first."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._frames: OrderedDict[int, tuple[int, Frames]] = OrderedDict()
-        self._bytes_max = bytes_max
-        self.bytes = 0
-
-    def put(self, seq: int, frames: Frames) -> None:
-        size = sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames)
-        self._frames[seq] = (size, frames)
-        self.bytes += size
-        while self.bytes > self._bytes_max:
-            self.bytes -= self._frames.popitem(last=False)[1][0]
-
-    def get(self, seq: int) -> Frames | None:
-        found = self._frames.get(seq)
-        return found[1] if found else None
-
-    def forget(self, seqs: Sequence[int]) -> None:
-        for seq in seqs:
-            found = self._frames.pop(seq, None)
-            if found:
-                self.bytes -= found[0]
 
 
 class PeerSender:

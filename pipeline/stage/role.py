@@ -22,10 +22,11 @@ from pipeline.stage.core import StageCore
 from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
 from pipeline.stage.loop import Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
-from pipeline.stage.outgoing import PayloadCache, PeerSender
+from pipeline.stage.outgoing import PeerSender
 from pipeline.stage.scoring import Scoring
 from pipeline.stage.state import log
 from pipeline.store.evaluation_results import write_results
+from pipeline.store.payloads import PayloadCache
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.tasks.open import open_sources

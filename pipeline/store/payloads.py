@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
 from pipeline.store.records import GroupRecord, GroupState, TrajectoryState
+from pipeline.transport.protocol import Frames
 
 _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 
@@ -57,3 +59,29 @@ class PayloadRefCounts:
 
     def _hold(self, seq: int) -> None:
         self._holders[seq] = self._holders.get(seq, 0) + 1
+
+
+class PayloadCache:
+    """The newest payloads, up to ``bytes_max``; the oldest go first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._frames: OrderedDict[int, tuple[int, Frames]] = OrderedDict()
+        self._bytes_max = bytes_max
+        self.bytes = 0
+
+    def put(self, seq: int, frames: Frames) -> None:
+        size = sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames)
+        self._frames[seq] = (size, frames)
+        self.bytes += size
+        while self.bytes > self._bytes_max:
+            self.bytes -= self._frames.popitem(last=False)[1][0]
+
+    def get(self, seq: int) -> Frames | None:
+        found = self._frames.get(seq)
+        return found[1] if found else None
+
+    def forget(self, seqs: Sequence[int]) -> None:
+        for seq in seqs:
+            found = self._frames.pop(seq, None)
+            if found:
+                self.bytes -= found[0]

@@ -6,14 +6,19 @@ Which policy version every update was trained from: a version is published for e
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from pipeline.schema import Task
+import numpy as np
+
+from pipeline.schema import Task, Trajectory
+from pipeline.schema.tokens import NO_VERSION
 from pipeline.store.experience_records import Candidate
+from pipeline.transport.protocol import Buffer
 
 _ORDER_ID = re.compile(r"g(\d{6,18})\.(\d{1,9})\.(\d{1,9})")
 _GROUP_ID = re.compile(r"g(\d{6,18})")
@@ -368,3 +373,42 @@ class TrainedVersions:
     def state(self) -> list[list[int]]:
         """JSON that :meth:`__init__` takes back."""
         return [list(point) for point in self._points]
+
+
+def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
+    """What the stage keeps in memory of a trajectory and its payload frames."""
+    versions = np.frombuffer(frames[3], dtype="<i4")[2::3]
+    failure = trajectory.failure
+    return Facts(
+        status=trajectory.status.value,
+        n_turns=len(trajectory.turns),
+        n_tokens=_size(frames[1]) // 4,
+        n_sampled=_size(frames[2]) // 4,
+        version_min=int(versions.min()) if len(versions) else NO_VERSION,
+        version_max=int(versions.max()) if len(versions) else NO_VERSION,
+        duration_seconds=trajectory.timings.duration_seconds,
+        actor=trajectory.actor_id,
+        n_bytes=sum(map(_size, frames)),
+        failure={
+            "boundary": failure.boundary,
+            "kind": failure.kind,
+            "message": failure.message,
+            "details": failure.details,
+        }
+        if failure
+        else None,
+        entropy=_entropy(frames[2]) if trajectory.recorded else None,
+        replayable=trajectory.recorded and (trajectory.guidance is None or trajectory.guidance.keep),
+    )
+
+
+def _entropy(logprobs: Buffer) -> float | None:
+    """``-mean(log mu)`` of float32 log-probabilities, nats: an unbiased estimate of the mean entropy of the
+    distributions that the tokens were drawn from. None where there is no finite one."""
+    values = np.frombuffer(logprobs, dtype="<f4")
+    mean = -float(values.mean(dtype=np.float64)) if len(values) else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _size(frame: Buffer) -> int:
+    return len(frame) if isinstance(frame, bytes) else frame.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
-from pipeline.stage.state import log
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Splits, is_held_out
+
+log = logging.getLogger("afterplay.tasks")
 
 TRIES_MAX = 4096
 """Tasks of one environment that :meth:`TaskSampler.draw_where` looks at before it gives the environment up."""

@@ -1,6 +1,7 @@
 """What moves multipart messages: sockets (``zeromq``) or lists (``memory``). Everything else is shared by both.
 
-A wire never waits. It says ``None`` or ``False`` instead, and fires its :class:`Broadcast` whenever trying again may help.
+A wire never waits. It says ``None`` or ``False`` instead, and fires its :class:`Broadcast` whenever trying again may
+help.
 
 A bounded queue between a socket and the one who reads events from it.
 

@@ -13,8 +13,8 @@ from learner.checkpoints.checkpoint import (
     read_state,
     restore_training,
     save_checkpoint,
-    set_random_state,
 )
+from learner.checkpoints.shards import set_random_state
 from learner.data.rows import Batch
 from learner.policy.policy import Policy
 from learner.recorder import MetricsLog

@@ -6,14 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from learner.losses.base import ClipRange
-from learner.losses.registry import LossRules
+from learner.losses.base import ClipRange, LossRules
+from learner.losses.registry import LOSSES, loss_rules
 from learner.losses.total import LossTokens, policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
 
 def rules(**options) -> LossRules:
     base = {
+        "policy": LOSSES["ppo"],
         "fresh": ClipRange(0.2, 0.28),
         "off": ClipRange(0.2, 1.0),
         "dual_clip": 3.0,
@@ -166,7 +167,7 @@ def test_off_policy_clip_is_wider_and_only_for_replayed_tokens():
 
 
 def test_rules_come_from_the_run_file():
-    r = LossRules.of(LossConfig(clip_low=0.1, dual_clip=None), ImportanceConfig(anchor="proximal", weight_max=3))
+    r = loss_rules(LossConfig(clip_low=0.1, dual_clip=None), ImportanceConfig(anchor="proximal", weight_max=3))
     assert (r.fresh, r.off, r.dual_clip, r.decoupled, r.weight_max) == (
         ClipRange(0.1, 0.28),
         ClipRange(0.1, 1.0),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from learner.losses.base import ClipRange
+from learner.losses.base import ClipRange, LossRules
 from learner.losses.corrections import second_moment_mask, step_factor, token_weights_of
-from learner.losses.registry import LossRules
+from learner.losses.registry import LOSSES, loss_rules
 from learner.losses.total import LossTokens, policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
@@ -20,6 +20,7 @@ F = torch.float64
 
 def rules(**options) -> LossRules:
     base = {
+        "policy": LOSSES["ppo"],
         "fresh": ClipRange(0.2, 0.28),
         "off": ClipRange(0.3, 1.0),
         "dual_clip": 3.0,
@@ -222,5 +223,5 @@ def test_the_guard_shrinks_by_the_root_of_ess_over_its_target_and_never_grows(d,
 
 def test_off_policy_rules_come_from_the_run_file():
     loss = LossConfig(clip_low=0.1, off_clip_low=0.4, off_clip_high=2.0, off_policy="shaped", off_shape_beta=0.2)
-    r = LossRules.of(loss, ImportanceConfig(), use_recorded=False)
+    r = loss_rules(loss, ImportanceConfig(), use_recorded=False)
     assert (r.off, r.off_policy, r.shape_beta, r.use_recorded) == (ClipRange(0.4, 2.0), "shaped", 0.2, False)

@@ -16,10 +16,9 @@ from learner.data.groups import Group, StoredRollout
 from learner.data.replay_choice import choose_replays, ranked
 from learner.data.rows import build_batch, trajectory_rows
 from learner.data.trained import Trained, TrainedGroup
-from learner.policy.backbone import Interrupted
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.config.replay import ReplayConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import Interrupted, TrainingError
 from pipeline.schema import GroupPlan, Guidance, Task
 
 slow = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

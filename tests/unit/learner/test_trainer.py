@@ -8,11 +8,10 @@ import torch
 from learner.advantages.apply import with_advantages
 from learner.data.evidence import TokenScores
 from learner.data.rows import Batch, build_batch, trajectory_rows
-from learner.policy.backbone import Interrupted
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import Interrupted, TrainingError
 from pipeline.schema import FinishReason, Message, TokenSpan, Turn
 
 

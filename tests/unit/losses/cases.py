@@ -8,8 +8,8 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import torch
 
-from learner.losses.base import ClipRange
-from learner.losses.registry import LOSSES, LossRules
+from learner.losses.base import ClipRange, LossRules
+from learner.losses.registry import LOSSES
 from learner.losses.total import LossTokens
 from tests.unit.losses.slow import Token
 

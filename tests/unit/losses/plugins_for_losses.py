@@ -1,6 +1,6 @@
 """Policy losses of a user."""
 
-from learner.losses.registry import PolicyLoss
+from learner.losses.base import PolicyLoss
 
 
 def reinforce(tokens, rules):

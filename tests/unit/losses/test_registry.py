@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from learner.losses.base import ClipRange
-from learner.losses.registry import LOSSES, LossRules, needed_scores, policy_loss_of
+from learner.losses.registry import LOSSES, loss_rules, needed_scores, policy_loss_of
 from learner.losses.total import policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.errors import ConfigurationError, TrainingError
@@ -20,7 +20,7 @@ PLUGINS = Path(__file__).with_name("plugins_for_losses.py")
 
 def test_a_users_loss_comes_by_path_with_its_options():
     config = LossConfig(policy=f"{PLUGINS}:reinforce", options={"scale": 2.0}, dual_clip=None)
-    rules = LossRules.of(config, ImportanceConfig())
+    rules = loss_rules(config, ImportanceConfig())
     t = tensors([Token(-1.0, -2.0, 0.0, 0.0, 0.5, row=0), Token(-1.5, -2.0, 0.0, 0.0, -1.0, row=0)])
     terms = policy_loss(t, rules)
     (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
@@ -37,17 +37,17 @@ def test_a_users_loss_of_the_wrong_shape_is_refused_with_what_was_expected():
 
 def test_an_unknown_loss_is_answered_with_the_known_ones():
     with pytest.raises(ConfigurationError, match=r"ppo, gspo, .* got pppo"):
-        LossRules.of(LossConfig(policy="pppo"), ImportanceConfig())
+        loss_rules(LossConfig(policy="pppo"), ImportanceConfig())
     with pytest.raises(ConfigurationError, match="expected a function 'nothing'"):
         policy_loss_of(f"{PLUGINS}:nothing")
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_published_clips_hold_until_the_run_file_says_otherwise(name):
-    rules = LossRules.of(LossConfig(policy=name), ImportanceConfig())
+    rules = loss_rules(LossConfig(policy=name), ImportanceConfig())
     assert rules.fresh == LOSSES[name].clip
     assert rules.off.high >= rules.fresh.high
-    chosen = LossRules.of(LossConfig(policy=name, clip_low=0.11, clip_high=0.12, off_clip_high=3), ImportanceConfig())
+    chosen = loss_rules(LossConfig(policy=name, clip_low=0.11, clip_high=0.12, off_clip_high=3), ImportanceConfig())
     assert (chosen.fresh, chosen.off) == (ClipRange(0.11, 0.12), ClipRange(0.11, 3))
 
 
@@ -93,7 +93,7 @@ def test_impossible_combinations_are_explained(section, values, told):
 
 def test_the_kl_is_estimated_by_k3_in_the_loss_and_k1_in_the_reward_unless_said():
     def estimator(**loss):
-        return LossRules.of(LossConfig(**loss), ImportanceConfig()).kl_estimator
+        return loss_rules(LossConfig(**loss), ImportanceConfig()).kl_estimator
 
     assert estimator(kl="loss") == "k3"
     assert estimator(kl="reward") == "k1"
@@ -101,7 +101,7 @@ def test_the_kl_is_estimated_by_k3_in_the_loss_and_k1_in_the_reward_unless_said(
 
 
 def test_log_probs_before_the_step_are_read_where_a_mask_needs_them():
-    masked = LossRules.of(LossConfig(), ImportanceConfig(masks=({"level": "token", "high": 2},)))
-    plain = LossRules.of(LossConfig(), ImportanceConfig())
+    masked = loss_rules(LossConfig(), ImportanceConfig(masks=({"level": "token", "high": 2},)))
+    plain = loss_rules(LossConfig(), ImportanceConfig())
     assert masked.anchored_today(replayed=False, recorded=True)
     assert not plain.anchored_today(replayed=False, recorded=True)

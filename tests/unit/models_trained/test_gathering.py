@@ -12,12 +12,12 @@ from learner.data.microbatch import PADDED, token_numbers
 from learner.data.rows import Batch
 from learner.distributed.ranks import ALONE
 from learner.observability.report import Stopwatch
-from learner.policy.backbone import Backbone, Interrupted
+from learner.policy.backbone import Backbone
 from learner.policy.passes import microbatches
 from learner.policy.reference import AdaptersOff, FrozenCopy
 from learner.training.critic import Critic, explained_variance
 from learner.training.trainer import Trainer
-from pipeline.errors import ConfigurationError, StoreError
+from pipeline.errors import ConfigurationError, Interrupted, StoreError
 from tests.unit.learner.conftest import learner_config, make_rows, run_config, tiny_model, tiny_policy
 
 WATCH = Stopwatch(torch.device("cpu"))

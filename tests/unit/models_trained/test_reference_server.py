@@ -12,10 +12,9 @@ import torch
 from aiohttp import web
 
 from learner.observability.report import Stopwatch
-from learner.policy.backbone import Interrupted
 from learner.policy.reference import ServerReference
 from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
-from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable, TrainingError
+from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable, Interrupted, TrainingError
 from tests.unit.learner.conftest import make_rows
 
 WATCH = Stopwatch(torch.device("cpu"))

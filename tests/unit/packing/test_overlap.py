@@ -2,7 +2,7 @@
 
 import threading
 
-from learner.data.prefetch import Prefetcher
+from learner.prefetch import Prefetcher
 from learner.training.trainer import Trainer
 from tests.unit.learner.test_learner_role import world
 

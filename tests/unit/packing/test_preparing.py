@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from learner.data.prefetch import Prefetcher, prepare
 from learner.data.replay_choice import needs_scores
+from learner.prefetch import Prefetcher, prepare
 from pipeline.config.replay import ReplayConfig
 
 CONFIG = ReplayConfig()

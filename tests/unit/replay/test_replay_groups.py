@@ -12,10 +12,10 @@ from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
 from pipeline.schema.trajectory import Trajectory
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
-from pipeline.stage.ingest import facts_of
 from pipeline.store.experience_report import examine_run
 from pipeline.store.journal import Send
 from pipeline.store.ledger import read_ledger
+from pipeline.store.records import facts_of
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_plan, encode_trajectory
 from pipeline.transport.protocol import Kind, WireMessage
