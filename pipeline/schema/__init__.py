@@ -1,4 +1,4 @@
-"""The data of DESIGN section 4: frozen, slotted, validated when built, so on both sides of the wire.
+"""The data types that cross processes: frozen, slotted, validated when built, so on both sides of the wire.
 
 Nothing in this package imports anything of Afterplay but ``pipeline.errors``.
 """

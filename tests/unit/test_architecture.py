@@ -1,0 +1,339 @@
+"""The rooms of the source tree: imports flow one way, each heavy library has one home, and names lead somewhere.
+
+A *room* is a folder of a package. Imports count wherever they stand: at the top, inside functions, and under
+``TYPE_CHECKING``.
+"""
+
+import ast
+import builtins
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("pipeline", "actors", "learner")
+FLOW = ("errors", "schema", "transport", "store", "experience", "stage")
+"""Parts of ``pipeline`` from the bottom up: none imports one to its right."""
+PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/*.md")
+FOLDERS = "pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(), file)
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room_of(file: str) -> str:
+    return file.rsplit("/", 1)[0]
+
+
+FILES = sorted(str(f.relative_to(ROOT)) for package in PACKAGES for f in (ROOT / package).rglob("*.py"))
+FILE_OF = {module_of(file): file for file in FILES}
+
+
+def imports_of(file: str) -> set[str]:
+    """Every module that a file imports, anywhere in it; ``from a import b`` counts as ``a`` and ``a.b``."""
+    found = set()
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.add("relative import")
+    return found
+
+
+IMPORTS = {file: imports_of(file) for file in FILES}
+ARROWS = {
+    file: {FILE_OF[m] for m in found if m in FILE_OF and FILE_OF[m] != file and not FILE_OF[m].endswith("__init__.py")}
+    for file, found in IMPORTS.items()
+}
+"""The files that each file imports."""
+
+
+def importers(module: str) -> set[str]:
+    """Files that import ``module`` or something in it."""
+    return {name for name, found in IMPORTS.items() if any(m == module or m.startswith(module + ".") for m in found)}
+
+
+def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in arrows.get(node, ()):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            members = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for node in arrows:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def docstrings(file: str) -> Iterator[str]:
+    """Every string that stands alone as a statement: docstrings of modules, classes, functions and fields."""
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def names_in(file: str) -> set[str]:
+    """Everything that a file binds or imports, attributes of classes included."""
+    found = set()
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def test_files_are_found() -> None:
+    assert len(FILES) > 200
+
+
+# Directions
+
+
+@pytest.mark.parametrize(
+    ("folder", "forbidden"),
+    [
+        ("pipeline/", ("actors", "learner", "torch", "vllm", "transformers")),
+        ("actors/", ("learner",)),
+        ("learner/", ("actors",)),
+    ],
+)
+def test_imports_flow_from_pipeline_outwards(folder: str, forbidden: tuple[str, ...]) -> None:
+    assert {(name, m) for m in forbidden for name in importers(m) if name.startswith(folder)} == set()
+
+
+def test_the_parts_of_the_stage_stand_on_each_other_in_order() -> None:
+    level = {part: i for i, part in enumerate(FLOW)}
+    part_of = {file: file.split("/")[1].removesuffix(".py") for file in FILES if file.startswith("pipeline/")}
+    up = {
+        (file, other)
+        for file, part in part_of.items()
+        for other in ARROWS[file]
+        if level.get(part, -1) < level.get(part_of[other], -1) and part in level
+    }
+    assert up == set()
+
+
+def test_files_import_in_no_circle() -> None:
+    assert circles(ARROWS) == []
+
+
+def test_rooms_import_in_no_circle() -> None:
+    rooms = defaultdict(set)
+    for file, others in ARROWS.items():
+        rooms[room_of(file)] |= {room_of(other) for other in others} - {room_of(file)}
+    assert circles(rooms) == []
+
+
+def test_the_schema_knows_only_errors() -> None:
+    known = {other for file in FILES if file.startswith("pipeline/schema/") for other in ARROWS[file]}
+    assert {other for other in known if not other.startswith("pipeline/schema/")} == {"pipeline/errors.py"}
+
+
+# Homes of libraries
+
+
+@pytest.mark.parametrize(
+    ("library", "homes"),
+    [
+        ("torch", ("learner/", "actors/embedded/")),
+        ("transformers", ("learner/", "actors/embedded/", "actors/rendering/")),
+        ("zmq", ("pipeline/transport/",)),
+        (
+            "aiohttp",
+            (
+                "actors/engine/",
+                "actors/embedded/",
+                "actors/gateway/server.py",
+                "actors/rollout/reme.py",
+                "learner/weights/",
+                "learner/policy/reference.py",
+                "pipeline/scorer/http_client.py",
+            ),
+        ),
+        ("prometheus_client", ("pipeline/metrics/",)),
+        ("sqlite3", ("pipeline/store/", "pipeline/experience/memory.py", "actors/tools/search.py")),
+        ("mcp", ("actors/tools/mcp.py",)),
+        ("vllm", ("learner/", "actors/servers/", "actors/tools/parsing/libraries.py")),
+        ("matplotlib", ("pipeline/cli/viewer/plots.py",)),
+        ("typer", ("pipeline/cli/",)),
+        ("pyarrow", ("pipeline/tasks/parquet.py",)),
+        ("datasets", ("pipeline/tasks/huggingface.py",)),
+    ],
+)
+def test_a_library_lives_in_its_home(library: str, homes: tuple[str, ...]) -> None:
+    assert {name for name in importers(library) if not name.startswith(homes)} == set()
+
+
+def test_the_reme_client_is_a_plug_in() -> None:
+    assert importers("actors.rollout.reme") == set()
+
+
+def test_rendering_takes_tokenizers_but_no_models() -> None:
+    taken = {m for name in FILES if name.startswith("actors/rendering/") for m in IMPORTS[name]}
+    assert {m for m in taken if m.startswith("transformers.") and not re.search("[Tt]okeniz", m)} == set()
+
+
+def test_the_embedded_engine_serves_http_and_never_calls() -> None:
+    assert {
+        m for n in FILES if n.startswith("actors/embedded/") for m in IMPORTS[n] if m.startswith("aiohttp.Client")
+    } == set()
+
+
+def test_nothing_pickles() -> None:
+    assert importers("pickle") | importers("dill") | importers("cloudpickle") == set()
+
+
+def test_imports_are_absolute() -> None:
+    assert importers("relative import") == set()
+
+
+def test_the_command_line_starts_without_heavy_libraries() -> None:
+    """``afterplay --help`` must not load torch: neither directly nor through what it imports."""
+    heavy = {"torch", "vllm", "transformers", "matplotlib", "zmq"}
+    program = f"import sys, pipeline.cli.app; print(sorted({heavy!r} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+# Names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_class_name_is_used_once_in_a_package(package: str) -> None:
+    counted = Counter(
+        node.name
+        for file in FILES
+        if file.startswith(package + "/")
+        for node in tree_of(file).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, n in counted.items() if n > 1] == []
+
+
+def test_files_are_named_by_nouns() -> None:
+    gerunds = {
+        "rendering",
+        "scoring",
+        "mixing",
+        "planning",
+        "parsing",
+        "timing",
+        "packing",
+        "training",
+        "batching",
+        "reasoning",
+    }
+    """Words of the field."""
+    named = {file for file in FILES if Path(file).stem.endswith("ing") and Path(file).stem not in gerunds}
+    assert named == set()
+
+
+def test_modules_and_classes_that_docstrings_name_exist() -> None:
+    everywhere = {name for file in FILES for name in names_in(file)}
+    dead = set()
+    for file in FILES:
+        here = names_in(file)
+        for text in docstrings(file):
+            for module in re.findall(r":mod:`~?([\w.]+)`", text):
+                if module.split(".")[0] in PACKAGES and module not in FILE_OF:
+                    dead.add((file, module))
+            for name in re.findall(r":(?:class|func|meth|data|attr|exc):`~?([\w.]+)(?:\(\))?`", text):
+                parts = name.split(".")
+                if parts[0] in PACKAGES:
+                    owner = next(
+                        (".".join(parts[:i]) for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in FILE_OF), ""
+                    )
+                    left = parts[len(owner.split(".")) :]
+                    if not owner or (left and left[0] not in names_in(FILE_OF[owner])):
+                        dead.add((file, name))
+                elif not hasattr(builtins, name) and not {parts[0], parts[-1]} & (here | everywhere):
+                    dead.add((file, name))
+    assert dead == set()
+
+
+def test_paths_that_docstrings_and_pages_name_exist() -> None:
+    texts = {file: "\n".join(docstrings(file)) for file in FILES}
+    texts |= {str(p.relative_to(ROOT)): p.read_text() for pattern in PAGES for p in ROOT.glob(pattern)}
+    named = rf"(?<![\w/.-])((?:{FOLDERS})/[A-Za-z0-9_./-]*[A-Za-z0-9_/])"
+    generated = re.compile(r"docs/images/|configs/my|/\.\.\.|^tests/my|^learner/(curves|metrics)")
+    dead = {
+        (where, path)
+        for where, text in texts.items()
+        for path in re.findall(named, text)
+        if not generated.search(path) and not (ROOT / path).exists()
+    }
+    assert dead == set()
+
+
+def test_docstrings_refer_to_no_section_of_a_page_that_is_not_here() -> None:
+    pages = {p.name for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+    dead = {
+        (file, page)
+        for file in FILES
+        for text in docstrings(file)
+        for page in re.findall(r"\b(?:docs/)?([A-Z_]{4,}(?:\.md)?)(?= section| §|\.md)", text)
+        if page.removesuffix(".md") + ".md" not in pages
+    }
+    assert dead == set()
+
+
+# The wheel
+
+
+def test_no_test_double_is_in_the_wheel() -> None:
+    doubles = re.compile(r"stub|fake|mock|simulat|dummy|memory_(transport|wire)")
+    assert [file for file in FILES if doubles.search(Path(file).stem)] == []
+    assert importers("tests") == set()
+
+
+def test_every_file_is_reached_by_the_product() -> None:
+    """By an import, or by its dotted name in a string (plug-ins, processes, commands)."""
+    used = {other for file in FILES for other in ARROWS[file]}
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used |= {FILE_OF[m] for m in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", node.value) if m in FILE_OF}
+    strings = "\n".join(
+        (ROOT / page).read_text() for page in ("pyproject.toml", *(str(p) for p in ROOT.glob("docs/*.md")))
+    )
+    used |= {file for module, file in FILE_OF.items() if module in strings}
+    prefixes = {"actors/env_commands/"}
+    """Loaded by :mod:`pipeline.cli.env` under a prefix."""
+    lost = {f for f in FILES if not f.endswith("__init__.py") and f not in used and not f.startswith(tuple(prefixes))}
+    assert lost == set()
