@@ -27,6 +27,7 @@ from pipeline.store.archive import ArchivedTrajectory, Header, is_archive, read_
 from pipeline.store.demonstrations import Render, import_id, read_demonstrations
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
+from pipeline.store.ledger import Count
 from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.queries import meta, origin, pooled, reading
 from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState, facts_of
@@ -164,11 +165,11 @@ class PoolWriter:
             self._journal.imported(record, trajectory.trajectory_id, frames)
             self._holds.arrived(entry.seq, entry.n_bytes)
             self._n_bytes[entry.seq] = entry.n_bytes
-            self._journal.count("pool.imported")
+            self._journal.count(Count.POOL_IMPORTED)
         for entry, reason in outcome.left:
             self._holds.release(entry.seq, self._n_bytes.pop(entry.seq))
             self._known.discard(entry.trajectory_id)
-            self._journal.count(f"pool.left.{reason.value}")
+            self._journal.count(Count.left_pool(reason))
             counts[f"left.{reason.value}"] += 1
         counts["imported"] = len(outcome.saved)
         counts["retired"] = len(entries) - len(outcome.saved)

@@ -9,7 +9,8 @@ What the groups of an earlier process are worth to this one, whose run file may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -19,14 +20,16 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.evaluation import Evaluations
+from pipeline.stage.evaluation_rollouts import EvaluationRollouts
+from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups, ZeroVarianceFilter
 from pipeline.stage.ingest import Ingest, ScoreNow
 from pipeline.stage.leases import Leases, OrderDispatch
 from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
-from pipeline.stage.state import StageState, log
 from pipeline.stage.update_report import UpdateReport
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
+from pipeline.store.ledger import Count
 from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
 from pipeline.store.snapshot import Snapshot
@@ -35,50 +38,7 @@ from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, decode_splits
 from pipeline.transport.protocol import Kind, Limits, WireMessage
 
-Cancel = Callable[[GroupRecord, CancelReason], None]
-
-
-def restore_batches(state: StageState) -> None:
-    """Groups take the places in updates that they had."""
-    for group in state.groups.values():
-        if group.state is GroupState.PLACED:
-            assert group.update is not None
-            state.batches.restore_placed(group.number, group.update)
-        elif group.open:
-            state.batches.restore(group.number, group.admitted_update, ready=group.state is GroupState.READY)
-
-
-def reconcile(state: StageState, meta: Mapping[str, Any], groups: Groups, learner: Dispatch, cancel: Cancel) -> None:
-    """Cancel what cannot be trained any more, and have scored what has no reward yet."""
-    config = state.config
-    shape = {"n_rollout": config.groups.n_rollout, "groups_per_step": config.groups.groups_per_step}
-    if meta.get("shape") not in (None, shape):
-        _reshape(state, learner, cancel, all_groups=meta["shape"]["groups_per_step"] != shape["groups_per_step"])
-    if meta.get("shape") != shape:
-        state.journal.meta("shape", shape)
-    for group in [g for g in state.groups.values() if g.open]:
-        without = config.advantage.orders_greedy and group.greedy is None
-        if group.task.environment not in config.environments:
-            cancel(group, CancelReason.RECONFIGURED)
-        elif without and group.state is GroupState.PLAYING:
-            group.greedy = Slot()
-            groups.want(group, group.greedy_index)
-        elif without:
-            cancel(group, CancelReason.RECONFIGURED)
-    for group in state.groups.values():
-        for slot in group.places:
-            if slot.trajectory is not None and slot.trajectory.reward is None:
-                state.journal.effect(Score(slot.trajectory, members=groups.unscored(slot.trajectory)))
-
-
-def _reshape(state: StageState, learner: Dispatch, cancel: Cancel, *, all_groups: bool) -> None:
-    """The run file changed what a batch is: groups of the old kind cannot be trained any more."""
-    for group in list(state.groups.values()):
-        if all_groups or group.n_rollout != state.config.groups.n_rollout:
-            if group.open:
-                cancel(group, CancelReason.RECONFIGURED)
-            elif group.consumed:
-                learner.forget(group)
+log = logging.getLogger("afterplay.replay")
 
 
 class StageCore:
@@ -104,20 +64,15 @@ class StageCore:
         snapshot = snapshot or Snapshot()
         meta = snapshot.meta
         rule = StalenessRule(config.staleness.max, config.groups.groups_per_step, config.run.total_steps)
-        batches = StalenessLedger(rule, meta.get("consumed", 0), meta.get("live"))
-        journal = Journal(snapshot.counters)
-        self._s = StageState(
-            config=config,
-            batches=batches,
-            journal=journal,
-            payloads=PayloadRefCounts(journal),
-            groups=snapshot.groups,
-            next_group=meta.get("next_group", 0),
-            next_seq=snapshot.next_seq,
-            policy_version=meta.get("policy_version", -1),
-            now=now,
-            wall=wall,
-        )
+        clock, journal = Clock(now, wall), Journal(snapshot.counters)
+        self.config, self.journal, self._clock = config, journal, clock
+        self.batches = StalenessLedger(rule, meta.get("consumed", 0), meta.get("live"), meta.get("policy_version", -1))
+        self.records = GroupRecords(snapshot.groups, meta.get("next_group", 0), journal, clock)
+        """Groups in memory, by number."""
+        self.payloads = PayloadRefCounts(journal)
+        """Payloads that are still needed."""
+        self.payloads.restore(snapshot.groups.values(), snapshot.entries)
+        records, batches, payloads = self.records, self.batches, self.payloads
         self.sampler = TaskSampler(config.trained_environments, config.run.seed, meta.get("sampler"), sources)
         self.experience = Experience(
             config,
@@ -126,62 +81,60 @@ class StageCore:
             state=meta.get("experience"),
             sizes=self.sampler.sizes,
         )
-        self._s.payloads.restore(snapshot.groups.values(), snapshot.entries)
-        self.replays = ReplayGroups(self._s, self.experience, self.sampler)
-        self.evaluations = Evaluations(self._s, meta, held_out or {})
+        self.replays = ReplayGroups(config, records, batches, payloads, journal, self.experience, self.sampler)
+        rollouts = EvaluationRollouts(config, records, payloads, journal, clock)
+        self.evaluations = Evaluations(config, rollouts, batches, journal, clock, meta, held_out or {})
         self.groups = Groups(
-            self._s, self.replays, ZeroVarianceFilter(self._s, meta.get("refilled")), self.evaluations.playing
+            config,
+            records,
+            batches,
+            payloads,
+            journal,
+            clock,
+            self.replays,
+            ZeroVarianceFilter(config, batches, journal, meta.get("refilled")),
+            rollouts,
+            snapshot.next_seq,
         )
-        self.leases = Leases(self._s, self.groups)
-        self.arrivals = Ingest(self._s, self.groups, self.leases, _limits(config), score_now)
-        self.learner = Dispatch(self._s, self.groups, self.replays, meta)
-        self.learner.holds_back = self.evaluations.holds_back
-        self._ordering = OrderDispatch(self._s, self.leases, self.groups, self.replays, self.evaluations)
+        self.leases = Leases(config, records, journal, clock, self.groups)
+        self.ingest = Ingest(records, batches, journal, clock, self.groups, self.leases, _limits(config), score_now)
+        self.dispatch = Dispatch(
+            config.staleness.late,
+            records,
+            batches,
+            payloads,
+            journal,
+            clock,
+            self.groups,
+            self.replays,
+            self.evaluations.holds_back,
+            meta,
+        )
+        self._order_dispatch = OrderDispatch(batches, clock, self.leases, self.groups, self.replays, self.evaluations)
         self._splits: dict[str, dict[str, Seeds]] | None = None
-        restore_batches(self._s)
+        self._restore_batches()
         self.groups.restore()
         self.leases.restore()
-        reconcile(self._s, meta, self.groups, self.learner, self._cancel)
-
-    @property
-    def config(self) -> RunConfig:
-        return self._s.config
-
-    @property
-    def batches(self) -> StalenessLedger:
-        return self._s.batches
-
-    @property
-    def journal(self) -> Journal:
-        return self._s.journal
+        self._reconcile(meta)
 
     @property
     def policy_version(self) -> int:
-        return self._s.policy_version
+        """Newest published version; -1 before the first."""
+        return self.batches.policy_version
 
     @property
     def oldest_version(self) -> int | None:
         """Oldest policy version that sampled a trajectory still held for training."""
-        return self._s.oldest_version
-
-    @property
-    def payloads(self) -> PayloadRefCounts:
-        """Payloads that are still needed."""
-        return self._s.payloads
-
-    @property
-    def records(self) -> Mapping[int, GroupRecord]:
-        """Groups in memory, by number."""
-        return self._s.groups
+        return self.records.oldest_version
 
     @property
     def finished(self) -> bool:
         """Whether the run has made all its updates."""
-        return self._s.batches.finished
+        return self.batches.finished
 
     def set_time(self, now: float, wall: float) -> None:
         """Monotonic and Unix seconds for the events that follow."""
-        self._s.now, self._s.wall = now, wall
+        self._clock.now, self._clock.wall = now, wall
 
     def peer_up(self, peer: str, hello: Mapping[str, Any]) -> None:
         """A HELLO. Wrong ones are answered REFUSED with the reason."""
@@ -202,63 +155,62 @@ class StageCore:
             known = isinstance(error, WireError)
             reason = str(error) if known else f"HELLO is not understood: {type(error).__name__}: {error}"
             log.warning("refused %s: %s", peer, reason)
-            self.journal.count("peers.refused")
+            self.journal.count(Count.PEERS_REFUSED)
             self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
 
     def peer_down(self, peer: str, *, left: bool) -> None:
         """A peer is silent, or ``left`` on purpose."""
         if not left:
-            self.journal.count(f"peers.silent.{'learner' if peer == self.learner.peer else 'actor'}")
+            self.journal.count(Count.PEERS_SILENT_LEARNER if peer == self.dispatch.peer else Count.PEERS_SILENT_ACTOR)
         self.leases.down(peer, left=left)
-        self.learner.down(peer)
+        self.dispatch.down(peer)
 
     def message(self, peer: str, message: WireMessage) -> None:
         """Any other message. One that cannot be understood is answered REFUSED; nothing else changes."""
         header = message.header
         try:
-            if peer == self.learner.peer:
+            if peer == self.dispatch.peer:
                 self._learner_message(message)
             elif message.kind is Kind.TRAJECTORY and peer in self.leases.actors:
-                self.arrivals.accept(peer, header.get("trajectory_id"), message.frames)
+                self.ingest.accept(peer, header.get("trajectory_id"), message.frames)
             else:
                 raise WireError(f"{message.kind.value} was not expected from {peer}: say HELLO first")
         except (WireError, KeyError, TypeError, ValueError) as error:
             reason = f"{message.kind.value} is not understood: {type(error).__name__}: {error}"
             log.warning("%s: %s", peer, reason)
-            self.journal.count("messages.refused")
+            self.journal.count(Count.MESSAGES_REFUSED)
             self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
 
     def corrupt(self, peer: str, reason: str) -> None:
         """Bytes from ``peer`` that are no message at all."""
         log.warning("%s sent what is no message: %s", peer, reason)
-        self.journal.count("messages.corrupt")
+        self.journal.count(Count.MESSAGES_CORRUPT)
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer answered."""
-        self.arrivals.scored(record, verdict)
+        self.ingest.scored(record, verdict)
 
     def plan(self) -> None:
         """Everything that follows from the events and the time: expiry, cancellations, orders, dispatch."""
-        s = self._s
         self.leases.tick()
         self._give_up()
-        s.stopped += self.evaluations.plan()
+        stopped = self.evaluations.plan()
         if self.finished:
-            for group in [g for g in s.groups.values() if g.open]:
+            for group in [g for g in self.records.values() if g.open]:
                 self._cancel(group, CancelReason.FINISHED)
         else:
-            for group in self.learner.dispatch():
+            for group in self.dispatch.send_groups():
                 self._cancel(group, CancelReason.LATE)
-        self._ordering.order()
-        if s.stopped:
-            stopped, s.stopped = s.stopped, []
+        self._order_dispatch.order()
+        stopped += self.evaluations.take_stopped()
+        if stopped:
             self.leases.ended(stopped, cancel="the evaluation ended")
-        if self.learner.peer is not None and (news := self.evaluations.news()) is not None:
-            self.journal.effect(Send(self.learner.peer, Kind.EVALUATION, news))
+        if self.dispatch.peer is not None and (news := self.evaluations.news()) is not None:
+            self.journal.effect(Send(self.dispatch.peer, Kind.EVALUATION, news))
 
     def next_deadline(self) -> float | None:
         """When :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
-        brake = self.groups.brake.until if self.groups.brake.holds(self._s.now) else None
+        brake = self.groups.brake.until if self.groups.brake.holds(self._clock.now) else None
         times = (self.leases.next_deadline(), self.evaluations.next_deadline(), brake)
         return min((time for time in times if time is not None), default=None)
 
@@ -267,12 +219,55 @@ class StageCore:
         self.replays.record()
         return self.journal.collect()
 
+    def _restore_batches(self) -> None:
+        """Groups take the places in updates that they had."""
+        for group in self.records.values():
+            if group.state is GroupState.PLACED:
+                assert group.update is not None
+                self.batches.restore_placed(group.number, group.update)
+            elif group.open:
+                ready = group.state is GroupState.READY
+                self.batches.restore(group.number, group.admitted_update, ready=ready)
+
+    def _reconcile(self, meta: Mapping[str, Any]) -> None:
+        """Groups of an earlier process, whose run file may have been another: cancel what cannot be trained any more,
+        and have scored what has no reward yet."""
+        config = self.config
+        shape = {"n_rollout": config.groups.n_rollout, "groups_per_step": config.groups.groups_per_step}
+        if meta.get("shape") not in (None, shape):
+            self._reshape(all_groups=meta["shape"]["groups_per_step"] != shape["groups_per_step"])
+        if meta.get("shape") != shape:
+            self.journal.meta("shape", shape)
+        for group in [g for g in self.records.values() if g.open]:
+            lacks_greedy = config.advantage.orders_greedy and group.greedy is None
+            if group.task.environment not in config.environments:
+                self._cancel(group, CancelReason.RECONFIGURED)
+            elif lacks_greedy and group.state is GroupState.PLAYING:
+                group.greedy = Slot()
+                self.groups.want(group, group.greedy_index)
+            elif lacks_greedy:
+                self._cancel(group, CancelReason.RECONFIGURED)
+        for group in self.records.values():
+            for slot in group.places:
+                if slot.trajectory is not None and slot.trajectory.reward is None:
+                    members = self.groups.unscored(slot.trajectory)
+                    self.journal.effect(Score(slot.trajectory, members=members))
+
+    def _reshape(self, *, all_groups: bool) -> None:
+        """The run file changed what a batch is: groups of the old kind cannot be trained any more."""
+        for group in list(self.records.values()):
+            if all_groups or group.n_rollout != self.config.groups.n_rollout:
+                if group.open:
+                    self._cancel(group, CancelReason.RECONFIGURED)
+                elif group.consumed:
+                    self.dispatch.forget(group)
+
     def _actor_up(self, peer: str, hello: Mapping[str, Any]) -> None:
         slots, holding = int(hello["slots"]), [str(i) for i in hello["holding"]]
         if slots < 1:
             raise WireError(f"expected slots of at least 1, got {slots}")
         self._learn(peer, decode_splits(hello.get("splits") or {}))
-        header = {"credit_bytes": self._s.config.transport.credit_bytes, "policy_version": self._s.policy_version}
+        header = {"credit_bytes": self.config.transport.credit_bytes, "policy_version": self.batches.policy_version}
         self.journal.effect(Send(peer, Kind.WELCOME, header))
         self.leases.up(peer, slots, holding)
 
@@ -289,9 +284,9 @@ class StageCore:
             )
 
     def _learner_up(self, peer: str, hello: Mapping[str, Any]) -> None:
-        if self.learner.peer not in (None, peer):
-            raise WireError(f"a learner is connected already under the name {self.learner.peer!r}: stop it first")
-        self.learner.up(peer, hello)
+        if self.dispatch.peer not in (None, peer):
+            raise WireError(f"a learner is connected already under the name {self.dispatch.peer!r}: stop it first")
+        self.dispatch.up(peer, hello)
         if self.evaluations.on:
             self.journal.effect(Send(peer, Kind.EVALUATION, self.evaluations.header()))
 
@@ -299,11 +294,11 @@ class StageCore:
         header = message.header
         match message.kind:
             case Kind.CONSUMED:
-                self.learner.consumed(int(header["update"]), header["group_ids"], UpdateReport.read(header))
+                self.dispatch.consumed(int(header["update"]), header["group_ids"], UpdateReport.read(header))
             case Kind.VERSION:
-                self.learner.version(int(header["policy_version"]), int(header["updates"]))
+                self.dispatch.version(int(header["policy_version"]), int(header["updates"]))
             case Kind.CHECKPOINTED:
-                self.learner.checkpointed(int(header["updates"]))
+                self.dispatch.checkpointed(int(header["updates"]))
             case _:
                 raise WireError(f"{message.kind.value} was not expected from the learner")
 
@@ -315,7 +310,7 @@ class StageCore:
 
     def _cancel(self, group: GroupRecord, reason: CancelReason) -> None:
         self.leases.ended(self.groups.cancel(group, reason), cancel=f"its group was cancelled: {reason.value}")
-        self.learner.cancelled(group)
+        self.dispatch.cancelled(group)
 
 
 def _limits(config: RunConfig) -> Limits:

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.schema import GroupPlan
+from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.replay_groups import ReplayGroups
-from pipeline.stage.state import StageState, log
+from pipeline.stage.staleness import StalenessLedger
 from pipeline.stage.update_report import UpdateReport
-from pipeline.store.journal import Send
+from pipeline.store.journal import Journal, Send
+from pipeline.store.ledger import Count
+from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import (
     CancelReason,
     GroupRecord,
@@ -26,20 +30,37 @@ from pipeline.store.records import (
 from pipeline.transport.codec import encode_plan
 from pipeline.transport.protocol import Kind
 
+log = logging.getLogger("afterplay.replay")
+
 
 class Dispatch:
-    """At most ``credit`` groups are at the learner and not consumed; a group keeps the update it was promised to."""
+    """At most ``credit`` groups are at the learner and not consumed; a group keeps the update it was promised to.
+
+    ``holds_back``: whether an update must wait although its groups are there (``evaluation.strict``).
+    """
 
     def __init__(
         self,
-        state: StageState,
+        late: Literal["train", "drop"],
+        records: GroupRecords,
+        batches: StalenessLedger,
+        payloads: PayloadRefCounts,
+        journal: Journal,
+        clock: Clock,
         groups: Groups,
         replays: ReplayGroups,
+        holds_back: Callable[[int], bool],
         meta: Mapping[str, Any],
     ) -> None:
-        self._s = state
+        self._late = late
+        self._records = records
+        self._batches = batches
+        self._payloads = payloads
+        self._journal = journal
+        self._clock = clock
         self._groups = groups
         self._replays = replays
+        self._holds_back = holds_back
         self.peer: str | None = None
         """Name of the learner that is connected."""
         self.session: str | None = meta.get("session")
@@ -49,26 +70,25 @@ class Dispatch:
         self.sent: set[int] = set()
         """Groups that the connected learner has."""
         self._starved_since: float | None = None
-        self.holds_back: Callable[[int], bool] = lambda update: False
-        """Whether an update must wait although its groups are there (``evaluation.strict``)."""
 
     def up(self, name: str, hello: Mapping[str, Any]) -> None:
         """HELLO of the learner: agree on what it has trained, forget what it lost, repeat what it misses."""
-        s = self._s
         updates = int(hello["updates"])
-        recorded = s.batches.consumed
-        s.journal.effect(Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": s.policy_version}))
+        recorded = self._batches.consumed
+        self._journal.effect(
+            Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": self._batches.policy_version})
+        )
         self.peer = name
-        self.credit = max(int(hello["credit_groups"]), s.batches.rule.groups_per_step)
+        self.credit = max(int(hello["credit_groups"]), self._batches.rule.groups_per_step)
         reports = {int(update): UpdateReport.read(report) for update, report in hello.get("trained", ())}
         for update, ids in hello.get("consumed", ()):
             self.consumed(int(update), ids, reports.get(int(update), UpdateReport()))
-        if hello["session"] != self.session or updates > s.batches.consumed:
+        if hello["session"] != self.session or updates > self._batches.consumed:
             self.session = hello["session"]
-            s.journal.meta("session", self.session)
+            self._journal.meta("session", self.session)
             self._agree(updates)
         holding = {number for text in hello.get("holding", ()) if (number := parse_group_id(text)) is not None}
-        self.sent = {n for n in holding if n in s.batches.placed}
+        self.sent = {n for n in holding if n in self._batches.placed}
         strange = sorted(holding - self.sent)
         if strange:
             self._cancel_at_learner(strange, "not planned for this learner")
@@ -80,83 +100,83 @@ class Dispatch:
 
     def version(self, policy_version: int, updates: int) -> None:
         """Weights with ``updates`` updates are live as ``policy_version``: this is what admits new groups."""
-        s = self._s
-        if policy_version < s.policy_version:
-            log.warning("VERSION %d after %d: ignored, versions never go back", policy_version, s.policy_version)
+        if policy_version < self._batches.policy_version:
+            log.warning(
+                "VERSION %d after %d: ignored, versions never go back", policy_version, self._batches.policy_version
+            )
             return
-        s.policy_version, s.batches.live = policy_version, updates
-        s.journal.meta("policy_version", policy_version)
-        s.journal.meta("live", updates)
+        self._batches.policy_version, self._batches.live = policy_version, updates
+        self._journal.meta("policy_version", policy_version)
+        self._journal.meta("live", updates)
         self._replays.published()
 
     def consumed(self, update: int, ids: Sequence[str], report: UpdateReport) -> None:
         """The learner made ``update`` from these groups. Repeating it changes nothing."""
-        s = self._s
         assert self.peer is not None
         named = {number for text in ids if (number := parse_group_id(text)) is not None}
         members = [
             g
             for n in named
-            if (g := s.groups.get(n)) is not None and g.state is GroupState.PLACED and g.update == update
+            if (g := self._records.get(n)) is not None and g.state is GroupState.PLACED and g.update == update
         ]
         self._train(members, report)
         # a checkpoint may name updates that were acknowledged after it was written, and their groups are not kept
         forgotten = update < self.durable_updates
-        strange = [n for n in named if not (g.consumed and g.update == update if (g := s.groups.get(n)) else forgotten)]
+        strange = [
+            n for n in named if not (g.consumed and g.update == update if (g := self._records.get(n)) else forgotten)
+        ]
         if strange:
-            s.journal.count("learner.consumed_unknown", len(strange))
+            self._journal.count(Count.LEARNER_CONSUMED_UNKNOWN, len(strange))
             log.warning(
                 "update %d was made from groups that were not planned for it: %s", update, list(map(group_id, strange))
             )
-        if update >= s.batches.consumed:
-            placed = [s.groups[n] for n, u in s.batches.placed.items() if u == update]
+        if update >= self._batches.consumed:
+            placed = [self._records[n] for n, u in self._batches.placed.items() if u == update]
             for group in placed:
                 if group.state is GroupState.PLACED:
                     self._groups.cancel(group, CancelReason.UNTRAINED)
                     self.cancelled(group)
         self._made(update, [g.number for g in members])
-        s.journal.effect(Send(self.peer, Kind.ACK, {"update": update}))
+        self._journal.effect(Send(self.peer, Kind.ACK, {"update": update}))
 
     def checkpointed(self, updates: int) -> None:
         """Everything before update ``updates`` is safe at the learner: forget it."""
-        s = self._s
         self.durable_updates = max(self.durable_updates, updates)
-        s.journal.meta("durable_updates", self.durable_updates)
-        for group in list(s.groups.values()):
+        self._journal.meta("durable_updates", self.durable_updates)
+        for group in list(self._records.values()):
             made = group.consumed and group.update is not None and group.update < updates
             if made or (group.state is GroupState.CANCELLED and group.admitted_update < updates):
                 self.forget(group)
 
-    def dispatch(self) -> list[GroupRecord]:
+    def send_groups(self) -> list[GroupRecord]:
         """Send groups while credits last; returns groups that are too late and must be dropped."""
-        s = self._s
         if self.peer is None:
             return []
         for number, _ in sorted(
-            ((n, u) for n, u in s.batches.placed.items() if n not in self.sent), key=lambda p: (p[1], p[0])
+            ((n, u) for n, u in self._batches.placed.items() if n not in self.sent), key=lambda p: (p[1], p[0])
         ):
             if len(self.sent) >= self.credit:
                 return []
-            if self.holds_back(s.batches.placed[number]):
+            if self._holds_back(self._batches.placed[number]):
                 break
-            self._send(s.groups[number])
+            self._send(self._records[number])
         dropped = []
-        while len(self.sent) < self.credit and (placement := s.batches.place_next()) is not None:
-            group = s.groups[placement.group]
+        while len(self.sent) < self.credit and (placement := self._batches.place_next()) is not None:
+            group = self._records[placement.group]
             group.state, group.update = GroupState.PLACED, placement.update
             group.late |= placement.late
-            s.journal.group(group)
+            self._journal.group(group)
             if group.late and not group.left_out:
-                s.journal.count("groups.late")
-                s.journal.count("trajectories.late", group.n_fresh)
-                if s.config.staleness.late == "drop":
-                    s.journal.count("trajectories.stale", group.n_fresh)
+                self._journal.count(Count.GROUPS_LATE)
+                self._journal.count(Count.TRAJECTORIES_LATE, group.n_fresh)
+                if self._late == "drop":
+                    self._journal.count(Count.TRAJECTORIES_STALE, group.n_fresh)
                     dropped.append(group)
                     continue
-            if not self.holds_back(placement.update):
+            if not self._holds_back(placement.update):
                 self._send(group)
         if len(self.sent) < self.credit and self._starved_since is None:
-            self._starved_since = s.now
+            self._starved_since = self._clock.now
         return dropped
 
     def cancelled(self, group: GroupRecord) -> None:
@@ -167,96 +187,94 @@ class Dispatch:
 
     def _agree(self, updates: int) -> None:
         """A new learner process starts from weights of ``updates`` updates."""
-        s = self._s
         done: dict[int, list[GroupRecord]] = {}
-        for number, update in s.batches.placed.items():
+        for number, update in self._batches.placed.items():
             if update < updates:
-                done.setdefault(update, []).append(s.groups[number])
+                done.setdefault(update, []).append(self._records[number])
         for update, groups in sorted(done.items()):
             self._train(groups, UpdateReport())
             self._made(update, [group.number for group in groups])
         again = {}
-        for group in s.groups.values():
+        for group in self._records.values():
             if group.consumed and group.update is not None and group.update >= updates:
                 self._untrain(group)
                 again[group.number] = group.update
-        if s.batches.consumed > updates:
+        if self._batches.consumed > updates:
             log.warning("the learner goes on from %d updates, %d were made: %d groups are trained again",
-                        updates, s.batches.consumed, len(again))  # fmt: skip
-        s.batches.roll_back(updates, again)
+                        updates, self._batches.consumed, len(again))  # fmt: skip
+        self._batches.roll_back(updates, again)
         self._close_gaps()
         self.durable_updates = min(self.durable_updates, updates)
-        s.journal.meta("consumed", s.batches.consumed)
-        s.journal.meta("live", s.batches.live)
+        self._journal.meta("consumed", self._batches.consumed)
+        self._journal.meta("live", self._batches.live)
 
     def _close_gaps(self) -> None:
         """Groups placed behind an update whose own groups are not known any more (the store is an older copy) are free
         for that update."""
-        s = self._s
-        gap = s.batches.first_gap
-        for number, update in list(s.batches.placed.items()):
+        gap = self._batches.first_gap
+        for number, update in list(self._batches.placed.items()):
             if gap is not None and update > gap:
-                group = s.groups[number]
+                group = self._records[number]
                 group.state, group.update = GroupState.READY, None
-                s.batches.cancel(number)
-                s.batches.restore(number, group.admitted_update, ready=True)
-                s.journal.group(group)
+                self._batches.cancel(number)
+                self._batches.restore(number, group.admitted_update, ready=True)
+                self._journal.group(group)
 
     def _made(self, update: int, groups: list[int]) -> None:
-        self._s.batches.consume(update, groups)
+        self._batches.consume(update, groups)
         self.sent.difference_update(groups)
-        self._s.journal.meta("consumed", self._s.batches.consumed)
+        self._journal.meta("consumed", self._batches.consumed)
 
     def _train(self, groups: Sequence[GroupRecord], report: UpdateReport) -> None:
         """One update was made from ``groups``."""
-        s = self._s
         if not groups:
             return
         update = groups[0].update
-        version = s.policy_version if report.policy_version is None else report.policy_version
+        version = self._batches.policy_version if report.policy_version is None else report.policy_version
         if update is not None and self._versions.note(update, version):
-            s.journal.meta("trained_versions", self._versions.state())
+            self._journal.meta("trained_versions", self._versions.state())
         for group in [g for g in groups if g.left_out]:
-            group.state, group.ended_at = GroupState.UNINFORMATIVE, s.wall
-            s.journal.group(group)
-            s.journal.count("groups.uninformative")
+            group.state, group.ended_at = GroupState.UNINFORMATIVE, self._clock.wall
+            self._journal.group(group)
+            self._journal.count(Count.GROUPS_UNINFORMATIVE)
         groups = [g for g in groups if not g.left_out]
         for group in groups:
-            group.state, group.ended_at = GroupState.TRAINED, s.wall
-            s.journal.group(group)
-            s.journal.count("groups.trained")
+            group.state, group.ended_at = GroupState.TRAINED, self._clock.wall
+            self._journal.group(group)
+            self._journal.count(Count.GROUPS_TRAINED)
             for record in self._members(group):
                 record.state = TrajectoryState.TRAINED
-                s.journal.trajectory(record)
-                s.journal.observe("trained_reward", record.reward)
-                s.journal.observe("trained_tokens", record.facts.n_sampled)
-                s.journal.observe("trained_duration", record.facts.duration_seconds)
-                s.journal.observe("trained_age", max(0, version - record.facts.version_min))
-            s.journal.count("trajectories.held", -group.n_fresh)
-            s.journal.count("trajectories.trained", group.n_fresh)
+                self._journal.trajectory(record)
+                self._journal.observe("trained_reward", record.reward)
+                self._journal.observe("trained_tokens", record.facts.n_sampled)
+                self._journal.observe("trained_duration", record.facts.duration_seconds)
+                self._journal.observe("trained_age", max(0, version - record.facts.version_min))
+            self._journal.count(Count.TRAJECTORIES_HELD, -group.n_fresh)
+            self._journal.count(Count.TRAJECTORIES_TRAINED, group.n_fresh)
         self._replays.trained(groups, report, version)
 
     def _untrain(self, group: GroupRecord) -> None:
-        s = self._s
-        s.journal.count(f"groups.{group.state.value}", -1)
+        left_out = group.left_out
+        self._journal.count(Count.GROUPS_UNINFORMATIVE if left_out else Count.GROUPS_TRAINED, -1)
         group.state, group.ended_at = GroupState.PLACED, None
-        s.journal.group(group)
-        s.journal.count("groups.rolled_back")
+        self._journal.group(group)
+        self._journal.count(Count.GROUPS_ROLLED_BACK)
         if group.left_out:
             return
         for record in self._members(group):
             record.state = TrajectoryState.HELD
-            s.journal.trajectory(record)
-        s.journal.count("trajectories.held", group.n_fresh)
-        s.journal.count("trajectories.trained", -group.n_fresh)
-        s.journal.count("trajectories.rolled_back", group.n_fresh)
+            self._journal.trajectory(record)
+        self._journal.count(Count.TRAJECTORIES_HELD, group.n_fresh)
+        self._journal.count(Count.TRAJECTORIES_TRAINED, -group.n_fresh)
+        self._journal.count(Count.TRAJECTORIES_ROLLED_BACK, group.n_fresh)
         self._replays.untrained(group)
 
     def _send(self, group: GroupRecord) -> None:
-        s = self._s
         assert self.peer is not None
         self.sent.add(group.number)
-        s.journal.observe("sample_wait", 0.0 if self._starved_since is None else s.now - self._starved_since)
+        self._journal.observe(
+            "sample_wait", 0.0 if self._starved_since is None else self._clock.now - self._starved_since
+        )
         self._starved_since = None
         candidates = tuple(replay.trajectory_id for replay in group.replays)
         plan = GroupPlan(
@@ -271,39 +289,38 @@ class Dispatch:
             baseline=group.baseline,
             left_out=group.left_out,
         )
-        s.journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))
+        self._journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))
         if group.left_out:
             return
         for index, record in enumerate(self._members(group)):
             record.samples += 1
-            s.journal.trajectory(record)
+            self._journal.trajectory(record)
             about = {"trajectory_id": record.key.text, "reward": record.reward, "rewards": dict(record.rewards)}
             self._deliver(group, index, record.seq, about)
-            s.journal.observe("sample_age", s.wall - record.received_at)
-            s.journal.observe("sample_staleness", max(0, s.policy_version - record.facts.version_min))
+            self._journal.observe("sample_age", self._clock.wall - record.received_at)
+            self._journal.observe("sample_staleness", max(0, self._batches.policy_version - record.facts.version_min))
         for index, replay in enumerate(group.replays, group.n_fresh):
             about = {"trajectory_id": replay.trajectory_id, "reward": replay.candidate.entry.reward, "rewards": {}}
             self._deliver(group, index, replay.seq, {**about, "replay": self._replays.sent(replay)})
         if group.replays:
-            s.journal.replays(group)
+            self._journal.replays(group)
 
     def _deliver(self, group: GroupRecord, index: int, seq: int, about: dict[str, Any]) -> None:
         assert self.peer is not None
         header = {"group_id": group.group_id, "index": index, **about}
-        self._s.journal.effect(Send(self.peer, Kind.DELIVERY, header, payload=seq))
-        self._s.journal.count("trajectories.sent")
+        self._journal.effect(Send(self.peer, Kind.DELIVERY, header, payload=seq))
+        self._journal.count(Count.TRAJECTORIES_SENT)
 
     def forget(self, group: GroupRecord) -> None:
         """Free what is kept of an ended group."""
-        s = self._s
         for slot in group.slots:
             if slot.trajectory is not None:
-                s.payloads.release(slot.trajectory.seq, slot.trajectory.facts.n_bytes)
-                s.journal.observe("item_samples", slot.trajectory.samples)
+                self._payloads.release(slot.trajectory.seq, slot.trajectory.facts.n_bytes)
+                self._journal.observe("item_samples", slot.trajectory.samples)
         if group.state is GroupState.TRAINED:
             self._replays.unpin(group)
-        s.journal.forget_group(group.number)
-        del s.groups[group.number]
+        self._journal.forget_group(group.number)
+        del self._records[group.number]
 
     def _members(self, group: GroupRecord) -> list[Any]:
         records = [slot.trajectory for slot in group.slots]
@@ -313,4 +330,4 @@ class Dispatch:
     def _cancel_at_learner(self, numbers: list[int], reason: str) -> None:
         if self.peer is not None:
             ids = [group_id(n) for n in numbers]
-            self._s.journal.effect(Send(self.peer, Kind.CANCEL, {"group_ids": ids, "reason": reason}))
+            self._journal.effect(Send(self.peer, Kind.CANCEL, {"group_ids": ids, "reason": reason}))

@@ -9,16 +9,22 @@ The best evaluations so far, each better than the one before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.config import RunConfig
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts, HeldOut
-from pipeline.stage.state import StageState, log
+from pipeline.stage.group_records import Clock
+from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.evaluation_results import Result
-from pipeline.store.journal import Evaluated
+from pipeline.store.journal import Evaluated, Journal
+from pipeline.store.ledger import Count
 from pipeline.store.records import GroupRecord, OrderRecord
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Splits
+
+log = logging.getLogger("afterplay.replay")
 
 
 class BestResults:
@@ -64,9 +70,21 @@ Active = dict[str, Any]
 class Evaluations:
     """``meta``: what an earlier process has written; ``sources``: held-out rows of environments with data."""
 
-    def __init__(self, state: StageState, meta: Mapping[str, Any], sources: Mapping[str, TaskSplit]) -> None:
-        self._s = state
-        self._section = state.config.evaluation
+    def __init__(
+        self,
+        config: RunConfig,
+        rollouts: EvaluationRollouts,
+        batches: StalenessLedger,
+        journal: Journal,
+        clock: Clock,
+        meta: Mapping[str, Any],
+        sources: Mapping[str, TaskSplit],
+    ) -> None:
+        self._config = config
+        self._section = config.evaluation
+        self._batches = batches
+        self._journal = journal
+        self._clock = clock
         self._sources = sources
         kept = meta.get("evaluation") or {}
         self._next: int = kept.get("next", 0)
@@ -76,7 +94,7 @@ class Evaluations:
         """The newest result."""
         self._bests = BestResults(self._section.metric, kept.get("bests", []))
         self.tasks: HeldOut | None = None
-        self.playing = EvaluationRollouts(state)
+        self.rollouts = rollouts
         """The rollouts of the active one."""
         self._told: object = None
 
@@ -90,15 +108,20 @@ class Evaluations:
         """Whether anything is to be evaluated."""
         return self._section.on
 
+    @property
+    def only(self) -> bool:
+        """Whether nothing is trained in this run."""
+        return self._section.only
+
     def learn(self, own: Mapping[str, Splits]) -> None:
         """What splits the environments have: now the tasks are known. Raises :class:`ConfigurationError`."""
         if self.on and self.tasks is None:
-            self.tasks = HeldOut(self._s.config, self._sources, own)
+            self.tasks = HeldOut(self._config, self._sources, own)
             self._resume()
 
     def may_hold(self, places: int) -> int:
         """How many of the actors' ``places`` evaluation may have now."""
-        if self._s.batches.finished or self._section.only or self._section.strict:
+        if self._batches.finished or self._section.only or self._section.strict:
             return places
         return max(1, int(self._section.slots * places))
 
@@ -111,13 +134,13 @@ class Evaluations:
             due: int | None = self.active["updates"]
         else:
             # what was due before the weights of now is not made up for
-            reached = max(self._begun + 1, self._s.batches.live or 0)
-            due = self._section.next_due(reached, self._s.config.run.total_steps)
+            reached = max(self._begun + 1, self._batches.live or 0)
+            due = self._section.next_due(reached, self._config.run.total_steps)
         return due is not None and update >= due and (self._section.strict or due == 0)
 
     def take(self) -> tuple[GroupRecord, int] | None:
         """The next slot to order; the caller checks :meth:`may_hold`."""
-        return None if self.active is None or self.tasks is None else self.playing.take()
+        return None if self.active is None or self.tasks is None else self.rollouts.take()
 
     def policy_version(self) -> int:
         """That engines must have at least."""
@@ -126,11 +149,11 @@ class Evaluations:
 
     def plan(self) -> list[OrderRecord]:
         """Begin and end what is due. Returns orders that actors must be told to stop."""
-        s, section = self._s, self._section
+        section = self._section
         if not self.on:
             return self._end("abandoned") if self.active is not None else []
         stopped: list[OrderRecord] = []
-        live = s.batches.live
+        live = self._batches.live
         if live is not None and live < self._begun:
             # the learner went back to a checkpoint: those weights are gone
             if self.active is not None:
@@ -139,21 +162,26 @@ class Evaluations:
             self._bests.go_back(live)
             self._write()
         if self.active is not None and self.tasks is not None:
-            if self.playing.done:
+            if self.rollouts.done:
                 stopped += self._end("complete")
-            elif s.wall >= self.active["started_at"] + section.seconds_max:
+            elif self._clock.wall >= self.active["started_at"] + section.seconds_max:
                 stopped += self._end("timed_out")
         free = self.active is None and self.tasks is not None
-        if free and live is not None and live > self._begun and section.is_due(live, s.config.run.total_steps):
+        if free and live is not None and live > self._begun and section.is_due(live, self._config.run.total_steps):
             self._begin(live)
+        return stopped
+
+    def take_stopped(self) -> list[OrderRecord]:
+        """Orders that ended here since the last call, apart from those that :meth:`plan` returned."""
+        stopped, self.rollouts.stopped = self.rollouts.stopped, []
         return stopped
 
     def next_deadline(self) -> float | None:
         """On the clock of ``now``."""
         if self.active is None or self.tasks is None:
             return None
-        left: float = self.active["started_at"] + self._section.seconds_max - self._s.wall
-        return self._s.now + max(0.0, left)
+        left: float = self.active["started_at"] + self._section.seconds_max - self._clock.wall
+        return self._clock.now + max(0.0, left)
 
     def header(self) -> dict[str, Any]:
         """What the learner is told."""
@@ -181,29 +209,29 @@ class Evaluations:
         """For people: ``12 of 64 tasks``; empty when nothing plays."""
         if self.active is None:
             return ""
-        ended, total = self.playing.ended, self.active["total"]
+        ended, total = self.rollouts.ended, self.active["total"]
         return f"{ended} of {total} held-out tasks, weights of {self.active['updates']} updates"
 
     def _begin(self, live: int) -> None:
-        s, section, tasks = self._s, self._section, self.tasks
+        section, tasks = self._section, self.tasks
         assert tasks is not None
-        total = s.config.run.total_steps
+        total = self._config.run.total_steps
         reason = "command" if section.only else "start" if live == 0 else "end" if live >= total else "schedule"
         step = section.every or 1
         passed = [u for u in range(max(0, self._begun + 1), live) if u % step == 0 and section.is_due(u, total)]
         self.active = {
-            "number": self._next, "updates": live, "policy_version": s.policy_version, "reason": reason,
-            "started_at": s.wall, "total": len(tasks), "skipped": len(passed) if self._next else 0,
+            "number": self._next, "updates": live, "policy_version": self._batches.policy_version, "reason": reason,
+            "started_at": self._clock.wall, "total": len(tasks), "skipped": len(passed) if self._next else 0,
             "shape": self._shape(),
         }  # fmt: skip
         self._next += 1
         self._begun = live
-        self.playing.begin(tasks, live)
-        s.journal.count("evaluations.begun")
-        s.journal.count("evaluations.skipped", self.active["skipped"])
+        self.rollouts.begin(tasks, live)
+        self._journal.count(Count.EVALUATIONS_BEGUN)
+        self._journal.count(Count.EVALUATIONS_SKIPPED, self.active["skipped"])
         self._write()
         log.info("evaluation %d: %d tasks with the weights of %d updates (version %d)", self._next - 1, len(tasks),
-                 live, s.policy_version)  # fmt: skip
+                 live, self._batches.policy_version)  # fmt: skip
 
     def _resume(self) -> None:
         """Go on with what an earlier process was playing, if it would be the same today."""
@@ -211,9 +239,9 @@ class Evaluations:
             return
         if self.active["shape"] != self._shape():
             log.warning("the run file changed what is evaluated: the evaluation under way is given up")
-            self._s.stopped += self._end("abandoned")
+            self.rollouts.stopped += self._end("abandoned")
             return
-        self.playing.resume(self.tasks, self.active["updates"])
+        self.rollouts.resume(self.tasks, self.active["updates"])
 
     def _shape(self) -> dict[str, Any]:
         assert self.tasks is not None
@@ -221,7 +249,7 @@ class Evaluations:
 
     def _settings(self) -> dict[str, Any]:
         section = self._section
-        temperature = section.temperature or self._s.config.sampling.temperature
+        temperature = section.temperature or self._config.sampling.temperature
         return {
             "split": section.split,
             "samples": section.samples,
@@ -230,16 +258,16 @@ class Evaluations:
         }
 
     def _end(self, status: str) -> list[OrderRecord]:
-        s, active = self._s, self.active
+        active = self.active
         assert active is not None
         result = self._result(active, status)
-        stopped = self.playing.end(status)
+        stopped = self.rollouts.end(status)
         self.active = None
         self.last = result.as_json()
         if status == "complete":
             self._bests.offer(result, active["shape"])
-        s.journal.count(f"evaluations.{status}")
-        s.journal.effect(Evaluated(self.last))
+        self._journal.count(Count.evaluation(status))
+        self._journal.effect(Evaluated(self.last))
         self._write()
         log.info("evaluation %d %s: score %s", result.number, status, result.score)
         return stopped
@@ -247,17 +275,17 @@ class Evaluations:
     def _result(self, active: Active, status: str) -> Result:
         threshold = self._section.success_threshold
         if threshold is None:
-            threshold = self._s.config.replay.success_threshold
+            threshold = self._config.replay.success_threshold
         return Result(
             active["number"],
             active["updates"],
             active["policy_version"],
             active["reason"],
             status,
-            self.playing.summaries(self._section.pass_at, threshold),
-            self.playing.versions,
+            self.rollouts.summaries(self._section.pass_at, threshold),
+            self.rollouts.versions,
             active["started_at"],
-            self._s.wall,
+            self._clock.wall,
             active["skipped"],
             {"success_threshold": threshold, **{k: v for k, v in active["shape"].items() if k != "tasks"}},
         )
@@ -267,4 +295,4 @@ class Evaluations:
             "next": self._next, "begun": self._begun, "active": self.active, "last": self.last,
             "bests": self._bests.as_json(),
         }  # fmt: skip
-        self._s.journal.meta("evaluation", state)
+        self._journal.meta("evaluation", state)

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
-from pipeline.stage.state import StageState, log
+from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.store.evaluation_results import Summary, TaskResult, summarise
-from pipeline.store.journal import GivenUp, UntrainedRollout
+from pipeline.store.journal import GivenUp, Journal, UntrainedRollout
+from pipeline.store.ledger import Count
+from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import (
     Drop,
     GroupRecord,
@@ -32,6 +35,8 @@ from pipeline.store.records import (
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, SeedSplit, Splits
 from pipeline.transport.protocol import Frames
+
+log = logging.getLogger("afterplay.replay")
 
 
 class Split(Protocol):
@@ -142,9 +147,17 @@ def _names(config: RunConfig, name: str, own: Mapping[str, Splits]) -> list[str]
 class EvaluationRollouts:
     """Of the evaluation that plays now; empty between two."""
 
-    def __init__(self, state: StageState) -> None:
-        self._s = state
-        self._section = state.config.evaluation
+    def __init__(
+        self, config: RunConfig, records: GroupRecords, payloads: PayloadRefCounts, journal: Journal, clock: Clock
+    ) -> None:
+        self._config = config
+        self._section = config.evaluation
+        self._records = records
+        self._payloads = payloads
+        self._journal = journal
+        self._clock = clock
+        self.stopped: list[OrderRecord] = []
+        """Orders that ended here and that their actors must be told to stop; the core empties it."""
         self._tasks: HeldOut | None = None
         self._updates = 0
         self._waiting: list[int] = []
@@ -154,7 +167,7 @@ class EvaluationRollouts:
 
     @property
     def groups(self) -> list[GroupRecord]:
-        return [g for g in self._s.groups.values() if g.evaluation]
+        return [g for g in self._records.values() if g.evaluation]
 
     @property
     def in_flight(self) -> int:
@@ -195,7 +208,7 @@ class EvaluationRollouts:
         while True:
             while self._wants:
                 number, index = heapq.heappop(self._wants)
-                group = self._s.groups.get(number)
+                group = self._records.get(number)
                 if group is not None and self._open(group, index):
                     return group, index
             if not self._waiting:
@@ -204,7 +217,7 @@ class EvaluationRollouts:
 
     def again(self, order: OrderRecord) -> None:
         """An order gave nothing: it is given again, or its rollout stays missing."""
-        group = self._s.groups[order.key.group]
+        group = self._records[order.key.group]
         if group.state is not GroupState.EVALUATING:
             return
         if group.slots[order.key.slot].failures < self._section.attempts_max:
@@ -212,24 +225,23 @@ class EvaluationRollouts:
             return
         log.warning("evaluation: rollout %d of %s failed %d times and is left out", order.key.slot,
                     group.task.task_id, self._section.attempts_max)  # fmt: skip
-        if self._s.config.scorer.by_group:
+        if self._config.scorer.by_group:
             # a function that must see all of them never will
-            self._s.stopped += self._end_group(group, "a rollout failed, and a reward function needs all")
+            self.stopped += self._end_group(group, "a rollout failed, and a reward function needs all")
         self._settle(group)
 
     def answered(self, group: GroupRecord, record: TrajectoryRecord, frames: Frames) -> None:
         """A rollout came. Some are handed out for people to look at, before the score: the store has that."""
         if self._is_shown(group.place_in_evaluation, record.key.slot):
-            self._s.journal.effect(UntrainedRollout(record.key.text, frames, record.received_at, evaluated=True))
+            self._journal.effect(UntrainedRollout(record.key.text, frames, record.received_at, evaluated=True))
 
     def scored(self, group: GroupRecord, record: TrajectoryRecord) -> None:
         """A rollout has its reward: that is all that is needed of it."""
-        s = self._s
         record.state = TrajectoryState.EVALUATED
-        s.journal.trajectory(record)
-        s.payloads.release(record.seq, record.facts.n_bytes)
-        s.journal.count("trajectories.held", -1)
-        s.journal.count("trajectories.evaluated")
+        self._journal.trajectory(record)
+        self._payloads.release(record.seq, record.facts.n_bytes)
+        self._journal.count(Count.TRAJECTORIES_HELD, -1)
+        self._journal.count(Count.TRAJECTORIES_EVALUATED)
         self._settle(group)
 
     def given_up(self, slot: Slot) -> bool:
@@ -262,34 +274,32 @@ class EvaluationRollouts:
 
     def cancel(self, group: GroupRecord, reason: str) -> list[OrderRecord]:
         """Returns its orders that were out."""
-        s = self._s
-        group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason, s.wall
-        s.journal.group(group)
-        s.journal.count("evaluations.tasks_cancelled")
+        group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason, self._clock.wall
+        self._journal.group(group)
+        self._journal.count(Count.EVALUATIONS_TASKS_CANCELLED)
         return self._stop(group, reason)
 
     def forget(self, group: GroupRecord) -> None:
-        self._s.journal.forget_group(group.number)
-        del self._s.groups[group.number]
+        self._journal.forget_group(group.number)
+        del self._records[group.number]
 
     def _plan(self, place: int) -> None:
-        s = self._s
         assert self._tasks is not None
-        number = s.next_group
-        s.next_group += 1
+        number = self._records.take_number()
         slots = [Slot() for _ in range(self._section.samples)]
-        group = GroupRecord(number, self._tasks[place], place, s.wall, slots, GroupState.EVALUATING, self._updates)
-        s.groups[number] = group
-        s.journal.group(group)
-        s.journal.meta("next_group", s.next_group)
-        s.journal.count("evaluations.tasks_planned")
+        group = GroupRecord(
+            number, self._tasks[place], place, self._clock.wall, slots, GroupState.EVALUATING, self._updates
+        )
+        self._records[number] = group
+        self._journal.group(group)
+        self._journal.count(Count.EVALUATIONS_TASKS_PLANNED)
         for index in range(len(slots)):
             heapq.heappush(self._wants, (number, index))
 
     def _is_shown(self, place: int, slot: int) -> bool:
         """``traces.evaluated`` rollouts: spread over the tasks, and the first of a task before its second."""
         tasks = 0 if self._tasks is None else len(self._tasks)
-        whole, rest = divmod(self._s.config.traces.evaluated, tasks) if tasks else (0, 0)
+        whole, rest = divmod(self._config.traces.evaluated, tasks) if tasks else (0, 0)
         return slot < whole or (slot == whole and place * rest % tasks < rest)
 
     def _open(self, group: GroupRecord, index: int) -> bool:
@@ -308,28 +318,26 @@ class EvaluationRollouts:
             self._end_group(group, "")
 
     def _end_group(self, group: GroupRecord, reason: str) -> list[OrderRecord]:
-        s = self._s
-        group.state, group.reason, group.ended_at = GroupState.EVALUATED, reason, s.wall
-        s.journal.group(group)
-        s.journal.count("evaluations.tasks_ended")
+        group.state, group.reason, group.ended_at = GroupState.EVALUATED, reason, self._clock.wall
+        self._journal.group(group)
+        self._journal.count(Count.EVALUATIONS_TASKS_ENDED)
         return self._stop(group, reason)
 
     def _stop(self, group: GroupRecord, reason: str) -> list[OrderRecord]:
         """Take back its orders and drop what waits for a score."""
-        s = self._s
         stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
         for order in stopped:
-            s.end_order(order, OrderState.CANCELLED, reason or "the evaluation ended")
+            self._records.end_order(order, OrderState.CANCELLED, reason or "the evaluation ended")
         for slot in group.slots:
             record = slot.trajectory
             if record is not None and record.state is TrajectoryState.HELD:
                 record.state, record.reason, slot.trajectory = TrajectoryState.DROPPED, Drop.CANCELLED.value, None
-                s.journal.trajectory(record)
-                s.payloads.release(record.seq, record.facts.n_bytes)
-                s.journal.count("trajectories.held", -1)
-                s.journal.count(f"trajectories.dropped.{Drop.CANCELLED.value}")
-        if s.config.scorer.by_group:
-            s.journal.effect(GivenUp(group.number))
+                self._journal.trajectory(record)
+                self._payloads.release(record.seq, record.facts.n_bytes)
+                self._journal.count(Count.TRAJECTORIES_HELD, -1)
+                self._journal.count(Count.dropped(Drop.CANCELLED))
+        if self._config.scorer.by_group:
+            self._journal.effect(GivenUp(group.number))
         return stopped
 
 

@@ -13,15 +13,20 @@ Slows admission down while nothing succeeds: a broken environment must not turn 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeline.config import RunConfig
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts
+from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.replay_groups import ReplayGroups
-from pipeline.stage.state import StageState, log
+from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.experience_records import Planned
-from pipeline.store.journal import Finished, GivenUp
+from pipeline.store.journal import Finished, GivenUp, Journal
+from pipeline.store.ledger import Count
+from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import (
     LEFT_OUT,
     CancelReason,
@@ -36,6 +41,8 @@ from pipeline.store.records import (
     TrajectoryState,
 )
 from pipeline.transport.protocol import Frames
+
+log = logging.getLogger("afterplay.replay")
 
 TOLERANCE = 1e-9
 """Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
@@ -55,34 +62,36 @@ class ZeroVarianceFilter:
     A group is counted for the update that it would have gone to. Counts of updates to come are kept over restarts.
     """
 
-    def __init__(self, state: StageState, refilled: Mapping[str, int] | None = None) -> None:
-        self._s = state
+    def __init__(
+        self, config: RunConfig, batches: StalenessLedger, journal: Journal, refilled: Mapping[str, int] | None = None
+    ) -> None:
+        self._config = config
+        self._batches = batches
+        self._journal = journal
         self._refilled = {int(update): count for update, count in (refilled or {}).items()}
 
     def fate(self, group: GroupRecord) -> GroupOutcome:
         """Decide, once, about a group that has just become complete. Counts what it decides about equal rewards."""
-        s = self._s
-        rule = s.config.groups
-        with_baseline = s.config.advantage.estimator == "remax" or ":" in s.config.advantage.estimator
+        rule = self._config.groups
+        with_baseline = self._config.advantage.estimator == "remax" or ":" in self._config.advantage.estimator
         if not zero_variance(group, with_baseline=with_baseline):
             return GroupOutcome.TRAIN
         if rule.equal_rewards == "drop":
-            s.journal.count("groups.equal_dropped")
+            self._journal.count(Count.GROUPS_EQUAL_DROPPED)
             return GroupOutcome.DROP
         if rule.equal_rewards == "refill" and self._may_refill():
-            s.journal.count("groups.equal_refilled")
+            self._journal.count(Count.GROUPS_EQUAL_REFILLED)
             return GroupOutcome.REFILL
-        s.journal.count("groups.equal_kept")
+        self._journal.count(Count.GROUPS_EQUAL_KEPT)
         return GroupOutcome.TRAIN
 
     def _may_refill(self) -> bool:
-        s = self._s
-        update, most = s.batches.update_ahead, s.config.groups.refill_max * s.batches.rule.groups_per_step
+        update, most = self._batches.update_ahead, self._config.groups.refill_max * self._batches.rule.groups_per_step
         if self._refilled.get(update, 0) + 1 > most:
             return False
-        self._refilled = {u: n for u, n in self._refilled.items() if u >= s.batches.consumed}
+        self._refilled = {u: n for u, n in self._refilled.items() if u >= self._batches.consumed}
         self._refilled[update] = self._refilled.get(update, 0) + 1
-        s.journal.meta("refilled", {str(u): n for u, n in self._refilled.items()})
+        self._journal.meta("refilled", {str(u): n for u, n in self._refilled.items()})
         return True
 
 
@@ -133,12 +142,28 @@ class Groups:
     """Every slot of an open group is in exactly one of: wants an order (pending), ordered (leased), answered."""
 
     def __init__(
-        self, state: StageState, replays: ReplayGroups, equal: ZeroVarianceFilter, evaluating: EvaluationRollouts
+        self,
+        config: RunConfig,
+        records: GroupRecords,
+        batches: StalenessLedger,
+        payloads: PayloadRefCounts,
+        journal: Journal,
+        clock: Clock,
+        replays: ReplayGroups,
+        zero_variance: ZeroVarianceFilter,
+        evaluation: EvaluationRollouts,
+        next_seq: int,
     ) -> None:
-        self._s = state
-        self._evaluating = evaluating
+        self._config = config
+        self._records = records
+        self._batches = batches
+        self._payloads = payloads
+        self._journal = journal
+        self._clock = clock
         self._replays = replays
-        self._equal = equal
+        self._zero_variance = zero_variance
+        self._evaluation = evaluation
+        self._next_seq = next_seq
         self._pending: list[tuple[int, int, int]] = []
         self.given_up: list[GroupRecord] = []
         """Groups to cancel because a slot failed too often; the core empties it."""
@@ -147,24 +172,21 @@ class Groups:
     def restore(self) -> None:
         """Rebuild what is derived, from the groups in memory."""
         self._pending = []
-        for group in self._s.groups.values():
+        for group in self._records.values():
             if group.state is GroupState.PLAYING:
                 self._want_all(group)
 
     def plan(self, planned: Planned) -> GroupRecord:
         """Admit a new group (the caller has checked the capacity)."""
-        s = self._s
-        number = s.next_group
-        s.next_group += 1
-        admitted = s.batches.admit(number)
-        slots = [Slot() for _ in range(s.config.groups.n_rollout - planned.k)]
-        group = s.groups[number] = GroupRecord(number, planned.task, admitted, s.wall, slots)
+        number = self._records.take_number()
+        admitted = self._batches.admit(number)
+        slots = [Slot() for _ in range(self._config.groups.n_rollout - planned.k)]
+        group = self._records[number] = GroupRecord(number, planned.task, admitted, self._clock.wall, slots)
         self._replays.pin(group, planned.candidates, planned.k)
-        if s.config.advantage.orders_greedy:
+        if self._config.advantage.orders_greedy:
             group.greedy = Slot()
-        s.journal.group(group)
-        s.journal.meta("next_group", s.next_group)
-        s.journal.count("groups.planned")
+        self._journal.group(group)
+        self._journal.count(Count.GROUPS_PLANNED)
         self._want_all(group)
         return group
 
@@ -183,7 +205,7 @@ class Groups:
         """The most urgent slot that needs an order, or None."""
         while self._pending:
             _, number, index = heapq.heappop(self._pending)
-            group = self._s.groups.get(number)
+            group = self._records.get(number)
             if group is not None and group.state is GroupState.PLAYING:
                 slot = group.place(index)
                 if not slot.leased and slot.trajectory is None:
@@ -192,45 +214,44 @@ class Groups:
 
     def answered(self, order: OrderRecord, facts: Facts, frames: Frames, late: bool) -> TrajectoryRecord:
         """A usable trajectory came: hold it until it is scored."""
-        s = self._s
-        group = s.groups[order.key.group]
+        group = self._records[order.key.group]
         record = self._record(order, facts)
         group.place(order.key.slot).trajectory = record
         group.late |= late
-        s.end_order(order, OrderState.DELIVERED)
-        s.journal.trajectory(record, frames)
-        s.journal.count("trajectories.held")
-        s.payloads.arrived(record.seq, facts.n_bytes)
-        s.journal.group(group)
+        self._records.end_order(order, OrderState.DELIVERED)
+        self._journal.trajectory(record, frames)
+        self._journal.count(Count.TRAJECTORIES_HELD)
+        self._payloads.arrived(record.seq, facts.n_bytes)
+        self._journal.group(group)
         if group.evaluation:
-            self._evaluating.answered(group, record, frames)
+            self._evaluation.answered(group, record, frames)
         return record
 
     def failed(self, order: OrderRecord, drop: Drop, facts: Facts | None, reason: str) -> None:
         """The rollout gave nothing to train; its slot is ordered again, or the group given up."""
-        s = self._s
         aborted = drop is Drop.ABORTED
-        if not aborted and not s.groups[order.key.group].evaluation:
+        if not aborted and not self._records[order.key.group].evaluation:
             self.brake.reason = reason
         if not aborted:
             log.warning("rollout %s failed: %s", order.key.text, reason)
         if facts is not None:
             record = self._record(order, facts)
             record.state, record.reason = TrajectoryState.DROPPED, drop.value
-            s.journal.trajectory(record)
-        s.journal.count(f"trajectories.dropped.{drop.value}")
-        s.end_order(order, OrderState.ABORTED if aborted else OrderState.FAILED, reason, failure=not aborted)
+            self._journal.trajectory(record)
+        self._journal.count(Count.dropped(drop))
+        self._records.end_order(
+            order, OrderState.ABORTED if aborted else OrderState.FAILED, reason, failure=not aborted
+        )
         self._again(order)
 
     def lost(self, order: OrderRecord, reason: str, *, failure: bool) -> None:
         """No answer will come to this order."""
-        self._s.end_order(order, OrderState.EXPIRED, reason, failure=failure)
+        self._records.end_order(order, OrderState.EXPIRED, reason, failure=failure)
         self._again(order)
 
     def scored(self, record: TrajectoryRecord, reward: float | None, rewards: Mapping[str, float | None]) -> None:
         """The scorer's verdict on a held trajectory."""
-        s = self._s
-        group = s.groups.get(record.key.group)
+        group = self._records.get(record.key.group)
         if group is None or record.state is not TrajectoryState.HELD or record.reward is not None:
             return
         record.reward, record.rewards = reward, dict(rewards)
@@ -240,16 +261,16 @@ class Groups:
             slot.failures += 1
             order = group.orders[record.key]
             order.failure = True
-            s.journal.order(order)
+            self._journal.order(order)
             self._drop(record, Drop.UNSCORED)
             self._again(order)
             return
         if group.evaluation:
-            self._evaluating.scored(group, record)
+            self._evaluation.scored(group, record)
             return
         if group.is_greedy(record.key):
             self._keep_as_baseline(record)
-        s.journal.trajectory(record)
+        self._journal.trajectory(record)
         if group.state is GroupState.PLAYING and group.complete:
             group.state = GroupState.READY
             self.brake.succeeded()
@@ -258,26 +279,25 @@ class Groups:
 
     def unscored(self, record: TrajectoryRecord) -> int:
         """Fresh places of its group without a reward, its own and the open ones included."""
-        group = self._s.groups[record.key.group]
+        group = self._records[record.key.group]
         return sum(
             slot.trajectory is None or slot.trajectory.reward is None
             for slot in group.slots
-            if not (group.evaluation and slot.trajectory is None and self._evaluating.given_up(slot))
+            if not (group.evaluation and slot.trajectory is None and self._evaluation.given_up(slot))
         )
 
     def _settle(self, group: GroupRecord) -> None:
         """A group is complete: it is trained, unless its rewards are all equal."""
-        s = self._s
-        fate = self._equal.fate(group)
+        fate = self._zero_variance.fate(group)
         if fate is GroupOutcome.REFILL:
             self.cancel(group, CancelReason.UNINFORMATIVE)
             return
         if fate is GroupOutcome.DROP:
             self._leave_out(group)
-        elif s.config.lessons.enabled:
-            s.journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
-        s.journal.group(group)
-        s.batches.complete(group.number)
+        elif self._config.lessons.enabled:
+            self._journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
+        self._journal.group(group)
+        self._batches.complete(group.number)
 
     def _leave_out(self, group: GroupRecord) -> None:
         """Its trajectories end here; the group keeps its place, so that its update is made without it."""
@@ -287,18 +307,17 @@ class Groups:
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must be told to stop."""
-        s = self._s
         assert group.open, group
         self._replays.cancelled(group, finished=group.state is not GroupState.PLAYING)
-        group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, s.wall
-        s.batches.cancel(group.number)
-        s.journal.group(group)
-        s.journal.count(f"groups.cancelled.{reason.value}")
+        group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, self._clock.wall
+        self._batches.cancel(group.number)
+        self._journal.group(group)
+        self._journal.count(Count.cancelled(reason))
         stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
         for order in stopped:
-            s.end_order(order, OrderState.CANCELLED, reason.value)
-        if s.config.scorer.by_group:
-            s.journal.effect(GivenUp(group.number))
+            self._records.end_order(order, OrderState.CANCELLED, reason.value)
+        if self._config.scorer.by_group:
+            self._journal.effect(GivenUp(group.number))
         equal = reason is CancelReason.UNINFORMATIVE
         if equal:
             self._replays.solved_aside(group)
@@ -312,44 +331,41 @@ class Groups:
                 slot.trajectory = None
 
     def _again(self, order: OrderRecord) -> None:
-        group = self._s.groups[order.key.group]
+        group = self._records[order.key.group]
         if group.evaluation:
-            self._evaluating.again(order)
+            self._evaluation.again(order)
         if group.state is not GroupState.PLAYING:
             return
         failures = group.place(order.key.slot).failures
-        if failures < self._s.config.groups.attempts_max:
+        if failures < self._config.groups.attempts_max:
             self.want(group, order.key.slot)
         else:
             log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
                         failures)  # fmt: skip
             self.given_up.append(group)
-            self.brake.failed(self._s.now)
+            self.brake.failed(self._clock.now)
 
     def _record(self, order: OrderRecord, facts: Facts) -> TrajectoryRecord:
-        s = self._s
-        record = TrajectoryRecord(s.next_seq, order.key, facts, s.wall)
-        record.age_insert = max(0, s.policy_version - facts.version_min) if facts.n_sampled else 0
-        s.next_seq += 1
+        record = TrajectoryRecord(self._next_seq, order.key, facts, self._clock.wall)
+        record.age_insert = max(0, self._batches.policy_version - facts.version_min) if facts.n_sampled else 0
+        self._next_seq += 1
         return record
 
     def _keep_as_baseline(self, record: TrajectoryRecord) -> None:
         """Of a scored greedy rollout only the reward is needed."""
-        s = self._s
         record.state = TrajectoryState.BASELINE
-        s.payloads.release(record.seq, record.facts.n_bytes)
-        s.journal.count("trajectories.held", -1)
-        s.journal.count("trajectories.baseline")
+        self._payloads.release(record.seq, record.facts.n_bytes)
+        self._journal.count(Count.TRAJECTORIES_HELD, -1)
+        self._journal.count(Count.TRAJECTORIES_BASELINE)
 
     def _drop(self, record: TrajectoryRecord, drop: Drop) -> None:
-        s = self._s
         record.state, record.reason = TrajectoryState.DROPPED, drop.value
-        s.journal.trajectory(record)
-        s.payloads.release(record.seq, record.facts.n_bytes)
-        s.journal.count("trajectories.held", -1)
-        s.journal.count(f"trajectories.dropped.{drop.value}")
+        self._journal.trajectory(record)
+        self._payloads.release(record.seq, record.facts.n_bytes)
+        self._journal.count(Count.TRAJECTORIES_HELD, -1)
+        self._journal.count(Count.dropped(drop))
         if drop is Drop.UNINFORMATIVE and record.reward is not None:
-            s.journal.observe("uninformative_reward", record.reward)
-            s.journal.observe("uninformative_tokens", record.facts.n_sampled)
-            s.journal.observe("uninformative_duration", record.facts.duration_seconds)
-            s.journal.observe("uninformative_age", record.age_insert)
+            self._journal.observe("uninformative_reward", record.reward)
+            self._journal.observe("uninformative_tokens", record.facts.n_sampled)
+            self._journal.observe("uninformative_duration", record.facts.duration_seconds)
+            self._journal.observe("uninformative_age", record.age_insert)

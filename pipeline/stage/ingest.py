@@ -7,19 +7,24 @@ One look at the bytes of an arriving trajectory: is it one, is it the one that w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import Task, Trajectory, TrajectoryStatus
 from pipeline.scorer.verdict import Verdict
+from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.leases import Leases
-from pipeline.stage.state import StageState, log
-from pipeline.store.journal import Score, UntrainedRollout
+from pipeline.stage.staleness import StalenessLedger
+from pipeline.store.journal import Journal, Score, UntrainedRollout
+from pipeline.store.ledger import Count
 from pipeline.store.records import Drop, Facts, OrderKey, OrderRecord, OrderState, TrajectoryRecord, facts_of, group_id
 from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.protocol import Buffer, Frames, Limits
+
+log = logging.getLogger("afterplay.replay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,20 @@ class Ingest:
     """Every trajectory that arrives is counted once as received, and once by what became of it."""
 
     def __init__(
-        self, state: StageState, groups: Groups, leases: Leases, limits: Limits, score_now: ScoreNow | None
+        self,
+        records: GroupRecords,
+        batches: StalenessLedger,
+        journal: Journal,
+        clock: Clock,
+        groups: Groups,
+        leases: Leases,
+        limits: Limits,
+        score_now: ScoreNow | None,
     ) -> None:
-        self._s = state
+        self._records = records
+        self._batches = batches
+        self._journal = journal
+        self._clock = clock
         self._groups = groups
         self._leases = leases
         self._limits = limits
@@ -82,24 +98,23 @@ class Ingest:
 
     def accept(self, actor: str, trajectory_id: object, frames: Frames) -> None:
         """One TRAJECTORY message."""
-        s = self._s
-        s.journal.count("trajectories.received")
+        self._journal.count(Count.TRAJECTORIES_RECEIVED)
         key = OrderKey.parse(trajectory_id)
-        order = s.find_order(key) if key else None
+        order = self._records.find_order(key) if key else None
         if order is None or order.state is not OrderState.LEASED:
             self._unexpected(actor, str(trajectory_id), key, order)
             return
-        seen = examine(frames, self._limits, order.key, s.groups[order.key.group].task)
+        seen = examine(frames, self._limits, order.key, self._records[order.key.group].task)
         self._leases.ended([order])
         if isinstance(seen, Unreadable):
             why = f"{seen.drop.value}: {seen.reason}"
-            s.journal.refuse(actor, order.key.text, why)
+            self._journal.refuse(actor, order.key.text, why)
             self._groups.failed(order, seen.drop, None, why)
             return
-        s.journal.ack(actor, order.key.text)
+        self._journal.ack(actor, order.key.text)
         if seen.drop is not None:
             self._groups.failed(order, seen.drop, seen.facts, _failure(seen))
-            s.journal.effect(UntrainedRollout(order.key.text, frames, s.wall))
+            self._journal.effect(UntrainedRollout(order.key.text, frames, self._clock.wall))
         else:
             late = self._is_late(order, seen.facts.version_min)
             self._hold(seen.trajectory, self._groups.answered(order, seen.facts, frames, late))
@@ -108,7 +123,7 @@ class Ingest:
         """The scorer's answer to a :class:`Score` effect."""
         if verdict.reward is not None:
             if not self._is_aside(record):
-                self._s.journal.observe("sampled_reward", verdict.reward)
+                self._journal.observe("sampled_reward", verdict.reward)
         else:
             why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
             log.warning("trajectory %s has no reward: %s", record.key.text, why)
@@ -117,21 +132,20 @@ class Ingest:
         self._groups.scored(record, verdict.reward, verdict.rewards)
 
     def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
-        journal = self._s.journal
-        journal.count(f"inserted.{trajectory.task.environment}")
+        self._journal.inserted(trajectory.task.environment)
         if not self._is_aside(record):
-            journal.observe("insert_staleness", max(0, self._s.policy_version - record.facts.version_min))
-            journal.observe("sampled_tokens", record.facts.n_sampled)
-            journal.observe("sampled_age", record.age_insert)
-            journal.observe("sampled_duration", record.facts.duration_seconds)
+            self._journal.observe("insert_staleness", max(0, self._batches.policy_version - record.facts.version_min))
+            self._journal.observe("sampled_tokens", record.facts.n_sampled)
+            self._journal.observe("sampled_age", record.age_insert)
+            self._journal.observe("sampled_duration", record.facts.duration_seconds)
         if self._score_now is not None:
             self.scored(record, self._score_now(trajectory))
         else:
-            journal.effect(Score(record, trajectory, self._groups.unscored(record)))
+            self._journal.effect(Score(record, trajectory, self._groups.unscored(record)))
 
     def _is_aside(self, record: TrajectoryRecord) -> bool:
         """Greedy rollouts and evaluations are never meant to be trained: the bias audit does not compare with them."""
-        group = self._s.groups.get(record.key.group)
+        group = self._records.get(record.key.group)
         return group is not None and (group.evaluation or group.is_greedy(record.key))
 
     def _is_late(self, order: OrderRecord, version_min: int) -> bool:
@@ -144,18 +158,18 @@ class Ingest:
     def _unexpected(self, actor: str, trajectory_id: str, key: OrderKey | None, order: OrderRecord | None) -> None:
         """An answer to an order that is not open: acknowledged again if it is here, refused otherwise."""
         drop = self._why_unexpected(key, order)
-        self._s.journal.count(f"trajectories.dropped.{drop.value}")
+        self._journal.count(Count.dropped(drop))
         if drop is Drop.DUPLICATE:
-            self._s.journal.ack(actor, trajectory_id)
+            self._journal.ack(actor, trajectory_id)
         else:
-            self._s.journal.refuse(actor, trajectory_id, drop.value)
+            self._journal.refuse(actor, trajectory_id, drop.value)
 
     def _why_unexpected(self, key: OrderKey | None, order: OrderRecord | None) -> Drop:
         if order is not None:
             if order.state is OrderState.FAILED and order.reason.startswith(_UNREADABLE):
                 return Drop(order.reason.split(":")[0])
             return _ENDED.get(order.state, Drop.DUPLICATE)
-        forgotten = key is not None and key.group < self._s.next_group and key.group not in self._s.groups
+        forgotten = key is not None and key.group < self._records.next_group and key.group not in self._records
         return Drop.ENDED if forgotten else Drop.UNKNOWN
 
 

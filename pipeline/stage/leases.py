@@ -11,12 +11,15 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.config import RunConfig
 from pipeline.schema import Order
 from pipeline.stage.evaluation import Evaluations
+from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.replay_groups import ReplayGroups
-from pipeline.stage.state import StageState
-from pipeline.store.journal import Send
+from pipeline.stage.staleness import StalenessLedger
+from pipeline.store.journal import Journal, Send
+from pipeline.store.ledger import Count
 from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState
 from pipeline.transport.codec import encode_order
 from pipeline.transport.protocol import Kind
@@ -42,8 +45,13 @@ class Actor:
 class Leases:
     """An actor never has more orders than slots; every order ends, at the latest by the clock."""
 
-    def __init__(self, state: StageState, groups: Groups) -> None:
-        self._s = state
+    def __init__(
+        self, config: RunConfig, records: GroupRecords, journal: Journal, clock: Clock, groups: Groups
+    ) -> None:
+        self._config = config
+        self._records = records
+        self._journal = journal
+        self._clock = clock
         self._groups = groups
         self.actors: dict[str, Actor] = {}
         self._deadlines: list[tuple[float, OrderKey]] = []
@@ -59,10 +67,10 @@ class Leases:
 
     def restore(self) -> None:
         """After a restart of the stage every actor is down until it says HELLO."""
-        for group in self._s.groups.values():
+        for group in self._records.values():
             for order in group.orders.values():
                 if order.state is OrderState.LEASED:
-                    actor = self.actors.setdefault(order.actor, Actor(order.actor, 0, down_since=self._s.now))
+                    actor = self.actors.setdefault(order.actor, Actor(order.actor, 0, down_since=self._clock.now))
                     self._lease(actor, order)
 
     def up(self, name: str, slots: int, holding: Sequence[str]) -> None:
@@ -76,32 +84,30 @@ class Leases:
                 self._groups.lost(order, "not held by its actor any more", failure=False)
         unknown = [text for text in holding if not self._wanted(OrderKey.parse(text), actor)]
         if unknown:
-            self._s.journal.effect(Send(name, Kind.CANCEL, {"order_ids": unknown, "reason": "the order has ended"}))
+            self._journal.effect(Send(name, Kind.CANCEL, {"order_ids": unknown, "reason": "the order has ended"}))
 
     def down(self, name: str, *, left: bool) -> None:
         """The actor is silent, or ``left`` on purpose: then its orders go back at once."""
         actor = self.actors.get(name)
         if actor is None:
             return
-        actor.down_since = self._s.now
+        actor.down_since = self._clock.now
         if left:
             self._forget(actor, "its actor left")
 
-    def issue(self, group: GroupRecord, index: int, actor: Actor, version: int | None = None) -> None:
-        """Send one order for a slot. ``version``: the oldest that may play it; None: the newest published."""
-        s = self._s
+    def issue(self, group: GroupRecord, index: int, actor: Actor, version: int) -> None:
+        """Send one order for a slot. ``version``: the oldest that may sample it."""
         slot = group.place(index)
         key = OrderKey(group.number, index, slot.serial)
-        section = s.config.evaluation
-        version = s.policy_version if version is None else version
-        order = OrderRecord(key, actor.name, slot.failures, version, s.wall)
+        section = self._config.evaluation
+        order = OrderRecord(key, actor.name, slot.failures, version, self._clock.wall)
         slot.serial += 1
         slot.leased = True
         group.orders[key] = order
         self._lease(actor, order)
-        s.journal.order(order)
-        s.journal.count("orders.issued")
-        s.journal.count("orders.in_flight")
+        self._journal.order(order)
+        self._journal.count(Count.ORDERS_ISSUED)
+        self._journal.count(Count.ORDERS_IN_FLIGHT)
         header = encode_order(
             Order(
                 key.text,
@@ -116,7 +122,7 @@ class Leases:
                 temperature=section.temperature if group.evaluation else None,
             )
         )
-        s.journal.effect(Send(actor.name, Kind.ORDER, header))
+        self._journal.effect(Send(actor.name, Kind.ORDER, header))
 
     def ended(self, orders: Iterable[OrderRecord], cancel: str = "") -> None:
         """Forget leases that ended elsewhere; with ``cancel``, tell their actors to stop."""
@@ -127,18 +133,20 @@ class Leases:
                 told.setdefault(actor.name, []).append(order.key.text)
         if cancel:
             for name, ids in told.items():
-                self._s.journal.effect(Send(name, Kind.CANCEL, {"order_ids": ids, "reason": cancel}))
+                self._journal.effect(Send(name, Kind.CANCEL, {"order_ids": ids, "reason": cancel}))
 
     def tick(self) -> None:
         """Expire what is over its time."""
-        s = self._s
         for actor in list(self.actors.values()):
-            if actor.down_since is not None and s.now - actor.down_since >= s.config.transport.silence_seconds_max:
+            if (
+                actor.down_since is not None
+                and self._clock.now - actor.down_since >= self._config.transport.silence_seconds_max
+            ):
                 self._forget(actor, "its actor is silent")
         late: list[OrderRecord] = []
-        while self._deadlines and self._deadlines[0][0] <= s.now:
+        while self._deadlines and self._deadlines[0][0] <= self._clock.now:
             _, key = heapq.heappop(self._deadlines)
-            order = s.find_order(key)
+            order = self._records.find_order(key)
             if order is not None and order.state is OrderState.LEASED:
                 late.append(order)
         self.ended(late, cancel="the order was not answered in time")
@@ -148,13 +156,13 @@ class Leases:
     def next_deadline(self) -> float | None:
         """When :meth:`tick` has something to do, on the clock of ``now``."""
         times = [self._deadlines[0][0]] if self._deadlines else []
-        silence = self._s.config.transport.silence_seconds_max
+        silence = self._config.transport.silence_seconds_max
         times += [actor.down_since + silence for actor in self.actors.values() if actor.down_since is not None]
         return min(times, default=None)
 
     def _lease(self, actor: Actor, order: OrderRecord) -> None:
-        seconds = self._seconds_max(self._s.groups[order.key.group])
-        order.deadline = self._s.now + 1.5 * seconds + LEASE_MARGIN_SECONDS
+        seconds = self._seconds_max(self._records[order.key.group])
+        order.deadline = self._clock.now + 1.5 * seconds + LEASE_MARGIN_SECONDS
         actor.leases[order.key] = order
         heapq.heappush(self._deadlines, (order.deadline, order.key))
 
@@ -162,7 +170,7 @@ class Leases:
         """Whether the actor should go on with it: its lease, or answered and waiting to be acknowledged."""
         if key is None:
             return False
-        order = self._s.find_order(key)
+        order = self._records.find_order(key)
         if order is None:
             return False
         return key in actor.leases or order.state in (OrderState.DELIVERED, OrderState.FAILED, OrderState.ABORTED)
@@ -173,7 +181,7 @@ class Leases:
             self._groups.lost(order, reason, failure=False)
 
     def _seconds_max(self, group: GroupRecord) -> float:
-        section = self._s.config.environments.get(group.task.environment)
+        section = self._config.environments.get(group.task.environment)
         return section.max_seconds if section is not None else 600.0
 
 
@@ -181,9 +189,16 @@ class OrderDispatch:
     """*consumes* pending slots, new groups and free places; *produces* leases."""
 
     def __init__(
-        self, state: StageState, leases: Leases, groups: Groups, replays: ReplayGroups, evaluations: Evaluations
+        self,
+        batches: StalenessLedger,
+        clock: Clock,
+        leases: Leases,
+        groups: Groups,
+        replays: ReplayGroups,
+        evaluations: Evaluations,
     ) -> None:
-        self._s = state
+        self._batches = batches
+        self._clock = clock
         self._leases = leases
         self._groups = groups
         self._replays = replays
@@ -191,23 +206,22 @@ class OrderDispatch:
 
     def order(self) -> None:
         """Give free actors what is to be played: pending slots first, then new groups as far as admission allows."""
-        s = self._s
-        if s.policy_version < 0:
+        if self._batches.policy_version < 0:
             return
         free = [(-actor.free, actor.name) for actor in self._leases.actors.values() if actor.free > 0]
         heapq.heapify(free)
         self._order_evaluation(free)
-        if s.batches.finished or s.config.evaluation.only:
+        if self._batches.finished or self._evaluations.only:
             return
         while free:
             pending = self._groups.take_pending()
             if pending is None:
-                if s.batches.capacity() < 1 or self._groups.brake.holds(s.now):
+                if self._batches.capacity() < 1 or self._groups.brake.holds(self._clock.now):
                     break
                 self._groups.plan(self._replays.next())
                 continue
-            self._give(free, *pending)
-        if self._evaluations.holds_back(s.batches.consumed):
+            self._give(free, *pending, self._batches.policy_version)
+        if self._evaluations.holds_back(self._batches.consumed):
             self._order_evaluation(free, share=False)
 
     def _order_evaluation(self, free: list[tuple[int, str]], *, share: bool = True) -> None:
@@ -216,12 +230,12 @@ class OrderDispatch:
         if evaluations.active is None:
             return
         places = sum(actor.slots for actor in self._leases.actors.values() if actor.down_since is None)
-        room = (evaluations.may_hold(places) if share else places) - evaluations.playing.in_flight
+        room = (evaluations.may_hold(places) if share else places) - evaluations.rollouts.in_flight
         while free and room > 0 and (wanted := evaluations.take()) is not None:
-            self._give(free, *wanted, version=evaluations.policy_version())
+            self._give(free, *wanted, evaluations.policy_version())
             room -= 1
 
-    def _give(self, free: list[tuple[int, str]], group: GroupRecord, index: int, version: int | None = None) -> None:
+    def _give(self, free: list[tuple[int, str]], group: GroupRecord, index: int, version: int) -> None:
         """An order for the actor with the most free places."""
         name = free[0][1]
         actor = self._leases.actors[name]

@@ -167,7 +167,7 @@ class StageLoop:
             state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.brake.reason[:300]})"
         elif not core.leases.connected:
             state, waiting = "waiting", "actors"
-        elif core.learner.peer is None:
+        elif core.dispatch.peer is None:
             state, waiting = "waiting", "the learner"
         else:
             state, waiting = "serving", ""

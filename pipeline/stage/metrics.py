@@ -125,13 +125,13 @@ class Observer:
         m.trajectories.set(counters["trajectories.held"])
         m.memory_bytes.set(counters["payload.bytes"])
         m.orders_inflight.set(core.leases.in_flight)
-        m.groups_ready.set(batches.ready + len(batches.placed) - len(core.learner.sent))
+        m.groups_ready.set(batches.ready + len(batches.placed) - len(core.dispatch.sent))
         m.groups_open.set(batches.open - batches.ready - len(batches.placed))
         n_rollout = core.config.groups.n_rollout
         m.admission_capacity_trajectories.set(batches.capacity() * n_rollout)
         m.capacity_trajectories.set((batches.rule.bound + 1) * batches.rule.groups_per_step * n_rollout)
         m.connected_peers.labels(peer="actor").set(core.leases.connected)
-        m.connected_peers.labels(peer="learner").set(int(core.learner.peer is not None))
+        m.connected_peers.labels(peer="learner").set(int(core.dispatch.peer is not None))
         self._pool_gauges(core)
         if time.monotonic() - self._oldest_at >= 1.0:
             self._oldest_at = time.monotonic()

@@ -7,6 +7,7 @@ their turn comes.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from functools import partial
 from itertools import islice
@@ -16,11 +17,12 @@ import anyio.abc
 import anyio.to_thread
 
 from pipeline.errors import LimitExceeded, PeerGone
-from pipeline.stage.state import log
 from pipeline.store.journal import Send
 from pipeline.store.payloads import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Frames, Hub, Kind, WireMessage
+
+log = logging.getLogger("afterplay.replay")
 
 READ_AHEAD = 16
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pipeline.config import RunConfig
 from pipeline.experience.experience import Experience
-from pipeline.stage.state import StageState
+from pipeline.stage.group_records import GroupRecords
+from pipeline.stage.staleness import StalenessLedger
 from pipeline.stage.update_report import UpdateReport
 from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry
+from pipeline.store.journal import Journal
+from pipeline.store.ledger import Count
+from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import Drop, GroupRecord, PinnedCandidate, TrajectoryRecord, TrajectoryState
 from pipeline.tasks.sampler import TaskSampler
 
@@ -20,8 +25,21 @@ from pipeline.tasks.sampler import TaskSampler
 class ReplayGroups:
     """One fact about a trajectory is its terminal state, another is whether the pool holds it."""
 
-    def __init__(self, state: StageState, experience: Experience, sampler: TaskSampler) -> None:
-        self._s = state
+    def __init__(
+        self,
+        config: RunConfig,
+        records: GroupRecords,
+        batches: StalenessLedger,
+        payloads: PayloadRefCounts,
+        journal: Journal,
+        experience: Experience,
+        sampler: TaskSampler,
+    ) -> None:
+        self._config = config
+        self._records = records
+        self._batches = batches
+        self._payloads = payloads
+        self._journal = journal
         self._sampler = sampler
         self.experience = experience
         self.last_share = 0.0
@@ -32,42 +50,41 @@ class ReplayGroups:
 
     def next(self) -> Planned:
         """The group to admit now."""
-        s = self._s
-        progress = s.batches.consumed / max(1, s.config.run.total_steps)
-        planned = self.experience.next_group(self._sampler, progress=progress, version=s.policy_version)
-        s.journal.meta("sampler", self._sampler.state())
+        progress = self._batches.consumed / max(1, self._config.run.total_steps)
+        planned = self.experience.next_group(self._sampler, progress=progress, version=self._batches.policy_version)
+        self._journal.meta("sampler", self._sampler.state())
         return planned
 
     def published(self) -> None:
         """A new policy version is live."""
-        self.experience.age_to(self._s.policy_version)
+        self.experience.age_to(self._batches.policy_version)
 
     def pin(self, group: GroupRecord, candidates: Iterable[Candidate], k: int) -> None:
         """``group`` is completed with ``k`` of the candidates: they stay until it was trained for good."""
-        s = self._s
         group.k, group.replays = k, [PinnedCandidate(candidate) for candidate in candidates]
         for replay in group.replays:
-            s.payloads.hold(replay.seq)
+            self._payloads.hold(replay.seq)
         if group.replays:
-            s.journal.replays(group)
-            s.journal.count("replays.planned", k)
+            self._journal.replays(group)
+            self._journal.count(Count.REPLAYS_PLANNED, k)
 
     def unpin(self, group: GroupRecord) -> None:
         """``group`` will never be trained (again)."""
         if group.left_out:
             return
         for replay in group.replays:
-            self._s.payloads.release(replay.seq, replay.candidate.entry.n_bytes)
+            self._payloads.release(replay.seq, replay.candidate.entry.n_bytes)
 
     def finished(self, group: GroupRecord) -> None:
         """All fresh rollouts of ``group`` are scored: difficulty, retirement, pool; perhaps a rescue."""
-        s = self._s
         records = [slot.trajectory for slot in group.slots if slot.trajectory is not None]
         fresh = [_fresh(record) for record in records]
-        outcome = self.experience.finished(group.task, fresh, planned=bool(group.replays), version=s.policy_version)
+        outcome = self.experience.finished(
+            group.task, fresh, planned=bool(group.replays), version=self._batches.policy_version
+        )
         self._save(outcome, {record.seq: record for record in records})
-        s.journal.count("tasks.retired", int(outcome.retired))
-        s.journal.count("tasks.returned", int(outcome.returned))
+        self._journal.count(Count.TASKS_RETIRED, int(outcome.retired))
+        self._journal.count(Count.TASKS_RETURNED, int(outcome.returned))
         if outcome.rescue:
             self._rescue(group, outcome.rescue)
 
@@ -84,19 +101,18 @@ class ReplayGroups:
     def cancelled(self, group: GroupRecord, *, finished: bool) -> None:
         """``group`` was given up; ``finished``: after all its fresh rollouts were scored."""
         self.unpin(group)
-        if not finished and group.task.environment in self._s.config.environments:
+        if not finished and group.task.environment in self._config.environments:
             self.experience.cancelled(group.task)
 
     def trained(self, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
         """One update was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
-        s = self._s
         seqs = {}
         for group in groups:
             self._choose(group, report.replayed.get(group.group_id, ()), version)
             seqs.update({record.key.text: record.seq for slot in group.slots if (record := slot.trajectory)})
             seqs.update({replay.trajectory_id: replay.seq for replay in group.replays})
         used = [replay.seq for group in groups for replay in group.replays if replay.chosen]
-        s.journal.count("replays.choice_failed", report.choice_failed)
+        self._journal.count(Count.REPLAYS_CHOICE_FAILED, report.choice_failed)
         factor = self.experience.factor
         self.experience.consumed(
             used=used,
@@ -105,29 +121,29 @@ class ReplayGroups:
             solve_rate=self._solve_rate(groups),
         )
         if self.experience.factor != factor:
-            s.journal.count("guard.shrink" if self.experience.factor < factor else "guard.recover")
+            self._journal.count(Count.GUARD_SHRINK if self.experience.factor < factor else Count.GUARD_RECOVER)
         self.last_share = _share(groups)
 
     def untrained(self, group: GroupRecord) -> None:
         """The learner went back to weights without ``group``."""
         n = sum(replay.chosen for replay in group.replays)
         if n:
-            self._s.journal.count("replays.trained", -n)
-            self._s.journal.count("replays.rolled_back", n)
+            self._journal.count(Count.REPLAYS_TRAINED, -n)
+            self._journal.count(Count.REPLAYS_ROLLED_BACK, n)
             for replay in group.replays:
                 replay.chosen = False
-            self._s.journal.replays(group)
+            self._journal.replays(group)
 
     def sent(self, replay: PinnedCandidate) -> dict[str, Any]:
         """The part of a DELIVERY header that tells a replayed trajectory from a fresh one."""
-        s, candidate, entry = self._s, replay.candidate, replay.candidate.entry
-        replay.age = entry.age(s.policy_version)
+        candidate, entry = replay.candidate, replay.candidate.entry
+        replay.age = entry.age(self._batches.policy_version)
         record = self._record(entry.trajectory_id, entry.seq)
         if record is not None:
             record.samples += 1
-            s.journal.trajectory(record)
+            self._journal.trajectory(record)
         else:
-            s.journal.sampled(entry.seq)
+            self._journal.sampled(entry.seq)
         return {
             "weight": candidate.weight,
             "entropy": entry.entropy,
@@ -142,60 +158,57 @@ class ReplayGroups:
         if changes:
             for seq, reason in changes.removed.items():
                 self._left(seq, reason)
-            self._s.journal.experience(changes)
+            self._journal.experience(changes)
 
     def _save(self, outcome: Outcome, records: Mapping[int, TrajectoryRecord]) -> None:
-        s = self._s
         for entry in outcome.saved:
             record = records[entry.seq]
             record.saved = entry.saved
-            s.journal.trajectory(record)
-            s.payloads.hold(entry.seq)
+            self._journal.trajectory(record)
+            self._payloads.hold(entry.seq)
             self._pooled[entry.seq] = entry.n_bytes
-            s.journal.count("pool.saved")
-            self._observe("stored", entry, entry.age(s.policy_version))
+            self._journal.count(Count.POOL_SAVED)
+            self._observe("stored", entry, entry.age(self._batches.policy_version))
         for entry, reason in outcome.left:
             self._left(entry.seq, reason)
 
     def _left(self, seq: int, reason: Leave) -> None:
         n_bytes = self._pooled.pop(seq, None)
         if n_bytes is not None:
-            self._s.payloads.release(seq, n_bytes)
-            self._s.journal.count(f"pool.left.{reason.value}")
+            self._payloads.release(seq, n_bytes)
+            self._journal.count(Count.left_pool(reason))
 
     def _rescue(self, group: GroupRecord, candidates: Sequence[Candidate]) -> None:
         """The last fresh rollout gives its place to a stored success."""
-        s = self._s
         record = group.slots.pop().trajectory
         assert record is not None, group
         record.state, record.reason = TrajectoryState.DROPPED, Drop.REPLACED.value
-        s.journal.trajectory(record)
-        s.journal.count("trajectories.held", -1)
-        s.journal.count(f"trajectories.dropped.{Drop.REPLACED.value}")
-        s.payloads.release(record.seq, record.facts.n_bytes)
+        self._journal.trajectory(record)
+        self._journal.count(Count.TRAJECTORIES_HELD, -1)
+        self._journal.count(Count.dropped(Drop.REPLACED))
+        self._payloads.release(record.seq, record.facts.n_bytes)
         group.rescued = True
         self.pin(group, candidates, 1)
-        s.journal.group(group)
-        s.journal.count("groups.rescued")
+        self._journal.group(group)
+        self._journal.count(Count.GROUPS_RESCUED)
 
     def _choose(self, group: GroupRecord, chosen: Sequence[str], version: int) -> None:
         """Mark what was trained: what the learner says, or the stage's own choice."""
         if not group.replays:
             return
-        s = self._s
         known = {replay.trajectory_id for replay in group.replays}
         ids = set(chosen)
         if len(ids) != group.k or not ids <= known:
             if chosen:
-                s.journal.count("learner.replayed_unknown")
+                self._journal.count(Count.LEARNER_REPLAYED_UNKNOWN)
             ids = {replay.trajectory_id for replay in group.replays[: group.k]}
         for replay in group.replays:
             replay.chosen = replay.trajectory_id in ids
             if replay.chosen:
                 replay.age = replay.candidate.entry.age(version)
-                s.journal.count("replays.trained")
+                self._journal.count(Count.REPLAYS_TRAINED)
                 self._observe("replayed", replay.candidate.entry, replay.age)
-        s.journal.replays(group)
+        self._journal.replays(group)
 
     def _solve_rate(self, groups: Sequence[GroupRecord]) -> float | None:
         """Share of successes among all fresh rollouts of ``groups`` and of those left out since the update before,
@@ -207,21 +220,20 @@ class ReplayGroups:
 
     def _successes(self, group: GroupRecord) -> tuple[int, int]:
         """Successes among its fresh rollouts, and how many these are, a replaced one included."""
-        threshold = self._s.config.replay.success_threshold
+        threshold = self._config.replay.success_threshold
         rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
         return sum(r is not None and r >= threshold for r in rewards), len(rewards) + group.rescued
 
     def _record(self, trajectory_id: str, seq: int) -> TrajectoryRecord | None:
         """The record of a stored trajectory while its own group is in memory."""
-        record = self._s.find_trajectory(trajectory_id)
+        record = self._records.find_trajectory(trajectory_id)
         return record if record is not None and record.seq == seq else None
 
     def _observe(self, population: str, entry: PoolEntry, age: int) -> None:
-        journal = self._s.journal
-        journal.observe(f"{population}_reward", entry.reward)
-        journal.observe(f"{population}_tokens", entry.n_sampled)
-        journal.observe(f"{population}_duration", entry.duration_seconds)
-        journal.observe(f"{population}_age", age)
+        self._journal.observe(f"{population}_reward", entry.reward)
+        self._journal.observe(f"{population}_tokens", entry.n_sampled)
+        self._journal.observe(f"{population}_duration", entry.duration_seconds)
+        self._journal.observe(f"{population}_age", age)
 
 
 def _fresh(record: TrajectoryRecord) -> Fresh:

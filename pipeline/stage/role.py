@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +25,6 @@ from pipeline.stage.loop import Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
 from pipeline.stage.outgoing import PeerSender
 from pipeline.stage.scoring import Scoring
-from pipeline.stage.state import log
 from pipeline.store.evaluation_results import write_results
 from pipeline.store.payloads import PayloadCache
 from pipeline.store.records import TrajectoryRecord
@@ -33,6 +33,8 @@ from pipeline.tasks.open import open_sources
 from pipeline.tasks.source import TaskSource
 from pipeline.transport.open import limits_of, open_hub
 from pipeline.transport.protocol import EventKind, Hub, Kind
+
+log = logging.getLogger("afterplay.replay")
 
 DRAIN_SECONDS_MAX = 1.0
 """For the last acknowledgements to leave."""

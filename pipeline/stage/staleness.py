@@ -62,12 +62,16 @@ class StalenessLedger:
     starts again from an older checkpoint repeats the same updates.
     """
 
-    def __init__(self, rule: StalenessRule, consumed: int = 0, live: int | None = None) -> None:
+    def __init__(
+        self, rule: StalenessRule, consumed: int = 0, live: int | None = None, policy_version: int = -1
+    ) -> None:
         self.rule = rule
         self.consumed = consumed
         """Updates the learner has made."""
         self.live = live
         """Updates contained in the newest weights that are live; None before the first VERSION."""
+        self.policy_version = policy_version
+        """Version of these weights; -1 before the first."""
         self.placed: dict[int, int] = {}
         """Group to update, for updates not consumed yet."""
         self._filled: Counter[int] = Counter()

@@ -14,6 +14,7 @@ import orjson
 
 from pipeline.schema import Task, Trajectory
 from pipeline.store.experience_records import ExperienceChanges, PoolEntry, TaskRecord
+from pipeline.store.ledger import INSERTED, Count
 from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord
 from pipeline.transport.protocol import Frames, Kind
 
@@ -153,7 +154,7 @@ class Journal:
 
     def __init__(self, counters: dict[str, int] | None = None) -> None:
         self.counters: Counter[str] = Counter(counters or {})
-        """The ledger: events by name, such as ``orders.issued`` or ``trajectories.dropped.duplicate``."""
+        """The ledger: values of :class:`Count`, and trajectories stored by environment."""
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self._groups: dict[int, GroupRecord] = {}
         self._replays: dict[int, GroupRecord] = {}
@@ -170,7 +171,14 @@ class Journal:
         self._effects: list[Effect] = []
         self._acks: defaultdict[str, tuple[list[str], dict[str, str]]] = defaultdict(lambda: ([], {}))
 
-    def count(self, name: str, amount: int = 1) -> None:
+    def count(self, counter: Count, amount: int = 1) -> None:
+        self._count(counter.value, amount)
+
+    def inserted(self, environment: str) -> None:
+        """Count a trajectory of ``environment`` that was stored."""
+        self._count(f"{INSERTED}{environment}", 1)
+
+    def _count(self, name: str, amount: int) -> None:
         if amount:
             self.counters[name] += amount
             self._counted.add(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
+from pipeline.store.ledger import Count
 from pipeline.store.records import GroupRecord, GroupState, TrajectoryState
 from pipeline.transport.protocol import Frames
 
@@ -35,7 +36,7 @@ class PayloadRefCounts:
     def arrived(self, seq: int, n_bytes: int) -> None:
         """A new payload, with its first holder."""
         self._hold(seq)
-        self._journal.count("payload.bytes", n_bytes)
+        self._journal.count(Count.PAYLOAD_BYTES, n_bytes)
 
     def hold(self, seq: int) -> None:
         """One more holder of a payload that is there. Raises :class:`KeyError` when it is not."""
@@ -47,7 +48,7 @@ class PayloadRefCounts:
         if self._holders[seq] == 0:
             del self._holders[seq]
             self._journal.forget_payload(seq)
-            self._journal.count("payload.bytes", -n_bytes)
+            self._journal.count(Count.PAYLOAD_BYTES, -n_bytes)
 
     @property
     def held(self) -> set[int]:

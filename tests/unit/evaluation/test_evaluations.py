@@ -213,7 +213,7 @@ def test_evaluation_that_is_switched_on_in_the_middle_holds_nothing_back_before_
 ) -> None:
     stage = Stage(tmp_path / "r.sqlite", every=20, strict=strict)
     stage.restart(run={"total_steps": 100})
-    stage.core._s.batches.consumed = 50
+    stage.core.batches.consumed = 50
     stage.version(50, 50)
     assert not stage.evaluating()
     held = [update for update in range(50, 100) if stage.core.evaluations.holds_back(update)]
@@ -258,8 +258,8 @@ def test_a_learner_that_goes_back_ends_the_evaluation_of_weights_that_are_gone(t
     stage.answer_all(reward=0.0)
     stage.version(2, 2)
     assert stage.evaluating()
-    stage.core.learner.session = "another"
-    stage.core._s.batches.consumed = 2
+    stage.core.dispatch.session = "another"
+    stage.core.batches.consumed = 2
     stage.version(3, 1)
     assert stage.results[-1]["status"] == "abandoned" and not stage.evaluating()
     stage.version(4, 2)
@@ -276,8 +276,8 @@ def test_a_learner_that_goes_back_takes_the_best_that_was_never_durable_with_it(
         stage.answer_all(updates, reward=reward)
     assert stage.core.evaluations.best["updates"] == 6
     stage.restart()
-    stage.core._s.batches.consumed = 6
-    stage.core.learner.session = "another"
+    stage.core.batches.consumed = 6
+    stage.core.dispatch.session = "another"
     stage.version(7, 4)
     assert stage.core.evaluations.best["updates"] == 2 and not stage.evaluating()
     stage.version(9, 6)
@@ -355,7 +355,7 @@ def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_gi
     stage = Stage(tmp_path / "r.sqlite", slots=400, greedy=False, samples=3)
     stage.sections["scorer"] = {"functions": [{"path": "tests.nowhere:group", "per": "group"}]}
     stage.restart()
-    stage.core.arrivals._score_now = None
+    stage.core.ingest._score_now = None
     stage.version(0, 0)
     task = stage.evaluating()[0].task.task_id
     first, second, third = (o for o in stage.evaluating() if o.task.task_id == task)

@@ -43,7 +43,7 @@ def test_an_imported_pool_is_replayed_by_the_stage(make_run, tmp_path):
     run.import_(write_lines(tmp_path / "d.jsonl", *(demonstration(seed) for seed in range(6))))
     with ReplayStore(run.directory.store_file) as store:
         core = StageCore(run.config, store.load())
-        core.learner.version(0, 0)
+        core.dispatch.version(0, 0)
         planned = core.replays.next()
     assert planned.k == 1 and planned.candidates[0].entry.trajectory_id.startswith("import-")
 

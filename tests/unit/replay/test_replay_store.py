@@ -16,7 +16,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.core import StageCore
-from pipeline.store.ledger import read_ledger
+from pipeline.store.ledger import Count, read_ledger
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.store.tables import STORE_VERSION
 
@@ -169,9 +169,9 @@ def test_two_stages_cannot_write_one_store(tmp_path: Path) -> None:
 def test_a_failed_commit_changes_nothing(tmp_path: Path) -> None:
     core = StageCore(RunConfig())
     with ReplayStore(tmp_path / "s.sqlite") as store:
-        core.journal.count("orders.issued")
+        core.journal.count(Count.ORDERS_ISSUED)
         store.commit(core.collect()[0])
-        core.journal.count("orders.issued")
+        core.journal.count(Count.ORDERS_ISSUED)
         changes = core.collect()[0]
         changes.payloads.append((1, ("no", "bytes")))  # type: ignore[arg-type]
         with pytest.raises(StoreError):
@@ -185,7 +185,7 @@ def test_the_ledger_is_readable_while_the_stage_writes(tmp_path: Path) -> None:
         read_ledger(path)
     core = StageCore(RunConfig())
     with ReplayStore(path) as store:
-        core.journal.count("orders.issued")
+        core.journal.count(Count.ORDERS_ISSUED)
         store.commit(core.collect()[0])
         ledger = read_ledger(path, rows=True)
         assert ledger.orders == {"issued": 1}

@@ -50,7 +50,7 @@ def step(s: Any, action: str, pick: int, reward: int) -> None:
         case "publish":
             s.publish()
         case "back":
-            s.go_back(max(s.core.learner.durable_updates, s.updates - pick % 3))
+            s.go_back(max(s.core.dispatch.durable_updates, s.updates - pick % 3))
         case "restart":
             s.restart()
         case "saved":
