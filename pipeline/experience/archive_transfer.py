@@ -137,9 +137,9 @@ class PoolWriter:
         )
         self._holds = PayloadRefCounts(self._journal)
         self._holds.restore(snapshot.groups.values(), snapshot.entries)
-        self._n_bytes = {entry.seq: entry.n_bytes for entry in snapshot.entries}
+        self._n_bytes = {entry.row_id: entry.n_bytes for entry in snapshot.entries}
         self._known = {entry.trajectory_id for entry in snapshot.entries}
-        self._next_seq = snapshot.next_seq
+        self._next_row_id = snapshot.next_row_id
 
     def add(self, trajectories: Sequence[tuple[Trajectory, ArchivedTrajectory | None]]) -> Counter[str]:
         """One transaction."""
@@ -156,18 +156,18 @@ class PoolWriter:
                 self._known.add(trajectory.trajectory_id)
                 frames = encode_trajectory(trajectory)
                 record = self._record(trajectory, frames)
-                new[record.seq] = (record, trajectory, frames)
+                new[record.row_id] = (record, trajectory, frames)
                 entries.append(_entry(record, trajectory, portable))
         outcome = self._experience.import_entries(entries, version=self._version)
         for entry in outcome.saved:
-            record, trajectory, frames = new[entry.seq]
+            record, trajectory, frames = new[entry.row_id]
             record.saved = entry.saved
             self._journal.imported(record, trajectory.trajectory_id, frames)
-            self._holds.arrived(entry.seq, entry.n_bytes)
-            self._n_bytes[entry.seq] = entry.n_bytes
+            self._holds.arrived(entry.row_id, entry.n_bytes)
+            self._n_bytes[entry.row_id] = entry.n_bytes
             self._journal.count(Count.POOL_IMPORTED)
         for entry, reason in outcome.left:
-            self._holds.release(entry.seq, self._n_bytes.pop(entry.seq))
+            self._holds.release(entry.row_id, self._n_bytes.pop(entry.row_id))
             self._known.discard(entry.trajectory_id)
             self._journal.count(Count.left_pool(reason))
             counts[f"left.{reason.value}"] += 1
@@ -180,12 +180,12 @@ class PoolWriter:
         return counts
 
     def _record(self, trajectory: Trajectory, frames: Frames) -> TrajectoryRecord:
-        seq = self._next_seq
-        self._next_seq += 1
+        row_id = self._next_row_id
+        self._next_row_id += 1
         facts = facts_of(trajectory, frames)
         return TrajectoryRecord(
-            seq=seq,
-            key=OrderKey(-1, seq, 0),
+            row_id=row_id,
+            key=OrderKey(-1, row_id, 0),
             facts=facts,
             received_at=time.time(),
             state=TrajectoryState.IMPORTED,
@@ -200,7 +200,7 @@ def _entry(record: TrajectoryRecord, trajectory: Trajectory, portable: ArchivedT
     assert record.reward is not None
     entropy = marks.get("entropy")
     return PoolEntry(
-        seq=record.seq,
+        row_id=record.row_id,
         trajectory_id=trajectory.trajectory_id,
         task=trajectory.task,
         saved=-1,

@@ -60,7 +60,7 @@ class Experience:
         self._draws = Draws(config.run.seed, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
-        self._aside = DeferredTasks(config.environments, state.get("aside"))
+        self._deferred = DeferredTasks(config.environments, state.get("deferred"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
         self._keeper = PoolKeeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))
         self._state_changed = False
@@ -71,9 +71,9 @@ class Experience:
     def __len__(self) -> int:
         return len(self._pool)
 
-    def holds(self, seq: int) -> bool:
-        """Whether the trajectory with this ``seq`` is in the pool."""
-        return seq in self._pool
+    def holds(self, row_id: int) -> bool:
+        """Whether the trajectory with this ``row_id`` is in the pool."""
+        return row_id in self._pool
 
     @property
     def entries(self) -> list[PoolEntry]:
@@ -150,7 +150,7 @@ class Experience:
         if not self._enabled or not fresh:
             return Outcome(len(successes))
         self._state_changed = True
-        self._aside.played(task.task_id)
+        self._deferred.finished(task.task_id)
         left = self._keeper.age_to(version) + self._keeper.trim_all()
         retired, returned = self._difficulty.finished(task, len(successes), len(fresh))
         saved: list[PoolEntry] = []
@@ -171,7 +171,7 @@ class Experience:
         """A planned group ended without result: its task is drawn again, once."""
         if self._enabled:
             self._state_changed = True
-            self._aside.give_back(task)
+            self._deferred.give_back(task)
 
     def consumed(
         self,
@@ -181,18 +181,21 @@ class Experience:
         entropies: Mapping[int, float],
         solve_rate: float | None,
     ) -> None:
-        """An update was made: which entries it trained as replays (``seq``), the ESS of its tokens (0 to 1; the guard
-        goes by ``carried``, where that was not told by ``replay``),
-        the mean entropies of what it trained (nats, by ``seq``), the share of its fresh rollouts that succeeded."""
+        """An update was made.
+
+        ``used``: entries that it trained as replays, by ``row_id``. ``ess``: of its tokens, 0 to 1; the guard goes by
+        ``carried`` or, where that is missing, by ``replay``. ``entropies``: means of what it trained, nats, by
+        ``row_id``. ``solve_rate``: share of its fresh rollouts that succeeded.
+        """
         if not self._enabled:
             return
         self._state_changed = True
-        for seq in used:
-            if (entry := self._pool.get(seq)) is not None:
+        for row_id in used:
+            if (entry := self._pool.get(row_id)) is not None:
                 entry.uses += 1
                 self._keeper.change(entry)
-        for seq, entropy in entropies.items():
-            if math.isfinite(entropy) and (entry := self._pool.get(seq)) is not None:
+        for row_id, entropy in entropies.items():
+            if math.isfinite(entropy) and (entry := self._pool.get(row_id)) is not None:
                 entry.entropy = entropy
                 self._keeper.change(entry)
         carried = ess.get("carried")
@@ -244,16 +247,16 @@ class Experience:
         return {
             "draws": self._draws.state(),
             "mixing": self._mixing.state(),
-            "aside": self._aside.state(),
+            "deferred": self._deferred.state(),
             "factor": self._factor,
             "next_saved": self._keeper.next_saved,
         }
 
     def _fresh(self, sampler: TaskSampler) -> Task:
-        task = self._aside.draw(
+        task = self._deferred.draw(
             sampler, self._mixing.tasks, self._difficulty.is_retired, exhausted=self._difficulty.exhausted
         )
-        return task or self._aside.take() or self._planner.retired(self._mixing.tasks) or sampler.draw()
+        return task or self._deferred.take() or self._planner.retired(self._mixing.tasks) or sampler.draw()
 
     def _rescue(self, task: Task) -> tuple[Candidate, ...]:
         if self._replay.inject != "rescue" or not self._mixing.started:

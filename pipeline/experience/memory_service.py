@@ -47,7 +47,7 @@ WRITERS = 4
 """Groups that lessons are written from at once."""
 
 Payloads = Callable[[Sequence[int]], Awaitable[Mapping[int, Frames]]]
-"""Frames of stored trajectories by ``seq``; those that were forgotten are left out."""
+"""Frames of stored trajectories by ``row_id``; those that were forgotten are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class MemoryService:
                 self._metrics.lesson_groups_total.labels(outcome=outcome).inc()
 
     async def _write_one(self, group: Finished) -> str:
-        frames = await self._payloads([member.seq for member in group.members])
+        frames = await self._payloads([member.row_id for member in group.members])
         trajectories = await anyio.to_thread.run_sync(partial(self._decode, group, frames))
         if not trajectories:
             return "dropped"
@@ -200,9 +200,9 @@ class MemoryService:
     def _decode(self, group: Finished, frames: Mapping[int, Frames]) -> list[Trajectory]:
         """Those that are still stored, with the scorer's verdict."""
         return [
-            decode_trajectory(frames[member.seq], self._limits).scored(member.reward, member.rewards)
+            decode_trajectory(frames[member.row_id], self._limits).scored(member.reward, member.rewards)
             for member in group.members
-            if member.seq in frames
+            if member.row_id in frames
         ]
 
 
@@ -238,9 +238,9 @@ async def open_memory_service(
             )
         )
 
-    async def payloads(seqs: Sequence[int]) -> Mapping[int, Frames]:
-        found = {seq: frames for seq in seqs if (frames := cache.get(seq)) is not None}
-        missing = [seq for seq in seqs if seq not in found]
+    async def payloads(row_ids: Sequence[int]) -> Mapping[int, Frames]:
+        found = {row_id: frames for row_id in row_ids if (frames := cache.get(row_id)) is not None}
+        missing = [row_id for row_id in row_ids if row_id not in found]
         return {**found, **await anyio.to_thread.run_sync(store.payloads, missing)} if missing else found
 
     return MemoryService(

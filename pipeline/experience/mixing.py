@@ -153,7 +153,7 @@ class DeferredTasks:
         return sampler.draw_where(verdict, exhausted=exhausted)
 
     def take(self) -> Task | None:
-        """The first task that was set aside, although it is in this batch; None when there is none."""
+        """The first deferred task, although it is in this batch; None when there is none."""
         return self._tasks.pop(next(iter(self._tasks))) if self._tasks else None
 
     def give_back(self, task: Task) -> None:
@@ -164,7 +164,7 @@ class DeferredTasks:
             self._again[task.task_id] = None
             self._tasks.setdefault(task.task_id, task)
 
-    def played(self, task_id: str) -> None:
+    def finished(self, task_id: str) -> None:
         """The task's group is finished."""
         self._again.pop(task_id, None)
 

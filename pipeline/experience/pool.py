@@ -75,14 +75,14 @@ class Pool:
     def __len__(self) -> int:
         return len(self._by_seq)
 
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._by_seq
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._by_seq
 
     def __iter__(self) -> Iterator[PoolEntry]:
         return (self._by_saved[saved] for saved in self._order)
 
-    def get(self, seq: int) -> PoolEntry | None:
-        return self._by_seq.get(seq)
+    def get(self, row_id: int) -> PoolEntry | None:
+        return self._by_seq.get(row_id)
 
     def has_trajectory(self, trajectory_id: str) -> bool:
         return trajectory_id in self._by_id
@@ -131,14 +131,14 @@ class Pool:
         """Raises :class:`KeyError` when it is not held."""
         was = self._window_first()
         task_id = entry.task.task_id
-        del self._by_seq[entry.seq], self._by_id[entry.trajectory_id], self._by_saved[entry.saved]
+        del self._by_seq[entry.row_id], self._by_id[entry.trajectory_id], self._by_saved[entry.saved]
         del self._order[bisect.bisect_left(self._order, entry.saved)]
         shelf = self._shelves[task_id]
         shelf.entries.remove(entry)
         if entry.recorded:
             shelf.n_recorded -= 1
             shelf.version_sum -= entry.version_min
-            del self._versions[entry.version_min][entry.seq]
+            del self._versions[entry.version_min][entry.row_id]
             if not self._versions[entry.version_min]:
                 del self._versions[entry.version_min]
         self.bytes -= entry.n_bytes
@@ -155,7 +155,7 @@ class Pool:
         if self._age_max is None:
             return []
         old = sorted(v for v in self._versions if v < version - self._age_max)
-        gone = [self._by_seq[seq] for v in old for seq in sorted(self._versions[v])]
+        gone = [self._by_seq[row_id] for v in old for row_id in sorted(self._versions[v])]
         for entry in gone:
             self.remove(entry)
         return gone
@@ -165,8 +165,8 @@ class Pool:
         return self._age_max is not None and entry.age(self._version) > self._age_max
 
     def _insert(self, entry: PoolEntry) -> None:
-        self._by_seq[entry.seq] = entry
-        self._by_id[entry.trajectory_id] = entry.seq
+        self._by_seq[entry.row_id] = entry
+        self._by_id[entry.trajectory_id] = entry.row_id
         self._by_saved[entry.saved] = entry
         self._order.append(entry.saved)
         shelf = self._shelves.setdefault(entry.task.task_id, TaskEntries())
@@ -174,7 +174,7 @@ class Pool:
         if entry.recorded:
             shelf.n_recorded += 1
             shelf.version_sum += entry.version_min
-            self._versions.setdefault(entry.version_min, {})[entry.seq] = entry.task.task_id
+            self._versions.setdefault(entry.version_min, {})[entry.row_id] = entry.task.task_id
         self.bytes += entry.n_bytes
 
     def _usable(self, entry: PoolEntry) -> bool:
@@ -231,14 +231,14 @@ class PoolKeeper:
             entry.saved = self.next_saved
             self.next_saved += 1
             self._pool.add(entry)
-            self._changed[entry.seq] = entry
-            self._removed.pop(entry.seq, None)
+            self._changed[entry.row_id] = entry
+            self._removed.pop(entry.row_id, None)
             saved.append(entry)
         return saved
 
     def change(self, entry: PoolEntry) -> None:
         """A mark of a held entry was changed."""
-        self._changed[entry.seq] = entry
+        self._changed[entry.row_id] = entry
 
     def age_to(self, version: int) -> Left:
         """The policy is at this version: what can never be used again leaves."""
@@ -261,13 +261,13 @@ class PoolKeeper:
     def gone(self, left: Left) -> None:
         """Record what :meth:`age_to`, :meth:`retire` and the trims took out."""
         for entry, reason in left:
-            self._changed.pop(entry.seq, None)
-            self._removed[entry.seq] = reason
+            self._changed.pop(entry.row_id, None)
+            self._removed[entry.row_id] = reason
             if self._pool.shelf(entry.task.task_id) is None:
                 self._difficulty.settle(entry.task.task_id, pooled=False)
 
     def take(self) -> tuple[list[PoolEntry], dict[int, Leave]]:
-        """Entries that were saved or changed since the last call, and by ``seq`` those that left."""
+        """Entries that were saved or changed since the last call, and by ``row_id`` those that left."""
         taken = list(self._changed.values()), dict(sorted(self._removed.items()))
         self._changed, self._removed = {}, {}
         return taken

@@ -94,7 +94,7 @@ class StageCore:
             self.replays,
             ZeroVarianceFilter(config, batches, journal, meta.get("refilled")),
             rollouts,
-            snapshot.next_seq,
+            snapshot.next_row_id,
         )
         self.leases = Leases(config, records, journal, clock, self.groups)
         self.ingest = Ingest(records, batches, journal, clock, self.groups, self.leases, _limits(config), score_now)
@@ -210,8 +210,8 @@ class StageCore:
 
     def next_deadline(self) -> float | None:
         """When :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
-        brake = self.groups.brake.until if self.groups.brake.holds(self._clock.now) else None
-        times = (self.leases.next_deadline(), self.evaluations.next_deadline(), brake)
+        backoff = self.groups.backoff.until if self.groups.backoff.holds(self._clock.now) else None
+        times = (self.leases.next_deadline(), self.evaluations.next_deadline(), backoff)
         return min((time for time in times if time is not None), default=None)
 
     def collect(self) -> tuple[Changes, list[Effect]]:
@@ -224,10 +224,10 @@ class StageCore:
         for group in self.records.values():
             if group.state is GroupState.PLACED:
                 assert group.update is not None
-                self.batches.restore_placed(group.number, group.update)
+                self.batches.restore_placed(group.group_number, group.update)
             elif group.open:
                 ready = group.state is GroupState.READY
-                self.batches.restore(group.number, group.admitted_update, ready=ready)
+                self.batches.restore(group.group_number, group.admitted_update, ready=ready)
 
     def _reconcile(self, meta: Mapping[str, Any]) -> None:
         """Groups of an earlier process, whose run file may have been another: cancel what cannot be trained any more,
@@ -242,13 +242,13 @@ class StageCore:
             lacks_greedy = config.advantage.orders_greedy and group.greedy is None
             if group.task.environment not in config.environments:
                 self._cancel(group, CancelReason.RECONFIGURED)
-            elif lacks_greedy and group.state is GroupState.PLAYING:
+            elif lacks_greedy and group.state is GroupState.COLLECTING:
                 group.greedy = Slot()
                 self.groups.want(group, group.greedy_index)
             elif lacks_greedy:
                 self._cancel(group, CancelReason.RECONFIGURED)
         for group in self.records.values():
-            for slot in group.places:
+            for slot in group.all_slots:
                 if slot.trajectory is not None and slot.trajectory.reward is None:
                     members = self.groups.unscored(slot.trajectory)
                     self.journal.effect(Score(slot.trajectory, members=members))

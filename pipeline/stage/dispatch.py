@@ -136,7 +136,7 @@ class Dispatch:
                 if group.state is GroupState.PLACED:
                     self._groups.cancel(group, CancelReason.UNTRAINED)
                     self.cancelled(group)
-        self._made(update, [g.number for g in members])
+        self._made(update, [g.group_number for g in members])
         self._journal.effect(Send(self.peer, Kind.ACK, {"update": update}))
 
     def checkpointed(self, updates: int) -> None:
@@ -166,7 +166,7 @@ class Dispatch:
             group.state, group.update = GroupState.PLACED, placement.update
             group.late |= placement.late
             self._journal.group(group)
-            if group.late and not group.left_out:
+            if group.late and not group.dropped:
                 self._journal.count(Count.GROUPS_LATE)
                 self._journal.count(Count.TRAJECTORIES_LATE, group.n_fresh)
                 if self._late == "drop":
@@ -181,9 +181,9 @@ class Dispatch:
 
     def cancelled(self, group: GroupRecord) -> None:
         """A group that the learner may have was cancelled."""
-        if group.number in self.sent:
-            self.sent.discard(group.number)
-            self._cancel_at_learner([group.number], group.reason)
+        if group.group_number in self.sent:
+            self.sent.discard(group.group_number)
+            self._cancel_at_learner([group.group_number], group.reason)
 
     def _agree(self, updates: int) -> None:
         """A new learner process starts from weights of ``updates`` updates."""
@@ -193,12 +193,12 @@ class Dispatch:
                 done.setdefault(update, []).append(self._records[number])
         for update, groups in sorted(done.items()):
             self._train(groups, UpdateReport())
-            self._made(update, [group.number for group in groups])
+            self._made(update, [group.group_number for group in groups])
         again = {}
         for group in self._records.values():
             if group.consumed and group.update is not None and group.update >= updates:
                 self._untrain(group)
-                again[group.number] = group.update
+                again[group.group_number] = group.update
         if self._batches.consumed > updates:
             log.warning("the learner goes on from %d updates, %d were made: %d groups are trained again",
                         updates, self._batches.consumed, len(again))  # fmt: skip
@@ -233,11 +233,11 @@ class Dispatch:
         version = self._batches.policy_version if report.policy_version is None else report.policy_version
         if update is not None and self._versions.note(update, version):
             self._journal.meta("trained_versions", self._versions.state())
-        for group in [g for g in groups if g.left_out]:
+        for group in [g for g in groups if g.dropped]:
             group.state, group.ended_at = GroupState.UNINFORMATIVE, self._clock.wall
             self._journal.group(group)
             self._journal.count(Count.GROUPS_UNINFORMATIVE)
-        groups = [g for g in groups if not g.left_out]
+        groups = [g for g in groups if not g.dropped]
         for group in groups:
             group.state, group.ended_at = GroupState.TRAINED, self._clock.wall
             self._journal.group(group)
@@ -254,12 +254,11 @@ class Dispatch:
         self._replays.trained(groups, report, version)
 
     def _untrain(self, group: GroupRecord) -> None:
-        left_out = group.left_out
-        self._journal.count(Count.GROUPS_UNINFORMATIVE if left_out else Count.GROUPS_TRAINED, -1)
+        self._journal.count(Count.GROUPS_UNINFORMATIVE if group.dropped else Count.GROUPS_TRAINED, -1)
         group.state, group.ended_at = GroupState.PLACED, None
         self._journal.group(group)
         self._journal.count(Count.GROUPS_ROLLED_BACK)
-        if group.left_out:
+        if group.dropped:
             return
         for record in self._members(group):
             record.state = TrajectoryState.HELD
@@ -271,7 +270,7 @@ class Dispatch:
 
     def _send(self, group: GroupRecord) -> None:
         assert self.peer is not None
-        self.sent.add(group.number)
+        self.sent.add(group.group_number)
         self._journal.observe(
             "sample_wait", 0.0 if self._starved_since is None else self._clock.now - self._starved_since
         )
@@ -287,40 +286,40 @@ class Dispatch:
             attempt=group.attempt,
             admitted_update=group.admitted_update,
             baseline=group.baseline,
-            left_out=group.left_out,
+            left_out=group.dropped,
         )
         self._journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))
-        if group.left_out:
+        if group.dropped:
             return
         for index, record in enumerate(self._members(group)):
             record.samples += 1
             self._journal.trajectory(record)
             about = {"trajectory_id": record.key.text, "reward": record.reward, "rewards": dict(record.rewards)}
-            self._deliver(group, index, record.seq, about)
+            self._deliver(group, index, record.row_id, about)
             self._journal.observe("sample_age", self._clock.wall - record.received_at)
             self._journal.observe("sample_staleness", max(0, self._batches.policy_version - record.facts.version_min))
         for index, replay in enumerate(group.replays, group.n_fresh):
             about = {"trajectory_id": replay.trajectory_id, "reward": replay.candidate.entry.reward, "rewards": {}}
-            self._deliver(group, index, replay.seq, {**about, "replay": self._replays.sent(replay)})
+            self._deliver(group, index, replay.row_id, {**about, "replay": self._replays.sent(replay)})
         if group.replays:
             self._journal.replays(group)
 
-    def _deliver(self, group: GroupRecord, index: int, seq: int, about: dict[str, Any]) -> None:
+    def _deliver(self, group: GroupRecord, index: int, row_id: int, about: dict[str, Any]) -> None:
         assert self.peer is not None
         header = {"group_id": group.group_id, "index": index, **about}
-        self._journal.effect(Send(self.peer, Kind.DELIVERY, header, payload=seq))
+        self._journal.effect(Send(self.peer, Kind.DELIVERY, header, payload=row_id))
         self._journal.count(Count.TRAJECTORIES_SENT)
 
     def forget(self, group: GroupRecord) -> None:
         """Free what is kept of an ended group."""
         for slot in group.slots:
             if slot.trajectory is not None:
-                self._payloads.release(slot.trajectory.seq, slot.trajectory.facts.n_bytes)
+                self._payloads.release(slot.trajectory.row_id, slot.trajectory.facts.n_bytes)
                 self._journal.observe("item_samples", slot.trajectory.samples)
         if group.state is GroupState.TRAINED:
             self._replays.unpin(group)
-        self._journal.forget_group(group.number)
-        del self._records[group.number]
+        self._journal.forget_group(group.group_number)
+        del self._records[group.group_number]
 
     def _members(self, group: GroupRecord) -> list[Any]:
         records = [slot.trajectory for slot in group.slots]

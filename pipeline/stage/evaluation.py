@@ -119,7 +119,7 @@ class Evaluations:
             self.tasks = HeldOut(self._config, self._sources, own)
             self._resume()
 
-    def may_hold(self, places: int) -> int:
+    def capacity(self, places: int) -> int:
         """How many of the actors' ``places`` evaluation may have now."""
         if self._batches.finished or self._section.only or self._section.strict:
             return places
@@ -139,7 +139,7 @@ class Evaluations:
         return due is not None and update >= due and (self._section.strict or due == 0)
 
     def take(self) -> tuple[GroupRecord, int] | None:
-        """The next slot to order; the caller checks :meth:`may_hold`."""
+        """The next slot to order; the caller checks :meth:`capacity`."""
         return None if self.active is None or self.tasks is None else self.rollouts.take()
 
     def policy_version(self) -> int:

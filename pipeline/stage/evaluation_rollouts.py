@@ -191,10 +191,10 @@ class EvaluationRollouts:
     def resume(self, tasks: HeldOut, updates: int) -> None:
         """After a restart: ``tasks`` without a group are still to be planned."""
         self.begin(tasks, updates)
-        planned = {group.place_in_evaluation for group in self.groups}
+        planned = {group.evaluation_index for group in self.groups}
         self._waiting = [place for place in self._waiting if place not in planned]
         self._wants = [
-            (group.number, index)
+            (group.group_number, index)
             for group in self.groups
             for index in range(len(group.slots))
             if self._open(group, index)
@@ -221,7 +221,7 @@ class EvaluationRollouts:
         if group.state is not GroupState.EVALUATING:
             return
         if group.slots[order.key.slot].failures < self._section.attempts_max:
-            heapq.heappush(self._wants, (group.number, order.key.slot))
+            heapq.heappush(self._wants, (group.group_number, order.key.slot))
             return
         log.warning("evaluation: rollout %d of %s failed %d times and is left out", order.key.slot,
                     group.task.task_id, self._section.attempts_max)  # fmt: skip
@@ -232,14 +232,14 @@ class EvaluationRollouts:
 
     def answered(self, group: GroupRecord, record: TrajectoryRecord, frames: Frames) -> None:
         """A rollout came. Some are handed out for people to look at, before the score: the store has that."""
-        if self._is_shown(group.place_in_evaluation, record.key.slot):
+        if self._is_shown(group.evaluation_index, record.key.slot):
             self._journal.effect(UntrainedRollout(record.key.text, frames, record.received_at, evaluated=True))
 
     def scored(self, group: GroupRecord, record: TrajectoryRecord) -> None:
         """A rollout has its reward: that is all that is needed of it."""
         record.state = TrajectoryState.EVALUATED
         self._journal.trajectory(record)
-        self._payloads.release(record.seq, record.facts.n_bytes)
+        self._payloads.release(record.row_id, record.facts.n_bytes)
         self._journal.count(Count.TRAJECTORIES_HELD, -1)
         self._journal.count(Count.TRAJECTORIES_EVALUATED)
         self._settle(group)
@@ -249,7 +249,7 @@ class EvaluationRollouts:
 
     def summaries(self, pass_at: Sequence[int], threshold: float) -> dict[str, Summary]:
         """By environment, in the order of the tasks; those that were never ordered count as missing."""
-        played = {group.place_in_evaluation: _of(group) for group in self.groups}
+        played = {group.evaluation_index: _of(group) for group in self.groups}
         if self._tasks is not None:
             for place in self._waiting:
                 played.setdefault(place, TaskResult(self._tasks.environment(place), (), missing=self._section.samples))
@@ -280,8 +280,8 @@ class EvaluationRollouts:
         return self._stop(group, reason)
 
     def forget(self, group: GroupRecord) -> None:
-        self._journal.forget_group(group.number)
-        del self._records[group.number]
+        self._journal.forget_group(group.group_number)
+        del self._records[group.group_number]
 
     def _plan(self, place: int) -> None:
         assert self._tasks is not None
@@ -333,11 +333,11 @@ class EvaluationRollouts:
             if record is not None and record.state is TrajectoryState.HELD:
                 record.state, record.reason, slot.trajectory = TrajectoryState.DROPPED, Drop.CANCELLED.value, None
                 self._journal.trajectory(record)
-                self._payloads.release(record.seq, record.facts.n_bytes)
+                self._payloads.release(record.row_id, record.facts.n_bytes)
                 self._journal.count(Count.TRAJECTORIES_HELD, -1)
                 self._journal.count(Count.dropped(Drop.CANCELLED))
         if self._config.scorer.by_group:
-            self._journal.effect(GivenUp(group.number))
+            self._journal.effect(GivenUp(group.group_number))
         return stopped
 
 

@@ -47,7 +47,7 @@ class GroupRecords(dict[int, GroupRecord]):
         """Move a leased order into a terminal state and free its slot."""
         assert order.state is OrderState.LEASED, order
         order.state, order.reason, order.failure, order.ended_at = state, reason, failure, self._clock.wall
-        slot = self[order.key.group].place(order.key.slot)
+        slot = self[order.key.group].slot(order.key.slot)
         slot.leased = False
         slot.failures += failure
         self._journal.order(order)

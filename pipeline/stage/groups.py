@@ -28,7 +28,7 @@ from pipeline.store.journal import Finished, GivenUp, Journal
 from pipeline.store.ledger import Count
 from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import (
-    LEFT_OUT,
+    ZERO_VARIANCE,
     CancelReason,
     Drop,
     Facts,
@@ -70,19 +70,19 @@ class ZeroVarianceFilter:
         self._journal = journal
         self._refilled = {int(update): count for update, count in (refilled or {}).items()}
 
-    def fate(self, group: GroupRecord) -> GroupOutcome:
+    def decide(self, group: GroupRecord) -> GroupOutcome:
         """Decide, once, about a group that has just become complete. Counts what it decides about equal rewards."""
         rule = self._config.groups
         with_baseline = self._config.advantage.estimator == "remax" or ":" in self._config.advantage.estimator
         if not zero_variance(group, with_baseline=with_baseline):
             return GroupOutcome.TRAIN
         if rule.equal_rewards == "drop":
-            self._journal.count(Count.GROUPS_EQUAL_DROPPED)
+            self._journal.count(Count.GROUPS_ZERO_VARIANCE_DROPPED)
             return GroupOutcome.DROP
         if rule.equal_rewards == "refill" and self._may_refill():
-            self._journal.count(Count.GROUPS_EQUAL_REFILLED)
+            self._journal.count(Count.GROUPS_ZERO_VARIANCE_REFILLED)
             return GroupOutcome.REFILL
-        self._journal.count(Count.GROUPS_EQUAL_KEPT)
+        self._journal.count(Count.GROUPS_ZERO_VARIANCE_KEPT)
         return GroupOutcome.TRAIN
 
     def _may_refill(self) -> bool:
@@ -152,7 +152,7 @@ class Groups:
         replays: ReplayGroups,
         zero_variance: ZeroVarianceFilter,
         evaluation: EvaluationRollouts,
-        next_seq: int,
+        next_row_id: int,
     ) -> None:
         self._config = config
         self._records = records
@@ -163,17 +163,17 @@ class Groups:
         self._replays = replays
         self._zero_variance = zero_variance
         self._evaluation = evaluation
-        self._next_seq = next_seq
+        self._next_row_id = next_row_id
         self._pending: list[tuple[int, int, int]] = []
         self.given_up: list[GroupRecord] = []
         """Groups to cancel because a slot failed too often; the core empties it."""
-        self.brake = AdmissionBackoff()
+        self.backoff = AdmissionBackoff()
 
     def restore(self) -> None:
         """Rebuild what is derived, from the groups in memory."""
         self._pending = []
         for group in self._records.values():
-            if group.state is GroupState.PLAYING:
+            if group.state is GroupState.COLLECTING:
                 self._want_all(group)
 
     def plan(self, planned: Planned) -> GroupRecord:
@@ -199,15 +199,15 @@ class Groups:
 
     def want(self, group: GroupRecord, slot: int) -> None:
         """The slot needs an order. Older groups are served first."""
-        heapq.heappush(self._pending, (group.admitted_update, group.number, slot))
+        heapq.heappush(self._pending, (group.admitted_update, group.group_number, slot))
 
     def take_pending(self) -> tuple[GroupRecord, int] | None:
         """The most urgent slot that needs an order, or None."""
         while self._pending:
             _, number, index = heapq.heappop(self._pending)
             group = self._records.get(number)
-            if group is not None and group.state is GroupState.PLAYING:
-                slot = group.place(index)
+            if group is not None and group.state is GroupState.COLLECTING:
+                slot = group.slot(index)
                 if not slot.leased and slot.trajectory is None:
                     return group, index
         return None
@@ -216,12 +216,12 @@ class Groups:
         """A usable trajectory came: hold it until it is scored."""
         group = self._records[order.key.group]
         record = self._record(order, facts)
-        group.place(order.key.slot).trajectory = record
+        group.slot(order.key.slot).trajectory = record
         group.late |= late
         self._records.end_order(order, OrderState.DELIVERED)
         self._journal.trajectory(record, frames)
         self._journal.count(Count.TRAJECTORIES_HELD)
-        self._payloads.arrived(record.seq, facts.n_bytes)
+        self._payloads.arrived(record.row_id, facts.n_bytes)
         self._journal.group(group)
         if group.evaluation:
             self._evaluation.answered(group, record, frames)
@@ -231,7 +231,7 @@ class Groups:
         """The rollout gave nothing to train; its slot is ordered again, or the group given up."""
         aborted = drop is Drop.ABORTED
         if not aborted and not self._records[order.key.group].evaluation:
-            self.brake.reason = reason
+            self.backoff.reason = reason
         if not aborted:
             log.warning("rollout %s failed: %s", order.key.text, reason)
         if facts is not None:
@@ -256,7 +256,7 @@ class Groups:
             return
         record.reward, record.rewards = reward, dict(rewards)
         if reward is None:
-            slot = group.place(record.key.slot)
+            slot = group.slot(record.key.slot)
             slot.trajectory = None
             slot.failures += 1
             order = group.orders[record.key]
@@ -271,9 +271,9 @@ class Groups:
         if group.is_greedy(record.key):
             self._keep_as_baseline(record)
         self._journal.trajectory(record)
-        if group.state is GroupState.PLAYING and group.complete:
+        if group.state is GroupState.COLLECTING and group.complete:
             group.state = GroupState.READY
-            self.brake.succeeded()
+            self.backoff.succeeded()
             self._replays.finished(group)
             self._settle(group)
 
@@ -288,44 +288,44 @@ class Groups:
 
     def _settle(self, group: GroupRecord) -> None:
         """A group is complete: it is trained, unless its rewards are all equal."""
-        fate = self._zero_variance.fate(group)
-        if fate is GroupOutcome.REFILL:
+        outcome = self._zero_variance.decide(group)
+        if outcome is GroupOutcome.REFILL:
             self.cancel(group, CancelReason.UNINFORMATIVE)
             return
-        if fate is GroupOutcome.DROP:
-            self._leave_out(group)
+        if outcome is GroupOutcome.DROP:
+            self._drop_group(group)
         elif self._config.lessons.enabled:
             self._journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
         self._journal.group(group)
-        self._batches.complete(group.number)
+        self._batches.complete(group.group_number)
 
-    def _leave_out(self, group: GroupRecord) -> None:
+    def _drop_group(self, group: GroupRecord) -> None:
         """Its trajectories end here; the group keeps its place, so that its update is made without it."""
-        self._replays.left_out(group)
+        self._replays.dropped(group)
         self._drop_held(group, Drop.UNINFORMATIVE)
-        group.reason = LEFT_OUT
+        group.reason = ZERO_VARIANCE
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must be told to stop."""
         assert group.open, group
-        self._replays.cancelled(group, finished=group.state is not GroupState.PLAYING)
+        self._replays.cancelled(group, finished=group.state is not GroupState.COLLECTING)
         group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, self._clock.wall
-        self._batches.cancel(group.number)
+        self._batches.cancel(group.group_number)
         self._journal.group(group)
         self._journal.count(Count.cancelled(reason))
         stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
         for order in stopped:
             self._records.end_order(order, OrderState.CANCELLED, reason.value)
         if self._config.scorer.by_group:
-            self._journal.effect(GivenUp(group.number))
+            self._journal.effect(GivenUp(group.group_number))
         equal = reason is CancelReason.UNINFORMATIVE
         if equal:
-            self._replays.solved_aside(group)
+            self._replays.count_dropped(group)
         self._drop_held(group, Drop.UNINFORMATIVE if equal else Drop.CANCELLED)
         return stopped
 
     def _drop_held(self, group: GroupRecord, drop: Drop) -> None:
-        for slot in group.places:
+        for slot in group.all_slots:
             if slot.trajectory is not None and slot.trajectory.state is TrajectoryState.HELD:
                 self._drop(slot.trajectory, drop)
                 slot.trajectory = None
@@ -334,34 +334,34 @@ class Groups:
         group = self._records[order.key.group]
         if group.evaluation:
             self._evaluation.again(order)
-        if group.state is not GroupState.PLAYING:
+        if group.state is not GroupState.COLLECTING:
             return
-        failures = group.place(order.key.slot).failures
+        failures = group.slot(order.key.slot).failures
         if failures < self._config.groups.attempts_max:
             self.want(group, order.key.slot)
         else:
             log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
                         failures)  # fmt: skip
             self.given_up.append(group)
-            self.brake.failed(self._clock.now)
+            self.backoff.failed(self._clock.now)
 
     def _record(self, order: OrderRecord, facts: Facts) -> TrajectoryRecord:
-        record = TrajectoryRecord(self._next_seq, order.key, facts, self._clock.wall)
+        record = TrajectoryRecord(self._next_row_id, order.key, facts, self._clock.wall)
         record.age_insert = max(0, self._batches.policy_version - facts.version_min) if facts.n_sampled else 0
-        self._next_seq += 1
+        self._next_row_id += 1
         return record
 
     def _keep_as_baseline(self, record: TrajectoryRecord) -> None:
         """Of a scored greedy rollout only the reward is needed."""
         record.state = TrajectoryState.BASELINE
-        self._payloads.release(record.seq, record.facts.n_bytes)
+        self._payloads.release(record.row_id, record.facts.n_bytes)
         self._journal.count(Count.TRAJECTORIES_HELD, -1)
         self._journal.count(Count.TRAJECTORIES_BASELINE)
 
     def _drop(self, record: TrajectoryRecord, drop: Drop) -> None:
         record.state, record.reason = TrajectoryState.DROPPED, drop.value
         self._journal.trajectory(record)
-        self._payloads.release(record.seq, record.facts.n_bytes)
+        self._payloads.release(record.row_id, record.facts.n_bytes)
         self._journal.count(Count.TRAJECTORIES_HELD, -1)
         self._journal.count(Count.dropped(drop))
         if drop is Drop.UNINFORMATIVE and record.reward is not None:

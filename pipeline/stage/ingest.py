@@ -122,18 +122,18 @@ class Ingest:
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer's answer to a :class:`Score` effect."""
         if verdict.reward is not None:
-            if not self._is_aside(record):
+            if not self._excluded_from_audit(record):
                 self._journal.observe("sampled_reward", verdict.reward)
         else:
             why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
             log.warning("trajectory %s has no reward: %s", record.key.text, why)
-            if not self._is_aside(record):
-                self._groups.brake.reason = f"score: {why}"
+            if not self._excluded_from_audit(record):
+                self._groups.backoff.reason = f"score: {why}"
         self._groups.scored(record, verdict.reward, verdict.rewards)
 
     def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
         self._journal.inserted(trajectory.task.environment)
-        if not self._is_aside(record):
+        if not self._excluded_from_audit(record):
             self._journal.observe("insert_staleness", max(0, self._batches.policy_version - record.facts.version_min))
             self._journal.observe("sampled_tokens", record.facts.n_sampled)
             self._journal.observe("sampled_age", record.age_insert)
@@ -143,7 +143,7 @@ class Ingest:
         else:
             self._journal.effect(Score(record, trajectory, self._groups.unscored(record)))
 
-    def _is_aside(self, record: TrajectoryRecord) -> bool:
+    def _excluded_from_audit(self, record: TrajectoryRecord) -> bool:
         """Greedy rollouts and evaluations are never meant to be trained: the bias audit does not compare with them."""
         group = self._records.get(record.key.group)
         return group is not None and (group.evaluation or group.is_greedy(record.key))

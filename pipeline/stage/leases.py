@@ -97,8 +97,8 @@ class Leases:
 
     def issue(self, group: GroupRecord, index: int, actor: Actor, version: int) -> None:
         """Send one order for a slot. ``version``: the oldest that may sample it."""
-        slot = group.place(index)
-        key = OrderKey(group.number, index, slot.serial)
+        slot = group.slot(index)
+        key = OrderKey(group.group_number, index, slot.serial)
         section = self._config.evaluation
         order = OrderRecord(key, actor.name, slot.failures, version, self._clock.wall)
         slot.serial += 1
@@ -216,7 +216,7 @@ class OrderDispatch:
         while free:
             pending = self._groups.take_pending()
             if pending is None:
-                if self._batches.capacity() < 1 or self._groups.brake.holds(self._clock.now):
+                if self._batches.capacity() < 1 or self._groups.backoff.holds(self._clock.now):
                     break
                 self._groups.plan(self._replays.next())
                 continue
@@ -230,7 +230,7 @@ class OrderDispatch:
         if evaluations.active is None:
             return
         places = sum(actor.slots for actor in self._leases.actors.values() if actor.down_since is None)
-        room = (evaluations.may_hold(places) if share else places) - evaluations.rollouts.in_flight
+        room = (evaluations.capacity(places) if share else places) - evaluations.rollouts.in_flight
         while free and room > 0 and (wanted := evaluations.take()) is not None:
             self._give(free, *wanted, evaluations.policy_version())
             room -= 1

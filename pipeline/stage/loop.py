@@ -21,7 +21,7 @@ from pipeline.runtime.process import RoleContext
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
 from pipeline.stage.metrics import Observer
-from pipeline.stage.outgoing import PeerSender
+from pipeline.stage.peer_sender import PeerSender
 from pipeline.stage.scoring import Scoring
 from pipeline.store.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, UntrainedRollout
 from pipeline.store.payloads import PayloadCache
@@ -70,7 +70,7 @@ class StageLoop:
         self.on_commit: Callable[[float], None] = lambda seconds: None
         self.on_finished: Callable[[Finished], None] = lambda group: None
         """Called with each group that became complete, once that is durable."""
-        self.on_unfit: Callable[[list[UntrainedRollout]], None] = lambda rollouts: None
+        self.on_untrained: Callable[[list[UntrainedRollout]], None] = lambda rollouts: None
         """Called with the failed and evaluated rollouts of a round that people may look at, in a worker thread."""
         self.on_evaluated: Callable[[list[dict[str, Any]]], None] = lambda results: None
         """Called with the evaluations that ended, in a worker thread."""
@@ -132,8 +132,8 @@ class StageLoop:
     async def _write(self) -> None:
         async with self._written_receive:
             async for changes, effects, started in self._written_receive:
-                for seq, frames in changes.payloads:
-                    self._cache.put(seq, frames)
+                for row_id, frames in changes.payloads:
+                    self._cache.put(row_id, frames)
                 if changes:
                     # a transaction that has begun is finished, cancelled or not
                     with anyio.CancelScope(shield=True):
@@ -152,8 +152,8 @@ class StageLoop:
                         self.on_finished(effect)
                     elif isinstance(effect, Send):
                         self._outgoing.post(effect)
-                if unfit := [effect for effect in effects if isinstance(effect, UntrainedRollout)]:
-                    await anyio.to_thread.run_sync(self.on_unfit, unfit)
+                if untrained := [effect for effect in effects if isinstance(effect, UntrainedRollout)]:
+                    await anyio.to_thread.run_sync(self.on_untrained, untrained)
 
     def _report(self) -> None:
         core, batches = self._core, self._core.batches
@@ -163,8 +163,8 @@ class StageLoop:
             state, waiting = "finished", ""
         elif core.policy_version < 0:
             state, waiting = "waiting", "the learner's first weights"
-        elif core.groups.brake.holds(time.monotonic()):
-            state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.brake.reason[:300]})"
+        elif core.groups.backoff.holds(time.monotonic()):
+            state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.backoff.reason[:300]})"
         elif not core.leases.connected:
             state, waiting = "waiting", "actors"
         elif core.dispatch.peer is None:

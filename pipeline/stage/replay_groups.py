@@ -44,9 +44,9 @@ class ReplayGroups:
         self.experience = experience
         self.last_share = 0.0
         """Replayed tokens among the sampled tokens that the last update trained."""
-        self._pooled = {entry.seq: entry.n_bytes for entry in experience.entries}
-        self._aside = [0, 0]
-        """Successes and fresh rollouts of groups that were left out since the last update; a restart forgets them."""
+        self._pooled = {entry.row_id: entry.n_bytes for entry in experience.entries}
+        self._dropped_counts = [0, 0]
+        """Successes and fresh rollouts of groups that were dropped since the last update; a restart forgets them."""
 
     def next(self) -> Planned:
         """The group to admit now."""
@@ -63,17 +63,17 @@ class ReplayGroups:
         """``group`` is completed with ``k`` of the candidates: they stay until it was trained for good."""
         group.k, group.replays = k, [PinnedCandidate(candidate) for candidate in candidates]
         for replay in group.replays:
-            self._payloads.hold(replay.seq)
+            self._payloads.hold(replay.row_id)
         if group.replays:
             self._journal.replays(group)
             self._journal.count(Count.REPLAYS_PLANNED, k)
 
     def unpin(self, group: GroupRecord) -> None:
         """``group`` will never be trained (again)."""
-        if group.left_out:
+        if group.dropped:
             return
         for replay in group.replays:
-            self._payloads.release(replay.seq, replay.candidate.entry.n_bytes)
+            self._payloads.release(replay.row_id, replay.candidate.entry.n_bytes)
 
     def finished(self, group: GroupRecord) -> None:
         """All fresh rollouts of ``group`` are scored: difficulty, retirement, pool; perhaps a rescue."""
@@ -82,21 +82,21 @@ class ReplayGroups:
         outcome = self.experience.finished(
             group.task, fresh, planned=bool(group.replays), version=self._batches.policy_version
         )
-        self._save(outcome, {record.seq: record for record in records})
+        self._save(outcome, {record.row_id: record for record in records})
         self._journal.count(Count.TASKS_RETIRED, int(outcome.retired))
         self._journal.count(Count.TASKS_RETURNED, int(outcome.returned))
         if outcome.rescue:
             self._rescue(group, outcome.rescue)
 
-    def left_out(self, group: GroupRecord) -> None:
+    def dropped(self, group: GroupRecord) -> None:
         """``group`` is finished and will not be trained, but keeps its place in an update."""
         self.unpin(group)
-        self.solved_aside(group)
+        self.count_dropped(group)
 
-    def solved_aside(self, group: GroupRecord) -> None:
+    def count_dropped(self, group: GroupRecord) -> None:
         """The fresh rollouts of ``group`` count in the success rate of the next update although they are not in it."""
         successes, n = self._successes(group)
-        self._aside = [self._aside[0] + successes, self._aside[1] + n]
+        self._dropped_counts = [self._dropped_counts[0] + successes, self._dropped_counts[1] + n]
 
     def cancelled(self, group: GroupRecord, *, finished: bool) -> None:
         """``group`` was given up; ``finished``: after all its fresh rollouts were scored."""
@@ -106,18 +106,18 @@ class ReplayGroups:
 
     def trained(self, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
         """One update was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
-        seqs = {}
+        row_ids = {}
         for group in groups:
             self._choose(group, report.replayed.get(group.group_id, ()), version)
-            seqs.update({record.key.text: record.seq for slot in group.slots if (record := slot.trajectory)})
-            seqs.update({replay.trajectory_id: replay.seq for replay in group.replays})
-        used = [replay.seq for group in groups for replay in group.replays if replay.chosen]
+            row_ids.update({record.key.text: record.row_id for slot in group.slots if (record := slot.trajectory)})
+            row_ids.update({replay.trajectory_id: replay.row_id for replay in group.replays})
+        used = [replay.row_id for group in groups for replay in group.replays if replay.chosen]
         self._journal.count(Count.REPLAYS_CHOICE_FAILED, report.choice_failed)
         factor = self.experience.factor
         self.experience.consumed(
             used=used,
             ess=report.ess,
-            entropies={seqs[t]: value for t, value in report.entropies.items() if t in seqs},
+            entropies={row_ids[t]: value for t, value in report.entropies.items() if t in row_ids},
             solve_rate=self._solve_rate(groups),
         )
         if self.experience.factor != factor:
@@ -138,12 +138,12 @@ class ReplayGroups:
         """The part of a DELIVERY header that tells a replayed trajectory from a fresh one."""
         candidate, entry = replay.candidate, replay.candidate.entry
         replay.age = entry.age(self._batches.policy_version)
-        record = self._record(entry.trajectory_id, entry.seq)
+        record = self._record(entry.trajectory_id, entry.row_id)
         if record is not None:
             record.samples += 1
             self._journal.trajectory(record)
         else:
-            self._journal.sampled(entry.seq)
+            self._journal.sampled(entry.row_id)
         return {
             "weight": candidate.weight,
             "entropy": entry.entropy,
@@ -156,26 +156,26 @@ class ReplayGroups:
         """Hand what changed in the pool since the last call to the journal."""
         changes = self.experience.take_changes()
         if changes:
-            for seq, reason in changes.removed.items():
-                self._left(seq, reason)
+            for row_id, reason in changes.removed.items():
+                self._left(row_id, reason)
             self._journal.experience(changes)
 
     def _save(self, outcome: Outcome, records: Mapping[int, TrajectoryRecord]) -> None:
         for entry in outcome.saved:
-            record = records[entry.seq]
+            record = records[entry.row_id]
             record.saved = entry.saved
             self._journal.trajectory(record)
-            self._payloads.hold(entry.seq)
-            self._pooled[entry.seq] = entry.n_bytes
+            self._payloads.hold(entry.row_id)
+            self._pooled[entry.row_id] = entry.n_bytes
             self._journal.count(Count.POOL_SAVED)
             self._observe("stored", entry, entry.age(self._batches.policy_version))
         for entry, reason in outcome.left:
-            self._left(entry.seq, reason)
+            self._left(entry.row_id, reason)
 
-    def _left(self, seq: int, reason: Leave) -> None:
-        n_bytes = self._pooled.pop(seq, None)
+    def _left(self, row_id: int, reason: Leave) -> None:
+        n_bytes = self._pooled.pop(row_id, None)
         if n_bytes is not None:
-            self._payloads.release(seq, n_bytes)
+            self._payloads.release(row_id, n_bytes)
             self._journal.count(Count.left_pool(reason))
 
     def _rescue(self, group: GroupRecord, candidates: Sequence[Candidate]) -> None:
@@ -186,7 +186,7 @@ class ReplayGroups:
         self._journal.trajectory(record)
         self._journal.count(Count.TRAJECTORIES_HELD, -1)
         self._journal.count(Count.dropped(Drop.REPLACED))
-        self._payloads.release(record.seq, record.facts.n_bytes)
+        self._payloads.release(record.row_id, record.facts.n_bytes)
         group.rescued = True
         self.pin(group, candidates, 1)
         self._journal.group(group)
@@ -213,8 +213,8 @@ class ReplayGroups:
     def _solve_rate(self, groups: Sequence[GroupRecord]) -> float | None:
         """Share of successes among all fresh rollouts of ``groups`` and of those left out since the update before,
         replaced ones (failures all) included."""
-        counts = [self._successes(group) for group in groups] + [(self._aside[0], self._aside[1])]
-        self._aside = [0, 0]
+        counts = [self._successes(group) for group in groups] + [(self._dropped_counts[0], self._dropped_counts[1])]
+        self._dropped_counts = [0, 0]
         n = sum(count for _, count in counts)
         return sum(successes for successes, _ in counts) / n if n else None
 
@@ -224,10 +224,10 @@ class ReplayGroups:
         rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
         return sum(r is not None and r >= threshold for r in rewards), len(rewards) + group.rescued
 
-    def _record(self, trajectory_id: str, seq: int) -> TrajectoryRecord | None:
+    def _record(self, trajectory_id: str, row_id: int) -> TrajectoryRecord | None:
         """The record of a stored trajectory while its own group is in memory."""
         record = self._records.find_trajectory(trajectory_id)
-        return record if record is not None and record.seq == seq else None
+        return record if record is not None and record.row_id == row_id else None
 
     def _observe(self, population: str, entry: PoolEntry, age: int) -> None:
         self._journal.observe(f"{population}_reward", entry.reward)
@@ -240,7 +240,7 @@ def _fresh(record: TrajectoryRecord) -> Fresh:
     facts = record.facts
     assert record.reward is not None, record
     return Fresh(
-        record.seq, record.key.text, record.reward, facts.n_turns, facts.n_tokens, facts.n_sampled, facts.n_bytes,
+        record.row_id, record.key.text, record.reward, facts.n_turns, facts.n_tokens, facts.n_sampled, facts.n_bytes,
         facts.version_min, facts.version_max, facts.duration_seconds, facts.entropy, facts.replayable,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from pipeline.stage.core import StageCore
 from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
 from pipeline.stage.loop import Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
-from pipeline.stage.outgoing import PeerSender
+from pipeline.stage.peer_sender import PeerSender
 from pipeline.stage.scoring import Scoring
 from pipeline.store.evaluation_results import write_results
 from pipeline.store.payloads import PayloadCache
@@ -81,8 +81,8 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             write_results(ctx.directory.evaluations_file, [core.evaluations.last])
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         traces = untrained_traces(config.traces, ctx.directory.traces, evaluates=core.evaluations.on)
-        with traces as unfit, interrupting_blocks():
-            await _serve(ctx, hub, store, core, scorer, metrics, unfit)
+        with traces as untrained, interrupting_blocks():
+            await _serve(ctx, hub, store, core, scorer, metrics, untrained)
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(store.close)
@@ -120,7 +120,7 @@ async def _serve(
     core: StageCore,
     scorer: Scorer,
     metrics: ReplayMetrics,
-    unfit: UntrainedTraces,
+    untrained: UntrainedTraces,
 ) -> None:
     config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
@@ -140,7 +140,7 @@ async def _serve(
         lessons = await open_memory_service(config, ctx.directory, store, cache, outgoing.post, metrics)
         if lessons is not None:
             rounds.on_finished = lessons.finished
-        rounds.on_unfit = unfit.keep
+        rounds.on_untrained = untrained.keep
         rounds.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
         rounds.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
         async with anyio.create_task_group() as working:

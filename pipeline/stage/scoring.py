@@ -40,19 +40,19 @@ class GroupGate(Generic[T]):
         """Members that wait."""
         return sum(map(len, self._groups.values()))
 
-    def put(self, group: int, seq: int, member: T, n: int) -> list[T] | None:
-        """Keep one; all members, by ``seq``, once there are ``n``."""
+    def put(self, group: int, row_id: int, member: T, n: int) -> list[T] | None:
+        """Keep one; all members, by ``row_id``, once there are ``n``."""
         if group in self._ended:
             return None
         members = self._groups.setdefault(group, {})
-        members[seq] = member
+        members[row_id] = member
         return [members[s] for s in sorted(members)] if len(members) >= n else None
 
-    def drop(self, group: int, seqs: set[int]) -> None:
+    def drop(self, group: int, row_ids: set[int]) -> None:
         """These members have failed: others will come in their place."""
         members = self._groups.get(group, {})
-        for seq in seqs & members.keys():
-            del members[seq]
+        for row_id in row_ids & members.keys():
+            del members[row_id]
 
     def end(self, group: int) -> None:
         """The group is scored, or was given up."""
@@ -102,25 +102,25 @@ class Scoring:
                     self._wake = anyio.Event()
                     await self._wake.wait()
                 effect = self._queue.popleft()
-                await self._places.acquire_on_behalf_of(effect.record.seq)
+                await self._places.acquire_on_behalf_of(effect.record.row_id)
                 group.start_soon(self._one, effect)
 
     async def _one(self, effect: Score) -> None:
         try:
             trajectory = effect.trajectory
             if trajectory is None:
-                frames = await anyio.to_thread.run_sync(partial(self._store.payloads, [effect.record.seq]))
-                if effect.record.seq not in frames:
+                frames = await anyio.to_thread.run_sync(partial(self._store.payloads, [effect.record.row_id]))
+                if effect.record.row_id not in frames:
                     return
-                trajectory = decode_trajectory(frames[effect.record.seq], self._limits)
+                trajectory = decode_trajectory(frames[effect.record.row_id], self._limits)
             verdict = await self._scorer.score(trajectory)
         finally:
-            self._places.release_on_behalf_of(effect.record.seq)
+            self._places.release_on_behalf_of(effect.record.row_id)
         if verdict.reward is None or not self._scorer.needs_group(trajectory.task.environment):
             await self._deliver([(effect.record, verdict)])
             return
         member = _Member(effect.record, trajectory, verdict)
-        members = self._gathering.put(effect.record.key.group, effect.record.seq, member, effect.members)
+        members = self._gathering.put(effect.record.key.group, effect.record.row_id, member, effect.members)
         if members is not None:
             await self._together(effect.record.key.group, members)
 
@@ -129,7 +129,7 @@ class Scoring:
         scored = [(member.record, verdict) for member, verdict in zip(members, verdicts, strict=True)]
         failed = [(record, verdict) for record, verdict in scored if verdict.reward is None]
         if failed:
-            self._gathering.drop(group, {record.seq for record, _ in failed})
+            self._gathering.drop(group, {record.row_id for record, _ in failed})
             await self._deliver(failed)
         else:
             self._gathering.end(group)

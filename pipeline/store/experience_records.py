@@ -26,9 +26,9 @@ class Leave(StrEnum):
 
 @dataclass(slots=True)
 class PoolEntry:
-    """One stored trajectory, without its payload (that is in the store under ``seq``)."""
+    """One stored trajectory, without its payload (that is in the store under ``row_id``)."""
 
-    seq: int
+    row_id: int
     trajectory_id: str
     task: Task
     saved: int
@@ -57,7 +57,7 @@ class PoolEntry:
         unknown."""
         entropy = fresh.entropy if fresh.entropy is not None and math.isfinite(fresh.entropy) else None
         return cls(
-            seq=fresh.seq,
+            row_id=fresh.row_id,
             trajectory_id=fresh.trajectory_id,
             task=task,
             saved=-1,
@@ -102,7 +102,7 @@ class Planned:
 class Fresh:
     """One fresh, scored rollout of a finished group."""
 
-    seq: int
+    row_id: int
     trajectory_id: str
     reward: float
     n_turns: int
@@ -139,7 +139,7 @@ class ExperienceChanges:
     entries: list[PoolEntry] = field(default_factory=list)
     """Saved or changed."""
     removed: Mapping[int, Leave] = field(default_factory=dict)
-    """Why each entry left that did, by ``seq``, ascending."""
+    """Why each entry left that did, by ``row_id``, ascending."""
     tasks: list[TaskRecord] = field(default_factory=list)
     forgotten_tasks: list[str] = field(default_factory=list)
     state: Mapping[str, Any] | None = None

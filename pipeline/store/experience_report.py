@@ -23,7 +23,7 @@ _POPULATION = {
     "stored": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE saved IS NOT NULL",
     "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE state = 'trained'",
     "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
-    "trajectories t USING (seq) WHERE r.chosen = 1",
+    "trajectories t USING (row_id) WHERE r.chosen = 1",
     "uninformative": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "
     "reason = 'uninformative'",
 }
@@ -32,7 +32,7 @@ it came (sampled, stored, uninformative), or behind the weights that were update
 replayed). ``uninformative``: left out because all rewards of its group were equal."""
 _TRAINED_AGES = """
 SELECT g.update_number, t.version_min, count(*), total(t.age_insert) FROM trajectories t
-JOIN groups g ON g.number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""
+JOIN groups g ON g.group_number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experi
             found.retired.append(task_id)
         elif bucket is not None:
             found.buckets[bucket] += 1
-    pool = "FROM pool p JOIN trajectories t USING (seq)"
+    pool = "FROM pool p JOIN trajectories t USING (row_id)"
     for task_id, count, n_bytes in read(f"SELECT p.task_id, count(*), sum(t.n_bytes) {pool} GROUP BY 1"):
         found.shelves.append(TaskReport(task_id, count, n_bytes, *tasks.get(task_id, (None, 0))))
         found.entries += count

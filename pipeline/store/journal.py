@@ -23,7 +23,7 @@ Row = tuple[Any, ...]
 
 def group_row(g: GroupRecord) -> Row:
     return (
-        g.number, task_json(g.task), g.n_rollout, g.n_fresh, g.k, g.rescued, g.admitted_update, g.state.value,
+        g.group_number, task_json(g.task), g.n_rollout, g.n_fresh, g.k, g.rescued, g.admitted_update, g.state.value,
         g.update, g.late, g.reason, g.planned_at, g.ended_at,
     )  # fmt: skip
 
@@ -32,8 +32,8 @@ def replay_rows(g: GroupRecord) -> Iterator[Row]:
     for position, replay in enumerate(g.replays):
         candidate, entry = replay.candidate, replay.candidate.entry
         yield (
-            g.number, position, entry.seq, candidate.weight, candidate.turn, replay.chosen, replay.age, entry.saved,
-            entry.entropy, entry.success_rate, entry.recorded,
+            g.group_number, position, entry.row_id, candidate.weight, candidate.turn, replay.chosen, replay.age,
+            entry.saved, entry.entropy, entry.success_rate, entry.recorded,
         )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def trajectory_row(t: TrajectoryRecord, trajectory_id: str | None = None) -> Row
     """``trajectory_id`` of one that answers no order; None: the id of the order."""
     f = t.facts
     return (
-        t.seq, trajectory_id or t.key.text, *t.key, t.state.value, t.reason, t.reward, orjson.dumps(dict(t.rewards)),
+        t.row_id, trajectory_id or t.key.text, *t.key, t.state.value, t.reason, t.reward, orjson.dumps(dict(t.rewards)),
         t.samples, t.received_at, f.status, f.n_turns, f.n_tokens, f.n_sampled, f.version_min, f.version_max,
         f.duration_seconds, f.actor, f.n_bytes, orjson.dumps(dict(f.failure)) if f.failure else None, f.entropy,
         f.replayable, t.age_insert, t.saved,
@@ -53,7 +53,7 @@ def trajectory_row(t: TrajectoryRecord, trajectory_id: str | None = None) -> Row
 
 
 def pool_row(e: PoolEntry) -> Row:
-    return (e.seq, e.trajectory_id, e.task.task_id, e.saved, e.entropy, e.success_rate, e.recorded, e.uses)
+    return (e.row_id, e.trajectory_id, e.task.task_id, e.saved, e.entropy, e.success_rate, e.recorded, e.uses)
 
 
 def task_row(t: TaskRecord) -> Row:
@@ -70,7 +70,7 @@ def task_json(task: Task) -> bytes:
 
 @dataclass(slots=True)
 class Send:
-    """A message for a peer. ``payload`` names the trajectory (by ``seq``) whose frames go with it."""
+    """A message for a peer. ``payload`` names the trajectory (by ``row_id``) whose frames go with it."""
 
     peer: str
     kind: Kind
@@ -134,7 +134,7 @@ class Changes:
     orders: list[Row] = field(default_factory=list)
     trajectories: list[Row] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
-    """``seq`` of stored trajectories that were sent to the learner, other than by their own group."""
+    """``row_id`` of stored trajectories that were sent to the learner, other than by their own group."""
     payloads: list[tuple[int, Frames]] = field(default_factory=list)
     forgotten_payloads: list[int] = field(default_factory=list)
     forgotten_groups: list[int] = field(default_factory=list)
@@ -184,28 +184,28 @@ class Journal:
             self._counted.add(name)
 
     def group(self, group: GroupRecord) -> None:
-        self._groups[group.number] = group
+        self._groups[group.group_number] = group
 
     def replays(self, group: GroupRecord) -> None:
         """The replays of ``group`` were decided, sent or trained."""
-        self._replays[group.number] = group
+        self._replays[group.group_number] = group
 
     def order(self, order: OrderRecord) -> None:
         self._orders[id(order)] = order
 
     def trajectory(self, trajectory: TrajectoryRecord, frames: Frames | None = None) -> None:
-        self._trajectories[trajectory.seq] = trajectory
+        self._trajectories[trajectory.row_id] = trajectory
         if frames is not None:
-            self._payloads[trajectory.seq] = frames
+            self._payloads[trajectory.row_id] = frames
 
     def imported(self, trajectory: TrajectoryRecord, trajectory_id: str, frames: Frames) -> None:
         """A trajectory that answers no order."""
         self._imported.append(trajectory_row(trajectory, trajectory_id))
-        self._payloads[trajectory.seq] = frames
+        self._payloads[trajectory.row_id] = frames
 
-    def sampled(self, seq: int) -> None:
+    def sampled(self, row_id: int) -> None:
         """A stored trajectory whose own group is not in memory was sent to the learner."""
-        self._sampled.append(seq)
+        self._sampled.append(row_id)
 
     def experience(self, changes: ExperienceChanges) -> None:
         """What changed in the pool; at most once in each round."""
@@ -213,9 +213,9 @@ class Journal:
         if changes.state is not None:
             self.meta("experience", changes.state)
 
-    def forget_payload(self, seq: int) -> None:
-        if self._payloads.pop(seq, None) is None:
-            self._forgotten_payloads.append(seq)
+    def forget_payload(self, row_id: int) -> None:
+        if self._payloads.pop(row_id, None) is None:
+            self._forgotten_payloads.append(row_id)
 
     def forget_group(self, number: int) -> None:
         """The group leaves memory: it will not be asked for when the stage starts again."""

@@ -16,7 +16,7 @@ from pipeline.store.experience_records import Leave
 from pipeline.store.records import CancelReason, Drop, OrderState
 
 ORDER_ENDS = ("delivered", "failed", "aborted", "expired", "cancelled")
-GROUP_OPEN = ("playing", "ready", "placed")
+GROUP_OPEN = ("collecting", "ready", "placed")
 
 
 class Count(StrEnum):
@@ -64,9 +64,9 @@ class Count(StrEnum):
     GROUPS_ROLLED_BACK = "groups.rolled_back"
     GROUPS_LATE = "groups.late"
     GROUPS_RESCUED = "groups.rescued"
-    GROUPS_EQUAL_KEPT = "groups.equal_kept"
-    GROUPS_EQUAL_DROPPED = "groups.equal_dropped"
-    GROUPS_EQUAL_REFILLED = "groups.equal_refilled"
+    GROUPS_ZERO_VARIANCE_KEPT = "groups.equal_kept"
+    GROUPS_ZERO_VARIANCE_DROPPED = "groups.equal_dropped"
+    GROUPS_ZERO_VARIANCE_REFILLED = "groups.equal_refilled"
     """These three: groups with zero variance of rewards."""
     GROUPS_CANCELLED_ATTEMPTS = "groups.cancelled.attempts"
     GROUPS_CANCELLED_LATE = "groups.cancelled.late"
@@ -260,7 +260,7 @@ def _count_rows(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
         "groups": dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state")),
         "trajectories": dict(connection.execute(f"SELECT {state}, count(*) FROM trajectories GROUP BY 1")),
         "replays": {"trained": one("SELECT count(*) FROM group_replays WHERE chosen = 1")},
-        "pool": {"bare": one("SELECT count(*) FROM pool WHERE seq NOT IN (SELECT seq FROM payloads)")},
+        "pool": {"bare": one("SELECT count(*) FROM pool WHERE row_id NOT IN (SELECT row_id FROM payloads)")},
     }
 
 

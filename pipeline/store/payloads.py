@@ -15,7 +15,7 @@ _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 
 
 class PayloadRefCounts:
-    """Counts holders by ``seq``: the group it was played for, the pool, every group that may replay it."""
+    """Counts holders by ``row_id``: the group it was played for, the pool, every group that may replay it."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -24,42 +24,42 @@ class PayloadRefCounts:
     def restore(self, groups: Iterable[GroupRecord], entries: Iterable[PoolEntry]) -> None:
         """Count again after a restart."""
         for group in groups:
-            for slot in group.places:
+            for slot in group.all_slots:
                 if slot.trajectory is not None and slot.trajectory.state not in _FREED:
-                    self._hold(slot.trajectory.seq)
-            if group.state is not GroupState.CANCELLED and not group.left_out:
+                    self._hold(slot.trajectory.row_id)
+            if group.state is not GroupState.CANCELLED and not group.dropped:
                 for replay in group.replays:
-                    self._hold(replay.seq)
+                    self._hold(replay.row_id)
         for entry in entries:
-            self._hold(entry.seq)
+            self._hold(entry.row_id)
 
-    def arrived(self, seq: int, n_bytes: int) -> None:
+    def arrived(self, row_id: int, n_bytes: int) -> None:
         """A new payload, with its first holder."""
-        self._hold(seq)
+        self._hold(row_id)
         self._journal.count(Count.PAYLOAD_BYTES, n_bytes)
 
-    def hold(self, seq: int) -> None:
+    def hold(self, row_id: int) -> None:
         """One more holder of a payload that is there. Raises :class:`KeyError` when it is not."""
-        self._holders[seq] += 1
+        self._holders[row_id] += 1
 
-    def release(self, seq: int, n_bytes: int) -> None:
+    def release(self, row_id: int, n_bytes: int) -> None:
         """One holder less."""
-        self._holders[seq] -= 1
-        if self._holders[seq] == 0:
-            del self._holders[seq]
-            self._journal.forget_payload(seq)
+        self._holders[row_id] -= 1
+        if self._holders[row_id] == 0:
+            del self._holders[row_id]
+            self._journal.forget_payload(row_id)
             self._journal.count(Count.PAYLOAD_BYTES, -n_bytes)
 
     @property
     def held(self) -> set[int]:
-        """``seq`` of all that somebody needs."""
+        """``row_id`` of all that somebody needs."""
         return set(self._holders)
 
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._holders
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._holders
 
-    def _hold(self, seq: int) -> None:
-        self._holders[seq] = self._holders.get(seq, 0) + 1
+    def _hold(self, row_id: int) -> None:
+        self._holders[row_id] = self._holders.get(row_id, 0) + 1
 
 
 class PayloadCache:
@@ -70,19 +70,19 @@ class PayloadCache:
         self._bytes_max = bytes_max
         self.bytes = 0
 
-    def put(self, seq: int, frames: Frames) -> None:
+    def put(self, row_id: int, frames: Frames) -> None:
         size = sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames)
-        self._frames[seq] = (size, frames)
+        self._frames[row_id] = (size, frames)
         self.bytes += size
         while self.bytes > self._bytes_max:
             self.bytes -= self._frames.popitem(last=False)[1][0]
 
-    def get(self, seq: int) -> Frames | None:
-        found = self._frames.get(seq)
+    def get(self, row_id: int) -> Frames | None:
+        found = self._frames.get(row_id)
         return found[1] if found else None
 
-    def forget(self, seqs: Sequence[int]) -> None:
-        for seq in seqs:
-            found = self._frames.pop(seq, None)
+    def forget(self, row_ids: Sequence[int]) -> None:
+        for row_id in row_ids:
+            found = self._frames.pop(row_id, None)
             if found:
                 self.bytes -= found[0]

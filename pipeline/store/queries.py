@@ -23,7 +23,7 @@ from pipeline.transport.protocol import Frames
 
 _POOLED = """
 SELECT p.entropy, p.success_rate, p.uses, t.reward, d.header, d.token_ids, d.logprobs, d.spans
-FROM pool p JOIN trajectories t USING (seq) JOIN payloads d USING (seq) ORDER BY p.saved"""
+FROM pool p JOIN trajectories t USING (row_id) JOIN payloads d USING (row_id) ORDER BY p.saved"""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 def origin(connection: sqlite3.Connection) -> str:
     """A name for the history of this store: two stores never share it, a restarted one keeps it. Empty: nothing was
     stored yet."""
-    row = connection.execute("SELECT trajectory_id, received_at FROM trajectories ORDER BY seq LIMIT 1").fetchone()
+    row = connection.execute("SELECT trajectory_id, received_at FROM trajectories ORDER BY row_id LIMIT 1").fetchone()
     return hashlib.sha256(f"{row[0]}|{row[1]!r}".encode()).hexdigest()[:16] if row else ""
 
 
@@ -84,19 +84,19 @@ _ORDER: Mapping[Sort, tuple[str, bool]] = {
 """Column, and whether the largest comes first."""
 _ROWS = """
 WITH replayed AS (
-    SELECT r.seq, count(*) AS n_replays, group_concat(g.update_number + 1) AS steps
-    FROM group_replays r JOIN groups g ON g.number = r.group_number
-    WHERE r.chosen = 1 AND g.state = 'trained' AND g.update_number IS NOT NULL GROUP BY r.seq
+    SELECT r.row_id, count(*) AS n_replays, group_concat(g.update_number + 1) AS steps
+    FROM group_replays r JOIN groups g ON g.group_number = r.group_number
+    WHERE r.chosen = 1 AND g.state = 'trained' AND g.update_number IS NOT NULL GROUP BY r.row_id
 ), rows AS (
-    SELECT t.seq, t.trajectory_id, t.group_number, t.state, t.reason, t.status, t.reward, t.rewards, t.n_turns,
+    SELECT t.row_id, t.trajectory_id, t.group_number, t.state, t.reason, t.status, t.reward, t.rewards, t.n_turns,
         t.n_tokens, t.n_sampled, t.version_min, t.version_max, t.duration_seconds, t.actor, t.received_at, t.failure,
         t.entropy, t.age_insert, t.n_bytes, coalesce(g.task, k.task) AS task,
         CASE WHEN t.state = 'trained' THEN g.update_number + 1 END AS step,
         CASE WHEN t.state = 'evaluated' OR g.state IN ('evaluating', 'evaluated')
             THEN g.update_number END AS evaluation,
         coalesce(x.n_replays, 0) AS n_replays, x.steps
-    FROM trajectories t LEFT JOIN groups g ON g.number = t.group_number LEFT JOIN pool p ON p.seq = t.seq
-    LEFT JOIN tasks k ON k.task_id = p.task_id LEFT JOIN replayed x ON x.seq = t.seq
+    FROM trajectories t LEFT JOIN groups g ON g.group_number = t.group_number LEFT JOIN pool p ON p.row_id = t.row_id
+    LEFT JOIN tasks k ON k.task_id = p.task_id LEFT JOIN replayed x ON x.row_id = t.row_id
 )"""
 _FAILURE = "lower(coalesce(CAST(failure AS TEXT), '') || ' ' || reason)"
 _TASK = "json_extract(CAST(task AS TEXT), '$.{}')"
@@ -147,7 +147,7 @@ class Filters:
 class Listed:
     """One trajectory as the store knows it."""
 
-    seq: int
+    row_id: int
     trajectory_id: str
     group_number: int
     state: str
@@ -187,21 +187,21 @@ def list_store(path: Path, filters: Filters, sort: Sort, reverse: bool, limit: i
     with reading(path) as connection:
         (count,) = connection.execute(f"{_ROWS} SELECT count(*) FROM rows {where}", values).fetchone()
         rows = connection.execute(
-            f"{_ROWS} SELECT * FROM rows {where} ORDER BY {column} IS NULL, {column} {down}, seq {down} LIMIT ?",
+            f"{_ROWS} SELECT * FROM rows {where} ORDER BY {column} IS NULL, {column} {down}, row_id {down} LIMIT ?",
             (*values, limit),
         )
         return [_listed(row) for row in rows], int(count)
 
 
-def stored_frames(path: Path, seqs: Sequence[int]) -> Iterator[tuple[int, Frames]]:
+def stored_frames(path: Path, row_ids: Sequence[int]) -> Iterator[tuple[int, Frames]]:
     """Payloads of those that the stage still holds. Raises :class:`StoreError`."""
     with reading(path) as connection:
-        for seq in seqs:
+        for row_id in row_ids:
             row = connection.execute(
-                "SELECT header, token_ids, logprobs, spans FROM payloads WHERE seq = ?", (seq,)
+                "SELECT header, token_ids, logprobs, spans FROM payloads WHERE row_id = ?", (row_id,)
             ).fetchone()
             if row is not None:
-                yield seq, tuple(row)
+                yield row_id, tuple(row)
 
 
 def _conditions(f: Filters) -> tuple[str, list[Any]]:
@@ -217,8 +217,8 @@ def _conditions(f: Filters) -> tuple[str, list[Any]]:
     if f.step is not None:
         low, high = _bounds(f.step)
         add(
-            "(step BETWEEN ? AND ? OR seq IN (SELECT r.seq FROM group_replays r JOIN groups g ON g.number = "
-            "r.group_number WHERE r.chosen = 1 AND g.state = 'trained' AND g.update_number + 1 BETWEEN ? AND ?))",
+            "(step BETWEEN ? AND ? OR row_id IN (SELECT row_id FROM group_replays JOIN groups USING (group_number) "
+            "WHERE chosen = 1 AND state = 'trained' AND update_number + 1 BETWEEN ? AND ?))",
             low, high, low, high,
         )  # fmt: skip
     if f.evaluation is not None:
@@ -251,7 +251,7 @@ def _conditions(f: Filters) -> tuple[str, list[Any]]:
             add(f"instr({_FAILURE}, ?) > 0", f.failure.lower())
     if f.kept is not None:
         add(
-            "(trajectory_id IN (SELECT value FROM json_each(?)) OR seq IN (SELECT seq FROM payloads))",
+            "(trajectory_id IN (SELECT value FROM json_each(?)) OR row_id IN (SELECT row_id FROM payloads))",
             orjson.dumps(sorted(f.kept)).decode(),
         )
     if f.replayed:
@@ -264,11 +264,11 @@ def _bounds(span: Span) -> tuple[int, int]:
 
 
 def _listed(row: sqlite3.Row | tuple[Any, ...]) -> Listed:
-    (seq, name, group, state, reason, status, reward, rewards, n_turns, n_tokens, n_sampled, low, high, seconds, actor,
-     received_at, failure, entropy, age, n_bytes, task, step, evaluation, _, steps) = row  # fmt: skip
+    (row_id, name, group, state, reason, status, reward, rewards, n_turns, n_tokens, n_sampled, low, high, seconds,
+     actor, received_at, failure, entropy, age, n_bytes, task, step, evaluation, _, steps) = row  # fmt: skip
     about = orjson.loads(task) if task else {}
     return Listed(
-        seq, name, group, state, reason, status, reward, orjson.loads(rewards), n_turns, n_tokens, n_sampled,
+        row_id, name, group, state, reason, status, reward, orjson.loads(rewards), n_turns, n_tokens, n_sampled,
         low, high, seconds, actor, received_at, orjson.loads(failure) if failure else None, entropy, age, n_bytes,
         str(about.get("task_id", "")), str(about.get("environment", "")), step, evaluation,
         tuple(sorted(int(s) for s in steps.split(","))) if steps else (),

@@ -25,7 +25,7 @@ _GROUP_ID = re.compile(r"g(\d{6,18})")
 
 
 class GroupState(StrEnum):
-    PLAYING = "playing"
+    COLLECTING = "collecting"
     """Some rollouts are missing or not scored."""
     READY = "ready"
     """Complete and scored; no update chosen yet."""
@@ -119,7 +119,7 @@ class CancelReason(StrEnum):
     """Its rewards were all equal, and a new group takes its place (``groups.equal_rewards: refill``)."""
 
 
-LEFT_OUT = "uninformative"
+ZERO_VARIANCE = "uninformative"
 """Reason of a group that keeps its place in an update and is not trained: its trajectories are dropped already."""
 
 
@@ -195,7 +195,7 @@ class Facts:
 class TrajectoryRecord:
     """One trajectory that was stored."""
 
-    seq: int
+    row_id: int
     """Order of arrival; key of the payload in the store."""
     key: OrderKey
     facts: Facts
@@ -235,8 +235,8 @@ class PinnedCandidate:
     """Versions it was old when it was trained; before that, when it was sent last."""
 
     @property
-    def seq(self) -> int:
-        return self.candidate.entry.seq
+    def row_id(self) -> int:
+        return self.candidate.entry.row_id
 
     @property
     def trajectory_id(self) -> str:
@@ -247,13 +247,13 @@ class PinnedCandidate:
 class GroupRecord:
     """One group, open or kept until a checkpoint covers its update: ``len(slots)`` fresh places and ``k`` replays."""
 
-    number: int
+    group_number: int
     task: Task
     admitted_update: int
     planned_at: float
     """Unix seconds."""
     slots: list[Slot]
-    state: GroupState = GroupState.PLAYING
+    state: GroupState = GroupState.COLLECTING
     update: int | None = None
     late: bool = False
     reason: str = ""
@@ -274,13 +274,13 @@ class GroupRecord:
         return self.state in (GroupState.EVALUATING, GroupState.EVALUATED)
 
     @property
-    def place_in_evaluation(self) -> int:
+    def evaluation_index(self) -> int:
         """Of its task in the list of the evaluation; kept where groups for training keep ``admitted_update``."""
         return self.admitted_update
 
     @property
     def group_id(self) -> str:
-        return group_id(self.number)
+        return group_id(self.group_number)
 
     @property
     def n_fresh(self) -> int:
@@ -297,10 +297,10 @@ class GroupRecord:
 
     @property
     def complete(self) -> bool:
-        return all(slot.trajectory is not None and slot.trajectory.reward is not None for slot in self.places)
+        return all(slot.trajectory is not None and slot.trajectory.reward is not None for slot in self.all_slots)
 
     @property
-    def places(self) -> list[Slot]:
+    def all_slots(self) -> list[Slot]:
         """All that are ordered: the fresh ones and the greedy one."""
         return [*self.slots, self.greedy] if self.greedy is not None else self.slots
 
@@ -309,7 +309,7 @@ class GroupRecord:
         """Number of the greedy place: behind all of the group, so that a rescue does not move it."""
         return self.n_rollout
 
-    def place(self, index: int) -> Slot:
+    def slot(self, index: int) -> Slot:
         """By the number that orders tell. Raises :class:`IndexError`."""
         if self.greedy is not None and index == self.greedy_index:
             return self.greedy
@@ -325,9 +325,9 @@ class GroupRecord:
         return None if self.greedy is None or self.greedy.trajectory is None else self.greedy.trajectory.reward
 
     @property
-    def left_out(self) -> bool:
+    def dropped(self) -> bool:
         """Whether its rewards were all equal and its update is made without it."""
-        return self.reason == LEFT_OUT and self.state is not GroupState.CANCELLED
+        return self.reason == ZERO_VARIANCE and self.state is not GroupState.CANCELLED
 
     @property
     def consumed(self) -> bool:
@@ -336,7 +336,7 @@ class GroupRecord:
 
     @property
     def open(self) -> bool:
-        return self.state in (GroupState.PLAYING, GroupState.READY, GroupState.PLACED)
+        return self.state in (GroupState.COLLECTING, GroupState.READY, GroupState.PLACED)
 
 
 class TrainedVersions:

@@ -33,7 +33,7 @@ class Snapshot:
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
-    next_seq: int = 0
+    next_row_id: int = 0
     entries: list[PoolEntry] = field(default_factory=list)
     """The pool, in the order of ``saved``."""
     tasks: list[TaskRecord] = field(default_factory=list)
@@ -43,9 +43,9 @@ _FACTS = (
     "t.trajectory_id, t.reward, t.n_turns, t.n_tokens, t.n_sampled, t.n_bytes, t.version_min, t.version_max, "
     "t.duration_seconds"
 )
-POOL_COLUMNS = f"p.seq, p.task_id, p.saved, p.entropy, p.success_rate, p.recorded, p.uses, {_FACTS}"
+POOL_COLUMNS = f"p.row_id, p.task_id, p.saved, p.entropy, p.success_rate, p.recorded, p.uses, {_FACTS}"
 REPLAY_COLUMNS = (
-    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.seq, r.saved, r.entropy, r.success_rate, r.recorded, "
+    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.success_rate, r.recorded, "
     f"{_FACTS}"
 )
 
@@ -62,12 +62,12 @@ class SnapshotRows:
     pool: Iterable[Sequence[Any]]
 
 
-def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int], next_seq: int) -> Snapshot:
+def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int], next_row_id: int) -> Snapshot:
     """Join the rows. Raises :class:`StoreError` when they do not fit together."""
     try:
         tasks = {row[0]: _task_record(row) for row in rows.tasks}
         pool = [_entry(row, tasks) for row in rows.pool]
-        pooled = {entry.seq: entry for entry in pool}
+        pooled = {entry.row_id: entry for entry in pool}
         found = {row[0]: _group(row) for row in rows.groups}
         for row in rows.orders:
             order = _order(row)
@@ -77,14 +77,14 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
                 group.greedy = Slot()
             if not group.is_greedy(order.key) and order.key.slot >= len(group.slots) and group.rescued:
                 continue
-            slot = group.place(order.key.slot)
+            slot = group.slot(order.key.slot)
             slot.serial = max(slot.serial, order.key.serial + 1)
             slot.failures += order.failure
             slot.leased |= order.state is OrderState.LEASED
         for row in rows.trajectories:
             record = _trajectory(row)
             if record.state is not TrajectoryState.DROPPED:
-                found[record.key.group].place(record.key.slot).trajectory = record
+                found[record.key.group].slot(record.key.slot).trajectory = record
         for row in rows.replays:
             found[row[0]].replays.append(_replay(row, found[row[0]].task, pooled))
     except (KeyError, IndexError, ValueError, TypeError) as error:
@@ -92,13 +92,13 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             f"the replay store holds rows that do not fit together ({type(error).__name__}: {error}): it was changed "
             "by something else. Move it away to start with an empty one"
         ) from error
-    return Snapshot(found, meta, counters, next_seq, pool, list(tasks.values()))
+    return Snapshot(found, meta, counters, next_row_id, pool, list(tasks.values()))
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
-    number, task, _, n_fresh, k, rescued, admitted, state, update, late, reason, planned_at, ended_at = row
+    group_number, task, _, n_fresh, k, rescued, admitted, state, update, late, reason, planned_at, ended_at = row
     return GroupRecord(
-        number=number,
+        group_number=group_number,
         task=_task(task),
         admitted_update=admitted,
         planned_at=planned_at,
@@ -124,25 +124,25 @@ def _task_record(row: Sequence[Any]) -> TaskRecord:
 
 
 def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
-    seq, task_id, saved, entropy, success_rate, recorded, uses, trajectory_id, *facts = row
+    row_id, task_id, saved, entropy, success_rate, recorded, uses, trajectory_id, *facts = row
     marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded), "uses": uses}
-    return PoolEntry(seq, trajectory_id, tasks[task_id].task, saved, *facts, **marks)
+    return PoolEntry(row_id, trajectory_id, tasks[task_id].task, saved, *facts, **marks)
 
 
 def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> PinnedCandidate:
     """A replay of a group; the pool may have let go of it since."""
-    _, weight, turn, chosen, age, seq, saved, entropy, success_rate, recorded, trajectory_id, *facts = row
-    entry = pooled.get(seq)
+    _, weight, turn, chosen, age, row_id, saved, entropy, success_rate, recorded, trajectory_id, *facts = row
+    entry = pooled.get(row_id)
     if entry is None:
         marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded)}
-        entry = PoolEntry(seq, trajectory_id, task, saved, *facts, **marks)
+        entry = PoolEntry(row_id, trajectory_id, task, saved, *facts, **marks)
     return PinnedCandidate(Candidate(entry, weight, turn), bool(chosen), age)
 
 
 def _order(row: Sequence[Any]) -> OrderRecord:
-    number, slot, serial, actor, attempt, policy_version, state, reason, failure, issued_at, ended_at = row
+    group_number, slot, serial, actor, attempt, policy_version, state, reason, failure, issued_at, ended_at = row
     return OrderRecord(
-        OrderKey(number, slot, serial),
+        OrderKey(group_number, slot, serial),
         actor,
         attempt,
         policy_version,
@@ -155,12 +155,12 @@ def _order(row: Sequence[Any]) -> OrderRecord:
 
 
 def _trajectory(row: Sequence[Any]) -> TrajectoryRecord:
-    seq, _, number, slot, serial, state, reason, reward, rewards, samples, received_at, *facts = row[:20]
+    row_id, _, group_number, slot, serial, state, reason, reward, rewards, samples, received_at, *facts = row[:20]
     failure, entropy, replayable, age_insert, saved = row[20:]
     extra = {"entropy": entropy, "replayable": bool(replayable)}
     return TrajectoryRecord(
-        seq=seq,
-        key=OrderKey(number, slot, serial),
+        row_id=row_id,
+        key=OrderKey(group_number, slot, serial),
         facts=Facts(*facts, failure=orjson.loads(failure) if failure else None, **extra),  # type: ignore[misc]
         received_at=received_at,
         state=TrajectoryState(state),

@@ -23,20 +23,20 @@ from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Snapshot, Snap
 from pipeline.transport.protocol import Frames
 
 _GROUP_COLUMNS = (
-    "number, task, n_rollout, n_fresh, k, rescued, admitted_update, state, update_number, late, reason, planned_at, "
-    "ended_at"
+    "group_number, task, n_rollout, n_fresh, k, rescued, admitted_update, state, update_number, late, reason, "
+    "planned_at, ended_at"
 )
 _GROUP = f"""
-INSERT INTO groups ({_GROUP_COLUMNS}) VALUES ({",".join("?" * 13)}) ON CONFLICT (number) DO UPDATE SET
+INSERT INTO groups ({_GROUP_COLUMNS}) VALUES ({",".join("?" * 13)}) ON CONFLICT (group_number) DO UPDATE SET
 n_fresh = excluded.n_fresh, k = excluded.k, rescued = excluded.rescued, state = excluded.state,
 update_number = excluded.update_number, late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
 _REPLAY = f"INSERT OR REPLACE INTO group_replays VALUES ({','.join('?' * 11)})"
 _ORDER = f"INSERT OR REPLACE INTO orders VALUES ({','.join('?' * 11)})"
 _TRAJECTORY = f"""
-INSERT INTO trajectories VALUES ({",".join("?" * 25)}) ON CONFLICT (seq) DO UPDATE SET state = excluded.state,
+INSERT INTO trajectories VALUES ({",".join("?" * 25)}) ON CONFLICT (row_id) DO UPDATE SET state = excluded.state,
 reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, samples = excluded.samples,
 saved = excluded.saved"""
-_SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE seq = ?"
+_SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
 _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
 
@@ -97,19 +97,19 @@ class ReplayStore:
         """What the stage goes on from."""
         with self._explained("read"):
             read = self._writer.execute
-            kept = "group_number IN (SELECT number FROM groups WHERE kept = 1)"
+            kept = "group_number IN (SELECT group_number FROM groups WHERE kept = 1)"
             rows = SnapshotRows(
-                read(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE kept = 1 ORDER BY number"),
+                read(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE kept = 1 ORDER BY group_number"),
                 read(f"SELECT * FROM orders WHERE {kept}"),
                 read(f"SELECT * FROM trajectories WHERE {kept}"),
-                read(f"SELECT {REPLAY_COLUMNS} FROM group_replays r JOIN trajectories t USING (seq) WHERE r.{kept} "
+                read(f"SELECT {REPLAY_COLUMNS} FROM group_replays r JOIN trajectories t USING (row_id) WHERE r.{kept} "
                      "ORDER BY r.group_number, r.position"),
                 read("SELECT * FROM tasks"),
-                read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (seq) ORDER BY p.saved"),
+                read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (row_id) ORDER BY p.saved"),
             )  # fmt: skip
             meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
-            next_seq = read("SELECT coalesce(max(seq) + 1, 0) FROM trajectories").fetchone()[0]
-            return build(rows, meta, dict(read("SELECT name, value FROM counters")), next_seq)
+            next_row_id = read("SELECT coalesce(max(row_id) + 1, 0) FROM trajectories").fetchone()[0]
+            return build(rows, meta, dict(read("SELECT name, value FROM counters")), next_row_id)
 
     def commit(self, changes: Changes) -> None:
         """Write one round; when this returns it is as durable as ``replay.synchronous`` says."""
@@ -121,12 +121,15 @@ class ReplayStore:
                 many(_REPLAY, changes.replays)
                 many(_ORDER, changes.orders)
                 many(_TRAJECTORY, changes.trajectories)
-                many(_SAMPLED, ((seq,) for seq in changes.sampled))
-                many("INSERT INTO payloads VALUES (?,?,?,?,?)", ((seq, *frames) for seq, frames in changes.payloads))
-                many("DELETE FROM payloads WHERE seq = ?", ((seq,) for seq in changes.forgotten_payloads))
-                many("UPDATE groups SET kept = 0 WHERE number = ?", ((n,) for n in changes.forgotten_groups))
+                many(_SAMPLED, ((row_id,) for row_id in changes.sampled))
+                many(
+                    "INSERT INTO payloads VALUES (?,?,?,?,?)",
+                    ((row_id, *frames) for row_id, frames in changes.payloads),
+                )
+                many("DELETE FROM payloads WHERE row_id = ?", ((row_id,) for row_id in changes.forgotten_payloads))
+                many("UPDATE groups SET kept = 0 WHERE group_number = ?", ((n,) for n in changes.forgotten_groups))
                 many(_POOL, changes.pool)
-                many("DELETE FROM pool WHERE seq = ?", ((seq,) for seq in changes.left_pool))
+                many("DELETE FROM pool WHERE row_id = ?", ((row_id,) for row_id in changes.left_pool))
                 many(_TASK, changes.tasks)
                 many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
                 many(
@@ -139,12 +142,12 @@ class ReplayStore:
                     self._writer.execute("ROLLBACK")
                 raise
 
-    def payloads(self, seqs: Iterable[int]) -> dict[int, Frames]:
-        """Frames of stored trajectories, as they came, by ``seq``; those that were forgotten are left out."""
-        query = "SELECT header, token_ids, logprobs, spans FROM payloads WHERE seq = ?"
+    def payloads(self, row_ids: Iterable[int]) -> dict[int, Frames]:
+        """Frames of stored trajectories, as they came, by ``row_id``; those that were forgotten are left out."""
+        query = "SELECT header, token_ids, logprobs, spans FROM payloads WHERE row_id = ?"
         with self._reading, self._explained("read"):
-            found = {seq: self._reader.execute(query, (seq,)).fetchone() for seq in seqs}
-        return {seq: tuple(row) for seq, row in found.items() if row is not None}
+            found = {row_id: self._reader.execute(query, (row_id,)).fetchone() for row_id in row_ids}
+        return {row_id: tuple(row) for row_id, row in found.items() if row is not None}
 
     @contextmanager
     def _explained(self, done: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pipeline.runtime.rundir import FileLock
 
 APPLICATION_ID = 0x41465250
 """``AFRP`` in the SQLite header (bytes 68-71)."""
-STORE_VERSION = 2
+STORE_VERSION = 3
 """``user_version`` in the SQLite header (bytes 60-63). Raised when tables change; older ones are refused."""
 PAGE_BYTES = 4096
 """Small pages write least: 1.25 times the payload at 16 trajectories a transaction (16 KiB pages: 1.62)."""
@@ -21,16 +21,16 @@ TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
-    number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, n_fresh INTEGER NOT NULL,
+    group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, n_fresh INTEGER NOT NULL,
     k INTEGER NOT NULL, rescued INTEGER NOT NULL, admitted_update INTEGER NOT NULL, state TEXT NOT NULL,
     update_number INTEGER, late INTEGER NOT NULL, reason TEXT NOT NULL, planned_at REAL NOT NULL, ended_at REAL,
     kept INTEGER NOT NULL DEFAULT 1
 );
-CREATE INDEX groups_kept ON groups (number) WHERE kept = 1;
+CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
-    group_number INTEGER NOT NULL, position INTEGER NOT NULL, seq INTEGER NOT NULL, weight REAL NOT NULL, turn INTEGER,
-    chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL, success_rate REAL,
-    recorded INTEGER NOT NULL, PRIMARY KEY (group_number, position)
+    group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
+    turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
+    success_rate REAL, recorded INTEGER NOT NULL, PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;
 CREATE TABLE orders (
     group_number INTEGER NOT NULL, slot INTEGER NOT NULL, serial INTEGER NOT NULL, actor TEXT NOT NULL,
@@ -39,7 +39,7 @@ CREATE TABLE orders (
     PRIMARY KEY (group_number, slot, serial)
 ) WITHOUT ROWID;
 CREATE TABLE trajectories (
-    seq INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, group_number INTEGER NOT NULL, slot INTEGER NOT NULL,
+    row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, group_number INTEGER NOT NULL, slot INTEGER NOT NULL,
     serial INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, reward REAL, rewards BLOB NOT NULL,
     samples INTEGER NOT NULL, received_at REAL NOT NULL, status TEXT NOT NULL, n_turns INTEGER NOT NULL,
     n_tokens INTEGER NOT NULL, n_sampled INTEGER NOT NULL, version_min INTEGER NOT NULL, version_max INTEGER NOT NULL,
@@ -48,11 +48,12 @@ CREATE TABLE trajectories (
 );
 CREATE UNIQUE INDEX trajectories_id ON trajectories (group_number, slot, serial);
 CREATE TABLE payloads (
-    seq INTEGER PRIMARY KEY, header BLOB NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL
+    row_id INTEGER PRIMARY KEY, header BLOB NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
+    spans BLOB NOT NULL
 );
 CREATE TABLE pool (
-    seq INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, saved INTEGER NOT NULL, entropy REAL,
-    success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL
+    row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, saved INTEGER NOT NULL,
+    entropy REAL, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL
 );
 CREATE TABLE tasks (
     task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, n_fresh INTEGER NOT NULL, retired INTEGER NOT NULL,

@@ -34,7 +34,7 @@ def test_every_level_played_is_trained_once_or_evaluated_and_none_is_both(tmp_pa
         assert [r["environments"]["ball"]["rollouts"] for r in results] == [12, 12]
         with closing(sqlite3.connect(run.directory.store_file)) as store:
             trained = store.execute(
-                "SELECT CAST(g.task AS TEXT) FROM trajectories t JOIN groups g ON g.number = t.group_number "
+                "SELECT CAST(g.task AS TEXT) FROM trajectories t JOIN groups g ON g.group_number = t.group_number "
                 "WHERE t.state = 'trained'"
             ).fetchall()
         assert len(trained) == 128 and not any("/eval/" in task for (task,) in trained)

@@ -43,7 +43,7 @@ def test_evaluations_survive_kills_and_the_best_checkpoint_can_be_evaluated_agai
         assert ledger.trajectories["evaluated"] == sum(r["environments"]["guess"]["rollouts"] for r in results)
         with closing(sqlite3.connect(run.directory.store_file)) as store:
             trained = store.execute(
-                "SELECT count(*) FROM trajectories t JOIN groups g ON g.number = t.group_number "
+                "SELECT count(*) FROM trajectories t JOIN groups g ON g.group_number = t.group_number "
                 "WHERE t.state = 'trained' AND CAST(g.task AS TEXT) LIKE '%guess/eval/%'"
             ).fetchone()[0]
         assert trained == 0

@@ -144,7 +144,7 @@ def check(path: Path, actor: InstantActor, learner: InstantLearner) -> None:
         stored = column("SELECT trajectory_id FROM trajectories")
         assert len(stored) == len(set(stored))
         assert set(actor.acknowledged) <= set(stored)
-        pool = column("SELECT seq FROM pool")
+        pool = column("SELECT row_id FROM pool")
         assert 0 < len(pool) <= 20
         assert max(column("SELECT count(*) FROM pool GROUP BY task_id")) <= 3  # type: ignore[type-var]
         assert column("SELECT task_id FROM pool WHERE task_id IN (SELECT task_id FROM tasks WHERE retired = 1)") == []
@@ -152,14 +152,14 @@ def check(path: Path, actor: InstantActor, learner: InstantLearner) -> None:
         needed = {
             *pool,
             *column(
-                "SELECT seq FROM trajectories JOIN groups ON number = group_number "
+                "SELECT row_id FROM trajectories JOIN groups USING (group_number) "
                 "WHERE kept = 1 AND trajectories.state IN ('held', 'trained')"
             ),
             *column(
-                "SELECT seq FROM group_replays JOIN groups ON number = group_number "
+                "SELECT row_id FROM group_replays JOIN groups USING (group_number) "
                 "WHERE kept = 1 AND state != 'cancelled'"
             ),
         }
-        assert set(column("SELECT seq FROM payloads")) == needed
+        assert set(column("SELECT row_id FROM payloads")) == needed
     finally:
         connection.close()

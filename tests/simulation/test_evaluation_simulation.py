@@ -127,9 +127,9 @@ def check(sim: Recorded, *, calm: bool) -> None:
     assert ledger.audit() == []
     with sqlite3.connect(sim.path) as connection:
         rows = connection.execute(
-            "SELECT g.state, t.state, g.task FROM trajectories t JOIN groups g ON g.number = t.group_number"
+            "SELECT g.state, t.state, g.task FROM trajectories t JOIN groups g ON g.group_number = t.group_number"
         ).fetchall()
-        payloads = {row[0] for row in connection.execute("SELECT seq FROM payloads")}
+        payloads = {row[0] for row in connection.execute("SELECT row_id FROM payloads")}
         tasks = {row[0] for row in connection.execute("SELECT task_id FROM tasks")}
         ids = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
     connection.close()

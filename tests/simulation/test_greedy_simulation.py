@@ -52,7 +52,7 @@ def check(sim: Simulation) -> None:
     groups = sum(len(members) for members, _ in weights.history)
     assert ledger.trajectories["baseline"] >= groups, "every trained group had one"
     with sqlite3.connect(sim.path) as connection:
-        payloads = {row[0] for row in connection.execute("SELECT seq FROM payloads")}
+        payloads = {row[0] for row in connection.execute("SELECT row_id FROM payloads")}
         slots = connection.execute("SELECT DISTINCT slot FROM trajectories WHERE state = 'baseline'").fetchall()
     connection.close()
     assert payloads == core.payloads.held

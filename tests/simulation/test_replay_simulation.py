@@ -72,14 +72,14 @@ def check(sim: Simulation) -> int:
     assert ledger.audit() == []
     with sqlite3.connect(sim.path) as connection:
         stored = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
-        payloads = {row[0] for row in connection.execute("SELECT seq FROM payloads")}
-        pool = {row[0] for row in connection.execute("SELECT seq FROM pool")}
+        payloads = {row[0] for row in connection.execute("SELECT row_id FROM payloads")}
+        pool = {row[0] for row in connection.execute("SELECT row_id FROM pool")}
         n_bytes = connection.execute(
             "SELECT coalesce(sum(length(header)+length(token_ids)+length(logprobs)+length(spans)), 0) FROM payloads"
         ).fetchone()[0]
     connection.close()
     assert len(set(stored)) == len(stored)
-    assert pool == {entry.seq for entry in core.experience.entries} and pool <= payloads
+    assert pool == {entry.row_id for entry in core.experience.entries} and pool <= payloads
     assert payloads == core.payloads.held, "payloads in the store are exactly those somebody needs"
     assert core.journal.counters["payload.bytes"] == n_bytes
     assert ledger.orders["in_flight"] == 0 and ledger.trajectories.get("held", 0) == 0

@@ -55,5 +55,5 @@ def check(sim: Simulation) -> None:
     assert ledger.groups["trained"] == len(groups)
     assert ledger.trajectories["trained"] == len(trajectories)
     assert ledger.orders["in_flight"] == 0, ledger
-    assert ledger.groups["playing"] == ledger.groups["ready"] == ledger.groups["placed"] == 0
+    assert ledger.groups["collecting"] == ledger.groups["ready"] == ledger.groups["placed"] == 0
     assert ledger.trajectories.get("held", 0) == 0

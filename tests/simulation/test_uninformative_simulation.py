@@ -60,7 +60,7 @@ def check(sim: Simulation) -> int:
     assert ledger.audit() == []
     assert ledger.trajectories.get("held", 0) == 0 and ledger.orders["in_flight"] == 0
     with sqlite3.connect(sim.path) as connection:
-        payloads = {row[0] for row in connection.execute("SELECT seq FROM payloads")}
+        payloads = {row[0] for row in connection.execute("SELECT row_id FROM payloads")}
         rewards: dict[int, list[float]] = {}
         for number, reward in connection.execute(
             "SELECT group_number, reward FROM trajectories WHERE state = 'trained' AND slot < ?", (rule.n_rollout,)

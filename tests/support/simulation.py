@@ -116,10 +116,10 @@ class Simulation:
         return combine(trajectory.rewards, {"environment": 1.0})
 
     def _score(self, store: ReplayStore, effect: Score) -> None:
-        frames = store.payloads([effect.record.seq])
-        if effect.record.seq not in frames:
+        frames = store.payloads([effect.record.row_id])
+        if effect.record.row_id not in frames:
             return
-        trajectory = decode_trajectory(frames[effect.record.seq])
+        trajectory = decode_trajectory(frames[effect.record.row_id])
         assert effect.trajectory is None or effect.trajectory.trajectory_id == trajectory.trajectory_id
         body = (effect.record, self._score_now(trajectory))
         core = self.core
@@ -174,17 +174,17 @@ class Simulation:
             ended = group.state is GroupState.CANCELLED
             if group.evaluation:
                 waiting = [t for slot in group.slots if (t := slot.trajectory) is not None and t.reward is None]
-                assert all(record.seq in payloads for record in waiting), f"{group.group_id} cannot be scored"
+                assert all(record.row_id in payloads for record in waiting), f"{group.group_id} cannot be scored"
                 continue
             assert ended or group.n_rollout == self.config.groups.n_rollout, group
             assert len(group.replays) >= group.k, group
-            needed = [slot.trajectory.seq for slot in group.slots if slot.trajectory is not None]
-            needed += [] if ended or group.left_out else [replay.seq for replay in group.replays]
-            assert all(seq in payloads for seq in needed), f"{group.group_id} needs a payload that was freed"
+            needed = [slot.trajectory.row_id for slot in group.slots if slot.trajectory is not None]
+            needed += [] if ended or group.dropped else [replay.row_id for replay in group.replays]
+            assert all(row_id in payloads for row_id in needed), f"{group.group_id} needs a payload that was freed"
             assert len({*needed}) == len(needed), f"{group.group_id} has a trajectory twice"
         stored: dict[str, int] = {}
         for entry in experience.entries:
-            assert entry.seq in payloads, f"the pool holds {entry.trajectory_id}, its payload was freed"
+            assert entry.row_id in payloads, f"the pool holds {entry.trajectory_id}, its payload was freed"
             stored[entry.task.task_id] = stored.get(entry.task.task_id, 0) + 1
         assert len(experience) <= config.capacity
         assert all(n <= config.max_trajectories_per_task for n in stored.values())

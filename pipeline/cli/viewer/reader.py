@@ -91,9 +91,9 @@ class RunReader:
 
     def find(self, rows: Sequence[Listed], step: Span | None = None) -> Iterator[Found]:
         """Their tokens, in order. ``step``: of several traces, take that of such an update; else the newest."""
-        frames = dict(stored_frames(self._path, [row.seq for row in rows if not self.has_trace(row)]))
+        frames = dict(stored_frames(self._path, [row.row_id for row in rows if not self.has_trace(row)]))
         for row in rows:
-            yield self._found(row, frames.pop(row.seq, None), step)
+            yield self._found(row, frames.pop(row.row_id, None), step)
 
     def _found(self, row: Listed, stored: Frames | None, step: Span | None) -> Found:
         try:

@@ -45,10 +45,10 @@ def store(tmp_path):
         (3, 13.0, "trained", 32), (-1, 9.0, "trained", 1000),
     ]  # fmt: skip
     insert = f"INSERT INTO trajectories VALUES ({', '.join('?' * 25)})"
-    for seq, (group, received_at, state, sampled) in enumerate(rows):
+    for row, (group, received_at, state, sampled) in enumerate(rows):
         connection.execute(
             insert,
-            (seq, f"t{seq}", group, seq, 0, state, "", 1.0, b"{}", 0, received_at, "complete", 1, 9, sampled, 0, 0, 0.1,
+            (row, f"t{row}", group, row, 0, state, "", 1.0, b"{}", 0, received_at, "complete", 1, 9, sampled, 0, 0, 0.1,
              "actor-0", 9, None, 0.5, 1, 0, None),
         )  # fmt: skip
     for slot, issued_at in enumerate((8.5, 8.25)):

@@ -126,7 +126,7 @@ def test_a_rollout_that_keeps_failing_is_missing(stage: Stage) -> None:
     stage.answer_all(reward=1.0)
     told = stage.results[0]["environments"]["a"]
     assert (told["score"], told["failed"], told["missing"], told["scored_tasks"]) == (1.0, 2, 1, 3)
-    assert not stage.core.groups.brake.holds(0.0), "training is not slowed down by it"
+    assert not stage.core.groups.backoff.holds(0.0), "training is not slowed down by it"
 
 
 def test_a_restart_in_the_middle_orders_nothing_twice(stage: Stage) -> None:

@@ -34,19 +34,19 @@ def make_task(i: int, environment: str = "a") -> Task:
     return Task(f"{environment}/{i}", environment, i)
 
 
-def make_entry(seq: int, task: int | Task = 0, **values) -> PoolEntry:
+def make_entry(row_id: int, task: int | Task = 0, **values) -> PoolEntry:
     known = dict(
-        seq=seq, trajectory_id=f"t{seq}", task=task if isinstance(task, Task) else make_task(task), saved=seq,
-        reward=1.0, n_turns=1, n_tokens=10, n_sampled=5, n_bytes=100, version_min=0,
+        row_id=row_id, trajectory_id=f"t{row_id}", task=task if isinstance(task, Task) else make_task(task),
+        saved=row_id, reward=1.0, n_turns=1, n_tokens=10, n_sampled=5, n_bytes=100, version_min=0,
         version_max=0, duration_seconds=1.0,
     )  # fmt: skip
     return PoolEntry(**(known | values))
 
 
-def make_fresh(seq: int, reward: float, *, version: int = 0, entropy: float | None = 1.0, **values) -> Fresh:
+def make_fresh(row_id: int, reward: float, *, version: int = 0, entropy: float | None = 1.0, **values) -> Fresh:
     known = dict(
-        seq=seq, trajectory_id=f"t{seq}", reward=reward, n_turns=1 + seq % 3, n_tokens=10, n_sampled=5,
-        n_bytes=100 + seq, version_min=version, version_max=version, duration_seconds=1.0, entropy=entropy,
+        row_id=row_id, trajectory_id=f"t{row_id}", reward=reward, n_turns=1 + row_id % 3, n_tokens=10, n_sampled=5,
+        n_bytes=100 + row_id, version_min=version, version_max=version, duration_seconds=1.0, entropy=entropy,
     )  # fmt: skip
     return Fresh(**(known | values))
 
@@ -74,7 +74,7 @@ class History:
     state: dict | None = None
     plans: list = field(default_factory=list)
     playing: list = field(default_factory=list)
-    seq: int = 0
+    row_id: int = 0
     version: int = 0
     saved: int = 0
     left: int = 0
@@ -114,30 +114,30 @@ class History:
         fresh = []
         for i, reward in enumerate(rewards):
             entropy = None if (x >> i) % 5 == 0 else ((x >> i) % 7) / 2
-            fresh.append(make_fresh(self.seq, reward, version=max(0, self.version - (x >> i) % 3), entropy=entropy))
-            self.seq += 1
+            fresh.append(make_fresh(self.row_id, reward, version=max(0, self.version - (x >> i) % 3), entropy=entropy))
+            self.row_id += 1
         outcome = self.experience.finished(planned.task, fresh, planned=planned.k > 0, version=self.version)
         self.saved += len(outcome.saved)
         assert outcome.successes == sum(rewards)
         if outcome.rescue:
             assert planned.k == 0 and not any(rewards) and self.config.replay.inject == "rescue"
             self.check_candidates(outcome.rescue)
-            self.rescued.append((self.seq, [(c.entry.seq, c.turn) for c in outcome.rescue]))
+            self.rescued.append((self.row_id, [(c.entry.row_id, c.turn) for c in outcome.rescue]))
 
     def update(self, x: int) -> None:
         self.version += 1
-        held = [entry.seq for entry in self.experience.entries]
+        held = [entry.row_id for entry in self.experience.entries]
         used = held[x % 3 :: 3]
         ess = {"all": 0.5, "fresh": 1.0, "replay": (None, 0.1, 0.9, math.nan)[x % 4]}
-        entropies = {seq: ((seq * 7 + x) % 13) / 3 for seq in held[::2]}
+        entropies = {row_id: ((row_id * 7 + x) % 13) / 3 for row_id in held[::2]}
         self.experience.consumed(used=used, ess=ess, entropies=entropies, solve_rate=(x % 10) / 10)
         self.experience.age_to(self.version)
 
     def write(self) -> None:
         changes = self.experience.take_changes()
-        self.rows.update({entry.seq: copy.copy(entry) for entry in changes.entries})
-        for seq in changes.removed:
-            self.rows.pop(seq, None)
+        self.rows.update({entry.row_id: copy.copy(entry) for entry in changes.entries})
+        for row_id in changes.removed:
+            self.rows.pop(row_id, None)
         self.left += len(changes.removed)
         self.reasons.update(changes.removed.values())
         self.tasks.update({record.task.task_id: own(record) for record in changes.tasks})
@@ -169,10 +169,10 @@ class History:
         replay = self.config.replay
         ids = [candidate.entry.trajectory_id for candidate in candidates]
         assert len(ids) == len(set(ids))
-        latest = [entry.seq for entry in self.experience.entries][-replay.window :]
+        latest = [entry.row_id for entry in self.experience.entries][-replay.window :]
         for candidate in candidates:
             entry = candidate.entry
-            assert entry.seq in latest
+            assert entry.row_id in latest
             assert 0 <= candidate.weight <= 1
             assert (candidate.turn is None) == (replay.unit == "trajectory")
             assert candidate.turn is None or 0 <= candidate.turn < entry.n_turns
@@ -202,7 +202,7 @@ class History:
         assert x.bytes == sum(entry.n_bytes for entry in entries)
         assert x.oldest_version == min((e.version_min for e in entries if e.recorded), default=None)
         assert 0 <= x.share <= replay.task_ratio
-        assert {entry.seq: entry for entry in entries} == self.rows
+        assert {entry.row_id: entry for entry in entries} == self.rows
         assert dict(x.tasks) == self.tasks
 
 

@@ -23,14 +23,14 @@ class Loop:
 
     def __init__(self, config, entries, stale=()):
         self.config, self.stale = config, set(stale)
-        self.rows, self.tasks = {entry.seq: entry for entry in entries}, {}
+        self.rows, self.tasks = {entry.row_id: entry for entry in entries}, {}
         self.experience = Experience(config, entries=entries)
         self.sampler = TaskSampler(config.environments, config.run.seed)
 
     def update(self) -> int:
         """One batch, planned and trained at once; how many groups were replays."""
         plans = [self.experience.next_group(self.sampler, progress=1.0, version=0) for _ in range(BATCH)]
-        used = [c.entry.seq for plan in plans for c in plan.candidates[: plan.k]]
+        used = [c.entry.row_id for plan in plans for c in plan.candidates[: plan.k]]
         carried = None if not used else 0.01 if self.stale.intersection(used) else 0.9
         ess = {"all": 0.9, "fresh": 1.0, "replay": 1.0 if used else None, "carried": carried}
         self.experience.consumed(used=used, ess=ess, entropies={}, solve_rate=None)
@@ -38,9 +38,9 @@ class Loop:
 
     def restart(self):
         changes = self.experience.take_changes()
-        self.rows |= {entry.seq: entry for entry in changes.entries}
-        for seq in changes.removed:
-            self.rows.pop(seq, None)
+        self.rows |= {entry.row_id: entry for entry in changes.entries}
+        for row_id in changes.removed:
+            self.rows.pop(row_id, None)
         self.tasks |= {record.task.task_id: record for record in changes.tasks}
         for task in changes.forgotten_tasks:
             self.tasks.pop(task, None)
@@ -62,7 +62,7 @@ def test_the_share_comes_back_in_full_once_what_is_stale_has_left_the_pool(make)
     assert loop.experience.factor < 0.5
     for task in range(30):
         make.play(loop.experience, 1000 + task, 1, 8, 100 + 8 * task)
-    assert not any(loop.experience.holds(seq) for seq in range(30))
+    assert not any(loop.experience.holds(row_id) for row_id in range(30))
     for _ in range(math.ceil(1 / config.replay.ess_guard.recover)):
         loop.update()
     assert loop.experience.factor == 1.0

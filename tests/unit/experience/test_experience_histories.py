@@ -48,7 +48,7 @@ def operations_of(rng):
 
 def shape(plans):
     """What of a plan a later draw may differ in."""
-    return [(p.task, p.k, [(c.entry.seq, c.weight, c.turn) for c in p.candidates]) for p in plans]
+    return [(p.task, p.k, [(c.entry.row_id, c.weight, c.turn) for c in p.candidates]) for p in plans]
 
 
 @settings(max_examples=200)

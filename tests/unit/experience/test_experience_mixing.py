@@ -155,7 +155,7 @@ def test_a_failed_group_is_rescued_by_the_best_stored_success(make):
     assert not any(p.k for p in stage.draw(20))
     failed = [make.fresh(100 + i, 0.0) for i in range(4)]
     outcome = stage.experience.finished(make.task(0), failed, planned=False, version=0)
-    assert [c.entry.seq for c in outcome.rescue] == [1]
+    assert [c.entry.row_id for c in outcome.rescue] == [1]
     assert not stage.experience.finished(make.task(0), failed, planned=True, version=0).rescue
     assert not stage.experience.finished(make.task(5), failed, planned=False, version=0).rescue
     assert not make.play(stage.experience, 1, 1, 4, 200).rescue

@@ -13,14 +13,14 @@ from pipeline.store.experience_records import HISTORY, Leave
 from pipeline.tasks.sampler import TaskSampler
 
 
-def seqs(experience):
-    return [entry.seq for entry in experience.entries]
+def row_ids(experience):
+    return [entry.row_id for entry in experience.entries]
 
 
 def replayed(experience, config, *, version=0, n=1):
     sampler = TaskSampler(config.environments, 0)
     plans = [experience.next_group(sampler, progress=0.5, version=version) for _ in range(n)]
-    return {c.entry.seq for p in plans for c in p.candidates}
+    return {c.entry.row_id for p in plans for c in p.candidates}
 
 
 @pytest.mark.parametrize(("lower", "upper", "saved"), [(0, None, {1, 2, 3}), (1, 4, {2, 3}), (0, 2, {1}), (2, 4, {3})])
@@ -36,7 +36,7 @@ def test_both_bounds_of_the_save_filter_are_exclusive(make, lower, upper, saved)
 def test_all_successes_are_saved_with_what_is_known_of_them(make):
     experience = Experience(make.config())
     outcome = make.play(experience, 3, 2, 4, 10, version=5, entropy=0.3)
-    assert [(e.seq, e.success_rate, e.entropy, e.version_min, e.saved) for e in outcome.saved] == [
+    assert [(e.row_id, e.success_rate, e.entropy, e.version_min, e.saved) for e in outcome.saved] == [
         (10, 0.5, 0.3, 5, 0),
         (11, 0.5, 0.3, 5, 1),
     ]
@@ -53,7 +53,7 @@ def test_a_trajectory_is_stored_once_and_never_without_a_sampled_token_or_agains
         make.fresh(4, 0.0),
     ]
     outcome = experience.finished(make.task(0), fresh, planned=False, version=0)
-    assert outcome.successes == 4 and [e.seq for e in outcome.saved] == [0]
+    assert outcome.successes == 4 and [e.row_id for e in outcome.saved] == [0]
     assert make.play(experience, 0, 1, 8, 0).saved == ()
 
 
@@ -67,8 +67,8 @@ def test_over_capacity_the_worst_is_evicted_and_the_oldest_of_equals(make, selec
     entropies = {"argmin": [5.0, 5.0, 1.0, 2.0, 3.0], "argmax": [1.0, 5.0, 5.0, 2.0, 6.0], "random": [1, 2, 3, 4, 5]}
     fresh = [make.fresh(i, 1.0, entropy=float(e)) for i, e in enumerate(entropies[select])] + [make.fresh(9, 0.0)]
     outcome = experience.finished(make.task(0), fresh, planned=False, version=0)
-    assert seqs(experience) == kept
-    assert {(e.seq, why) for e, why in outcome.left} == {(i, Leave.FULL) for i in set(range(5)) - set(kept)}
+    assert row_ids(experience) == kept
+    assert {(e.row_id, why) for e, why in outcome.left} == {(i, Leave.FULL) for i in set(range(5)) - set(kept)}
 
 
 @pytest.mark.parametrize("select", ["argmin", "argmax"])
@@ -77,15 +77,15 @@ def test_an_unknown_entropy_is_evicted_first(make, select, unknown):
     experience = Experience(make.config(select=select, max_trajectories_per_task=1))
     fresh = [make.fresh(0, 1.0, entropy=99.0), make.fresh(1, 1.0, entropy=unknown), make.fresh(2, 0.0)]
     experience.finished(make.task(0), fresh, planned=False, version=0)
-    assert seqs(experience) == [0]
+    assert row_ids(experience) == [0]
 
 
 def test_over_the_capacity_of_the_pool_the_oldest_go(make):
     experience = Experience(make.config(capacity=3))
     make.play(experience, 0, 2, 4, 0)
     outcome = make.play(experience, 1, 3, 4, 10)
-    assert seqs(experience) == [10, 11, 12]
-    assert [(e.seq, why) for e, why in outcome.left] == [(0, Leave.CAPACITY), (1, Leave.CAPACITY)]
+    assert row_ids(experience) == [10, 11, 12]
+    assert [(e.row_id, why) for e, why in outcome.left] == [(0, Leave.CAPACITY), (1, Leave.CAPACITY)]
     assert list(experience.tasks) == ["a/1"]
 
 
@@ -191,10 +191,10 @@ def test_what_is_too_old_makes_room_at_once_and_is_never_saved(make):
     experience = Experience(config)
     make.play(experience, 0, 2, 8, 0, version=0, entropy=0.1)
     make.play(experience, 1, 1, 8, 10, version=2)
-    assert seqs(experience) == [0, 1, 10]
+    assert row_ids(experience) == [0, 1, 10]
     outcome = make.play(experience, 0, 2, 8, 20, version=4, entropy=0.9)
-    assert [(e.seq, why) for e, why in outcome.left] == [(0, Leave.AGE), (1, Leave.AGE)]
-    assert seqs(experience) == [10, 20, 21], "the worse but younger ones found room in the task and in the pool"
+    assert [(e.row_id, why) for e, why in outcome.left] == [(0, Leave.AGE), (1, Leave.AGE)]
+    assert row_ids(experience) == [10, 20, 21], "the worse but younger ones found room in the task and in the pool"
     late = [make.fresh(40, 1.0, version=0), *(make.fresh(41 + i, 0.0, version=4) for i in range(7))]
     outcome = experience.finished(make.task(3), late, planned=False, version=4)
     assert not outcome.saved and outcome.successes == 1, "it counts for difficulty and is not stored"
@@ -205,7 +205,7 @@ def test_after_a_restart_with_a_smaller_age_the_old_leave_with_the_first_version
     experience = Experience(make.config(max_age=3, staleness=1), entries=entries)
     assert len(experience) == 6
     experience.age_to(5)
-    assert seqs(experience) == [3, 4, 5]
+    assert row_ids(experience) == [3, 4, 5]
     assert experience.take_changes().removed == dict.fromkeys(range(3), Leave.AGE)
 
 
@@ -215,7 +215,7 @@ def test_what_the_learner_tells_of_an_entry_is_kept(make):
     experience.take_changes()
     experience.consumed(used=[0, 77], ess={}, entropies={0: 0.25, 1: math.nan, 88: 1.0}, solve_rate=None)
     assert [(e.uses, e.entropy) for e in experience.entries] == [(1, 0.25), (0, 1.0)]
-    assert [e.seq for e in experience.take_changes().entries] == [0]
+    assert [e.row_id for e in experience.take_changes().entries] == [0]
 
 
 def test_demonstrations_are_imported_once_successes_only_and_not_for_retired_tasks(make):
@@ -232,11 +232,11 @@ def test_demonstrations_are_imported_once_successes_only_and_not_for_retired_tas
             make.entry(16, 0, recorded=False),
         ]
     )
-    assert [e.seq for e in outcome.saved] == [10, 15, 16]
-    assert [(e.seq, why) for e, why in outcome.left] == [(16, Leave.FULL)]
-    assert seqs(experience) == [10, 15] and experience.tasks["a/0"].bucket is None
+    assert [e.row_id for e in outcome.saved] == [10, 15, 16]
+    assert [(e.row_id, why) for e, why in outcome.left] == [(16, Leave.FULL)]
+    assert row_ids(experience) == [10, 15] and experience.tasks["a/0"].bucket is None
     changes = experience.take_changes()
-    assert [e.seq for e in changes.entries] == [10, 15]
+    assert [e.row_id for e in changes.entries] == [10, 15]
 
 
 def test_a_task_of_an_environment_that_the_run_no_longer_has_is_not_replayed(make):
@@ -249,9 +249,9 @@ def test_smaller_bounds_after_a_restart_are_met_when_the_next_group_finishes(mak
     entries = [make.entry(i, i // 4, entropy=float(i)) for i in range(8)]
     experience = Experience(make.config(max_trajectories_per_task=2, capacity=3), entries=entries)
     outcome = make.play(experience, 9, 0, 4, 100)
-    assert seqs(experience) == [1, 4, 5]
-    assert [(e.seq, why) for e, why in outcome.left] == [
-        *((seq, Leave.FULL) for seq in (3, 2, 7, 6)),
+    assert row_ids(experience) == [1, 4, 5]
+    assert [(e.row_id, why) for e, why in outcome.left] == [
+        *((row_id, Leave.FULL) for row_id in (3, 2, 7, 6)),
         (0, Leave.CAPACITY),
     ]
 

@@ -192,20 +192,20 @@ def test_the_smallest_or_largest_entropies_are_chosen_and_unknown_ones_last(make
 def test_random_choice_is_uniform_over_sets(make):
     entries = [make.entry(i) for i in range(4)]
     pairs = {frozenset((i, j)): 1 for i in range(4) for j in range(i)}
-    assert_frequencies(lambda rng: frozenset(e.seq for e in choose(entries, 2, "random", rng)), pairs)
+    assert_frequencies(lambda rng: frozenset(e.row_id for e in choose(entries, 2, "random", rng)), pairs)
 
 
 def test_a_turn_is_uniform_over_all_turns(make):
     entries = [make.entry(i, n_turns=n) for i, n in enumerate((1, 4, 2))]
-    turns = {(e.seq, t): 1 for e in entries for t in range(e.n_turns)}
-    assert_frequencies(lambda rng: next((e.seq, t) for e, t in choose_turns(entries, 1, rng)), turns)
+    turns = {(e.row_id, t): 1 for e in entries for t in range(e.n_turns)}
+    assert_frequencies(lambda rng: next((e.row_id, t) for e, t in choose_turns(entries, 1, rng)), turns)
 
 
 def test_several_turns_are_of_different_trajectories(make):
     entries = [make.entry(i, n_turns=n) for i, n in enumerate((1, 4, 2))]
     for seed in range(50):
         chosen = choose_turns(entries, 3, random.Random(seed))
-        assert sorted(e.seq for e, _ in chosen) == [0, 1, 2] and all(0 <= t < e.n_turns for e, t in chosen)
+        assert sorted(e.row_id for e, _ in chosen) == [0, 1, 2] and all(0 <= t < e.n_turns for e, t in chosen)
 
 
 def pooled(make, config, turns):
@@ -224,7 +224,7 @@ def test_uniform_over_turns_of_the_whole_window(make):
     turns = {(i, t): 1 for i, n in enumerate((3, 1, 2, 5)) for t in range(n)}
     assert len(turns) == 11
     plans = iter(draws(experience, config, 6000))
-    assert_frequencies(lambda _: next((c.entry.seq, c.turn) for c in next(plans).candidates), turns)
+    assert_frequencies(lambda _: next((c.entry.row_id, c.turn) for c in next(plans).candidates), turns)
 
 
 def test_within_a_batch_tasks_are_drawn_without_replacement(make):
@@ -306,7 +306,7 @@ def test_the_learner_may_choose_from_all_usable_ones_best_first(make):
         config = make.config(**values, **more)
         (plan,) = draws(Experience(config, entries=entries), config, 1)
         assert plan.k == 2
-        return [c.entry.seq for c in plan.candidates]
+        return [c.entry.row_id for c in plan.candidates]
 
     assert candidates(entropy="current") == [2, 3, 0, 1]
     assert candidates(entropy="stored") == [2, 3]

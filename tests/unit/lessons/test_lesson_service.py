@@ -65,15 +65,17 @@ class Stage:
             metrics=metrics,
         )
 
-    async def payloads(self, seqs: Sequence[int]) -> Mapping[int, Frames]:
-        return {seq: self.stored[seq] for seq in seqs if seq in self.stored}
+    async def payloads(self, row_ids: Sequence[int]) -> Mapping[int, Frames]:
+        return {row_id: self.stored[row_id] for row_id in row_ids if row_id in self.stored}
 
     def group(self, *trajectories: Trajectory) -> Finished:
         start = len(self.stored)
         members = []
-        for seq, trajectory in enumerate(trajectories, start):
-            self.stored[seq] = encode_trajectory(trajectory)
-            members.append(SimpleNamespace(seq=seq, reward=trajectory.reward, rewards={"score": trajectory.reward}))
+        for row_id, trajectory in enumerate(trajectories, start):
+            self.stored[row_id] = encode_trajectory(trajectory)
+            members.append(
+                SimpleNamespace(row_id=row_id, reward=trajectory.reward, rewards={"score": trajectory.reward})
+            )
         return Finished("g000001", tuple(members))  # type: ignore[arg-type]
 
     def value(self, name: str, **labels: str) -> float:

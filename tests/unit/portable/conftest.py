@@ -91,10 +91,10 @@ def pooled(run: Run) -> dict[str, Any]:
     with ReplayStore(path) as store:
         snapshot = store.load()
         StageCore(run.config, snapshot)
-        frames = store.payloads([entry.seq for entry in snapshot.entries])
+        frames = store.payloads([entry.row_id for entry in snapshot.entries])
     found = {}
     for entry in snapshot.entries:
-        trajectory = decode_trajectory(frames[entry.seq])
+        trajectory = decode_trajectory(frames[entry.row_id])
         assert trajectory.trajectory_id == entry.trajectory_id and trajectory.recorded == entry.recorded
         found[entry.trajectory_id] = (entry, trajectory)
     return found

@@ -80,7 +80,7 @@ class Stage:
 
     def ledger(self) -> Ledger:
         states = Counter(g.state.value for g in self.core.records.values())
-        ledger = build_ledger(self.core.journal.counters, {k: states[k] for k in ("playing", "ready", "placed")}, {})
+        ledger = build_ledger(self.core.journal.counters, {k: states[k] for k in ("collecting", "ready", "placed")}, {})
         assert ledger.audit() == []
         return replace(ledger, trajectories={k: n for k, n in ledger.trajectories.items() if k != "sent"})
 
@@ -139,7 +139,7 @@ def test_only_the_reward_of_a_baseline_is_kept_and_survives_a_restart(stage):
     stage.answer(fresh)
     group = stage.core.records[0]
     assert group.greedy.trajectory.state is TrajectoryState.BASELINE
-    assert group.greedy.trajectory.seq not in stage.core.payloads
+    assert group.greedy.trajectory.row_id not in stage.core.payloads
     stage.restart()
     assert stage.core.records[0].baseline == 0.5
     assert [o.order_id for o in stage.leased()] == [fresh2.order_id], "nothing is ordered twice"

@@ -81,7 +81,7 @@ class Stage:
 
     def ledger(self) -> Ledger:
         states = Counter(g.state.value for g in self.core.records.values())
-        ledger = build_ledger(self.core.journal.counters, {k: states[k] for k in ("playing", "ready", "placed")}, {},
+        ledger = build_ledger(self.core.journal.counters, {k: states[k] for k in ("collecting", "ready", "placed")}, {},
                               pool_held=len(self.core.experience))  # fmt: skip
         assert ledger.audit() == []
         return ledger
@@ -168,7 +168,7 @@ def test_an_environment_that_always_fails_is_played_ever_more_slowly() -> None:
         assert deadline is not None
         stage.round(max(deadline - stage.now, 0.001))
     assert 5 < played < 30
-    assert stage.core.groups.brake.reason == "simulation: injected: as asked"
+    assert stage.core.groups.backoff.reason == "simulation: injected: as asked"
     stage.ledger()
 
 

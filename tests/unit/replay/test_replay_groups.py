@@ -132,22 +132,22 @@ def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_
     (replay,) = (r for g in stage.core.records.values() for r in g.replays if r.trajectory_id == plan["replay_ids"][0])
     born = replay.candidate.entry.version_min
     stage.tell(Kind.VERSION, policy_version=born + 3, updates=stage.updates)
-    assert stage.core.experience.holds(replay.seq)
+    assert stage.core.experience.holds(replay.row_id)
     stage.tell(Kind.VERSION, policy_version=born + 4, updates=stage.updates)
     stage.round()
-    assert not stage.core.experience.holds(replay.seq) and replay.seq in stage.core.payloads
+    assert not stage.core.experience.holds(replay.row_id) and replay.row_id in stage.core.payloads
     counters = stage.counters()
     assert counters["pool.left.age"] >= 1 and not counters.get("pool.left.capacity")
     stage.store.close()
     stage.start()
     stage.round()
-    assert stage.store.payloads([replay.seq]), "a restart does not lose it either"
+    assert stage.store.payloads([replay.row_id]), "a restart does not lose it either"
     stage.train(stage.plans)
     stage.round()
     assert stage.counters()["replays.trained"] >= 1
     stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
     stage.round()
-    assert not stage.store.payloads([replay.seq]) and stage.counters()
+    assert not stage.store.payloads([replay.row_id]) and stage.counters()
     stage.store.close()
 
 
@@ -245,13 +245,13 @@ def test_payloads_of_the_pool_outlive_their_group_and_pinned_ones_the_pool(tmp_p
     stage.train(stage.plans)
     stage.train(stage.play())
     stage.train(stage.play())
-    gone = {seq for seq in pinned if not stage.core.experience.holds(seq)}
+    gone = {row_id for row_id in pinned if not stage.core.experience.holds(row_id)}
     assert gone, "the task was solved and its stored trajectories left the pool"
     assert set(stage.store.payloads(gone)) == gone, "kept while their group may have to be trained again"
     stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
     stage.round()
-    for seq in pinned:
-        assert (seq in stage.store.payloads([seq])) == stage.core.experience.holds(seq)
+    for row_id in pinned:
+        assert (row_id in stage.store.payloads([row_id])) == stage.core.experience.holds(row_id)
     stage.counters()
     stage.store.close()
 

@@ -72,7 +72,9 @@ def test_acknowledged_trajectory_survives_kill(tmp_path: Path) -> None:
         child.wait()
         with sqlite3.connect(path) as connection:
             stored = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
-            payloads = connection.execute("SELECT count(*) FROM payloads JOIN trajectories USING (seq)").fetchone()[0]
+            payloads = connection.execute("SELECT count(*) FROM payloads JOIN trajectories USING (row_id)").fetchone()[
+                0
+            ]
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         connection.close()
         assert len(stored) == len(set(stored)) == payloads
@@ -99,7 +101,7 @@ def other_version(path: Path) -> None:
 def older_version(path: Path) -> None:
     ReplayStore(path).close()
     connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 1")
+    connection.execute(f"PRAGMA user_version = {STORE_VERSION - 1}")
     connection.close()
 
 

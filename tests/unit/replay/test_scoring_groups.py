@@ -116,18 +116,18 @@ def test_a_gathering_gives_a_group_exactly_when_it_is_whole(history: list[tuple[
     gathering: GroupGate[int] = GroupGate()
     waiting: dict[int, set[int]] = {}
     ended: set[int] = set()
-    for group, what, seq in history:
+    for group, what, row_id in history:
         if what == "put":
-            members = gathering.put(group, seq, seq, 3)
+            members = gathering.put(group, row_id, row_id, 3)
             if group in ended:
                 assert members is None
                 continue
             mine = waiting.setdefault(group, set())
-            mine.add(seq)
+            mine.add(row_id)
             assert members == (sorted(mine) if len(mine) >= 3 else None)
         elif what == "drop":
-            gathering.drop(group, {seq})
-            waiting.get(group, set()).discard(seq)
+            gathering.drop(group, {row_id})
+            waiting.get(group, set()).discard(row_id)
         else:
             gathering.end(group)
             ended.add(group)

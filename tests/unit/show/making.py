@@ -150,10 +150,10 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
     try:
         run("BEGIN")
         replay_group = 10_000
-        for seq, r in enumerate(rollouts):
+        for row, r in enumerate(rollouts):
             t = trajectory_of(r)
             task = orjson.dumps({"task_id": r.task, "environment": r.environment, "seed": 7, "payload": {}})
-            state = "trained" if r.state == "trained" else "playing"
+            state = "trained" if r.state == "trained" else "collecting"
             update = None if r.step is None else r.step - 1
             if r.evaluation is not None:
                 state, update = "evaluated", r.evaluation
@@ -165,12 +165,12 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
                                                   ("boundary", "kind", "message", "details")})  # fmt: skip
             frames = encode_trajectory(t)
             _insert(
-                run, "INSERT INTO trajectories", seq, r.name, r.group, r.slot, 0, r.state, r.reason, r.reward,
-                orjson.dumps(t.rewards), 1, 1e9 + seq, t.status.value, len(t.turns), t.n_tokens, t.n_sampled, low, high,
+                run, "INSERT INTO trajectories", row, r.name, r.group, r.slot, 0, r.state, r.reason, r.reward,
+                orjson.dumps(t.rewards), 1, 1e9 + row, t.status.value, len(t.turns), t.n_tokens, t.n_sampled, low, high,
                 2.0, "actor-0", sum(map(len, map(bytes, frames))), failure, 0.5, 1, 0, None,
             )  # fmt: skip
             if r.stored:
-                _insert(run, "INSERT INTO payloads", seq, *(bytes(f) for f in frames))
+                _insert(run, "INSERT INTO payloads", row, *(bytes(f) for f in frames))
             for step in r.replays:
                 replay_group += 1
                 _insert(
@@ -191,7 +191,7 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
                     None,
                     0,
                 )
-                _insert(run, "INSERT INTO group_replays", replay_group, 0, seq, 1.0, None, 1, 2, 0, None, None, 1)
+                _insert(run, "INSERT INTO group_replays", replay_group, 0, row, 1.0, None, 1, 2, 0, None, None, 1)
         run("COMMIT")
     finally:
         connection.close()

@@ -26,13 +26,13 @@ def test_the_stage_hands_over_what_failed_and_nothing_else():
     assert [decode_trajectory(frames).status for _, frames in handed] == ["error", "aborted"]
 
 
-def unfit(name="g000001.0.0", evaluated=False):
+def untrained(name="g000001.0.0", evaluated=False):
     return UntrainedRollout(name, encode_trajectory(trajectory_of(Rollout())), 1e9, evaluated)
 
 
 def test_failures_are_kept_in_the_order_they_came(tmp_path):
     with untrained_traces(TracesConfig(), tmp_path) as traces:
-        traces.keep([unfit("g000000.0.0"), unfit("g000000.1.0")])
+        traces.keep([untrained("g000000.0.0"), untrained("g000000.1.0")])
     found = [(e.path.name, e.trajectory_id) for e in scan_traces(trace_files(tmp_path))]
     assert found == [("failed-00000000.traces", "g000000.0.0"), ("failed-00000000.traces", "g000000.1.0")]
 
@@ -44,16 +44,16 @@ def test_a_disk_that_refuses_is_said_once_and_switched_off_writes_nothing(tmp_pa
 
     traces = UntrainedTraces(Full(tmp_path, "failed", 1 << 20))
     with caplog.at_level(logging.WARNING):
-        traces.keep([unfit()])
-        traces.keep([unfit()])
+        traces.keep([untrained()])
+        traces.keep([untrained()])
     assert caplog.text.count("No space left") == 1
     with untrained_traces(TracesConfig(failed=False), tmp_path / "off") as off:
-        off.keep([unfit()])
+        off.keep([untrained()])
     assert not (tmp_path / "off").exists()
 
 
 def test_evaluated_rollouts_have_files_of_their_own_where_the_stage_evaluates(tmp_path):
-    rollouts = [unfit("g000001.0.0"), unfit("g000002.0.0", evaluated=True)]
+    rollouts = [untrained("g000001.0.0"), untrained("g000002.0.0", evaluated=True)]
     for folder, evaluates, config in (("yes", True, TracesConfig(failed=False)), ("no", False, TracesConfig()),
                                       ("none", True, TracesConfig(evaluated=0))):  # fmt: skip
         with untrained_traces(config, tmp_path / folder, evaluates=evaluates) as traces:

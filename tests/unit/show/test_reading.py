@@ -176,14 +176,14 @@ def test_a_run_that_lives_and_one_that_was_killed_are_read_alike(tmp_path):
     path = make_run(tmp_path / "alive", ROLLOUTS)
     with ReplayStore(path / "replay.sqlite") as store:
         assert len(RunReader(*open_run(path)).listing(Filters()).rows) == len(ROLLOUTS)
-        store._writer.execute("UPDATE trajectories SET reward = 0.5 WHERE seq = 0")
+        store._writer.execute("UPDATE trajectories SET reward = 0.5 WHERE row_id = 0")
     assert names(RunReader(*open_run(path)), reward_min=0.5, reward_max=0.5) == ["g000000.0.0"]
 
 
 def test_a_trace_or_payload_that_is_damaged_or_gone_hides_nothing_else(tmp_path):
     path = make_run(tmp_path / "run", ROLLOUTS)
     connection = tables.connect(path / "replay.sqlite")
-    connection.execute("UPDATE payloads SET token_ids = x'00' WHERE seq = 6")
+    connection.execute("UPDATE payloads SET token_ids = x'00' WHERE row_id = 6")
     connection.close()
     reader = RunReader(*open_run(path))
     (path / "traces" / "failed-00000000.traces").unlink()

@@ -40,7 +40,9 @@ async def test_a_stage_that_restarts_plays_every_row_once_in_every_pass(tmp_path
     assert ctx.registry.get_sample_value("afterplay_replay_task_rows", {"env": "q", "kind": "used"}) == 13
     assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
     with closing(sqlite3.connect(tmp_path / "r" / "replay.sqlite")) as store:
-        played = [orjson.loads(row[0])["task_id"] for row in store.execute("SELECT task FROM groups ORDER BY number")]
+        played = [
+            orjson.loads(row[0])["task_id"] for row in store.execute("SELECT task FROM groups ORDER BY group_number")
+        ]
     source = open_source("q", section, config.run.seed)
     split = source.splits["train"]
     assert len(played) >= 40

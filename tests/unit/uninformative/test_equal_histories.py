@@ -63,14 +63,14 @@ def check(s: Any) -> None:
     rule, n = core.config.groups, core.batches.rule.groups_per_step
     for group in core.records.values():
         rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
-        if group.left_out:
+        if group.dropped:
             assert rule.equal_rewards == "drop" and not rewards
             assert group.state in (GroupState.READY, GroupState.PLACED, GroupState.UNINFORMATIVE)
         elif group.state in (GroupState.READY, GroupState.PLACED, GroupState.TRAINED):
             same = max(rewards) - min(rewards) <= TOLERANCE
             assert not (same and rule.equal_rewards == "drop"), "an equal group waits to be trained"
     held = [slot.trajectory for g in core.records.values() for slot in g.slots if slot.trajectory is not None]
-    assert core.payloads.held == {record.seq for record in held}
+    assert core.payloads.held == {record.row_id for record in held}
     admitted = core.batches.open + core.batches.consumed * n
     assert admitted <= (core.batches.rule.bound + s.updates_live_max + 1) * n, "what a learner lost stays admitted"
     for update, (plan_update, plan) in [(s.updates, p) for p in s.plans.values()]:

@@ -66,7 +66,7 @@ def test_a_dropped_group_keeps_its_place_over_a_restart_and_frees_nothing_twice(
     s = stage()
     equal = s.play(0, 0)
     s.restart()
-    assert s.core.records[int(equal[1:])].left_out
+    assert s.core.records[int(equal[1:])].dropped
     assert s.plans[equal][1].left_out, "planned again or still held"
     s.play(0, 1)
     s.restart()
@@ -238,10 +238,10 @@ def test_successes_of_a_group_that_is_left_out_stay_in_the_pool(stage, what: str
     assert len(s.core.experience) == 1
     left_out = s.play(1, 1)
     assert len(s.core.experience) == 3 and s.core.records[int(left_out[1:])].state != GroupState.TRAINED
-    pooled = {entry.seq for entry in s.core.experience.entries}
+    pooled = {entry.row_id for entry in s.core.experience.entries}
     assert pooled <= s.core.payloads.held
     s.restart()
-    assert {entry.seq for entry in s.core.experience.entries} == pooled <= s.core.payloads.held
+    assert {entry.row_id for entry in s.core.experience.entries} == pooled <= s.core.payloads.held
     if what == "drop":
         s.train()
     s.play(0, 0)

@@ -93,10 +93,10 @@ class PeerSender:
 
     async def _payload(self, effect: Send, queue: deque[Send], ahead: dict[int, Frames]) -> Frames | None:
         """Frames that go with ``effect``, read together with the next ones'; None when they were forgotten."""
-        seq = effect.payload
-        if seq is None:
+        row_id = effect.payload
+        if row_id is None:
             return ()
-        found = self._cache.get(seq) or ahead.pop(seq, None)
+        found = self._cache.get(row_id) or ahead.pop(row_id, None)
         if found is None:
             ahead.clear()
             wanted = [
@@ -105,5 +105,5 @@ class PeerSender:
                 if e.payload is not None and self._cache.get(e.payload) is None
             ]
             ahead.update(await anyio.to_thread.run_sync(partial(self._store.payloads, wanted)))
-            found = ahead.pop(seq, None)
+            found = ahead.pop(row_id, None)
         return found
