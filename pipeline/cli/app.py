@@ -248,9 +248,9 @@ def config_check(
     """
     config = _load(file, sets)
     if data:
-        from pipeline.tasks.open import told
+        from pipeline.tasks.open import describe_tasks
 
-        for line in told(config):
+        for line in describe_tasks(config):
             typer.echo(line)
     typer.echo(
         f"{file} is right: {config.run.total_steps} steps of {config.groups.groups_per_step} groups of "

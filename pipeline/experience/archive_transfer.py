@@ -1,10 +1,8 @@
-"""Experience from files into the pool of a run that is not running.
+"""Import of experience from files into the pool of a run, and export of a pool into one file.
 
-Everything in the file is read and checked first; only then is a store opened for writing. Trajectories are committed a
-few hundred at a time, each transaction leaving a whole store; an import that was killed is finished by doing it again,
-because what is there already is passed over.
-
-The pool of a run into one file.
+An import needs a run that is not running. Everything in the file is read and checked first; only then is a store
+opened for writing. Trajectories are committed a few hundred at a time, each transaction leaving a whole store; an
+import that was killed is finished by repeating it, because trajectories that are there already are skipped.
 """
 
 from __future__ import annotations
@@ -240,7 +238,7 @@ def _id_arrays(turn: Turn) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int3
 def export_run(
     config: RunConfig, directory: RunDirectory, file: Path, *, compress: bool = True, replace: bool = False
 ) -> int:
-    """Write every trajectory of the pool as of one moment; returns how many. A run may be going on.
+    """Write every trajectory of the pool as of one moment; returns how many. The run may be active.
 
     Raises :class:`ConfigurationError` where ``file`` is there already (unless ``replace``), :class:`StoreError` for a
     store that is missing or not ours.

@@ -1,8 +1,8 @@
-"""Experience: the one object through which the stage keeps old trajectories and plans what of them is played again.
+"""Experience replay of one stage behind one class: pool, difficulty, selection and mixing.
 
 *consumes* admissions, finished and cancelled groups, updates of the learner; *produces* planned groups and the rows
-that changed. Everything follows from (entries, tasks, state) as :meth:`Experience.take_changes` gave them: an object
-built from these goes on with the same draws.
+that changed. All state follows from (entries, tasks, state) as :meth:`Experience.take_changes` gave them: an object
+built from these continues with the same draws.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""The memory of lessons: task text and lesson in one SQLite file, found again by full-text search (FTS5, bm25).
+"""Memory for prompts: task text and lesson in one SQLite file, found by full-text search (FTS5, bm25).
 
-What was added is there after ``kill -9``: each :meth:`Memory.add` is one transaction in write-ahead mode.
-
-The file of the memory: its tables, what proves that it is ours, and opening it without harming one that is not.
-
-The words that memory, stage and actor share, and how a trajectory reads without the lessons in its prompt.
-
-What keeps and finds lessons in place of the stage's own memory: a class that ``lessons.source`` names.
+Each :meth:`Memory.add` is one transaction in write-ahead mode, so what was added survives ``kill -9``. A file that is
+not ours is refused unchanged. ``lessons.source`` may name another class (:class:`LessonSource`) in place of it.
 """
 
 from __future__ import annotations

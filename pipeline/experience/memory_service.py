@@ -1,10 +1,8 @@
-"""The part of the replay stage that serves lessons, beside its rounds: nothing here makes ingest wait.
+"""Serves lessons beside the loop of the stage; nothing here delays ingest.
 
 *consumes* RECALL messages and :class:`Finished` effects from bounded queues; *produces* LESSONS messages and rows of
 the memory; *waits for* the memory and for the writer, in threads. What does not fit into a queue is counted and
-dropped: an actor that gets no answer plays without lessons.
-
-From a run file to the stage's lessons.
+dropped: an actor that gets no answer runs its rollout without lessons.
 """
 
 from __future__ import annotations

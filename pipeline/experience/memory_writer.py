@@ -1,4 +1,4 @@
-"""What turns a finished group into lessons: a function of the task text and the scored trajectories of the group.
+"""Writers of lessons: functions of the task text and the scored trajectories of a finished group.
 
 The built-in one is ``contrast``. Another is named by import path (``lessons.writer: my_module:my_function``)::
 

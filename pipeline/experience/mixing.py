@@ -1,12 +1,9 @@
-"""Which admissions of a batch are replay, which retest a retired task, and which failed group is rescued.
+"""Mixing of replayed and fresh groups: replay share of a batch, retests, rescues, deferred tasks, and the ESS guard.
 
-A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them to be replay groups, ``factor``
-being the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not
-take the tasks that could be replayed; one that finds nothing valid is made up for by a later admission of the batch.
-
-Tasks that the sampler gave and nobody has played: they come first when there is room for them.
-
-How much of the replay share is left: the effective sample size of replayed tokens decides.
+A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them replay groups, where ``factor`` is
+the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not take
+the tasks that could be replayed; one that finds nothing valid is made up for by a later admission of the batch. The
+guard lowers ``factor`` while the effective sample size of replayed tokens is below its floor.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class Mixing:
 
     @property
     def retest_due(self) -> bool:
-        """Whether this admission should play a retired task."""
+        """Whether this admission should retest a retired task."""
         return self._retest_credit >= 1 - SLACK
 
     @property
@@ -116,8 +113,8 @@ class Mixing:
 class DeferredTasks:
     """Draws fresh tasks, not twice in a batch where that can be helped, and keeps what was drawn in vain.
 
-    A task whose group was cancelled comes back once: were it to come back each time, one that cannot be played would
-    take the place of others for ever.
+    A task whose group was cancelled comes back once: were it to come back each time, one whose rollouts
+    always fail would keep others out for ever.
     """
 
     def __init__(self, environments: Collection[str], state: Mapping[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a replay group is made of: its task, the stored trajectories it may be completed with, their weights."""
+"""Composition of a replay group: its task, the stored trajectories it may be completed with, their weights."""
 
 from __future__ import annotations
 

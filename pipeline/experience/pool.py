@@ -1,13 +1,9 @@
-"""What is stored for each task, how much of it, and what of it may be replayed now.
+"""The experience pool: stored trajectories by task, the bounds on them, and the rows that a change touches.
 
-An entry is *usable* when it is among the latest ``window`` entries held and of an environment that the run has; what
-is too old (``max_age``) is removed. Everything here follows from the entries in ``saved`` order and the version;
-nothing depends on the order of past events.
-
-What enters and leaves the pool, and which rows that changes.
-
-*consumes* entries to save, the version, retirement; *produces* what was saved, what left and why. Every change of the
-pool goes through here, so that :meth:`PoolKeeper.take` gives a store exactly what it lacks.
+An entry is *usable* when it is among the latest ``window`` entries held and of an environment that the run has; one
+that is too old (``max_age``) is removed. Everything follows from the entries in ``saved`` order and the version;
+nothing depends on the order of past events. Every change goes through :class:`PoolKeeper`, so that
+:meth:`PoolKeeper.take` gives a store exactly the rows that it lacks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which tasks are replayed, and which of their trajectories (REPLAY.md 1, 2 and 5).
+"""Selection of tasks and of stored trajectories to replay (docs/REPLAY.md 1, 2 and 5).
 
-Random numbers whose whole state is a few counters, so that a resumed stage draws what would have come.
+Random numbers come from :class:`Draws`, whose whole state is a few counters: a resumed stage draws the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The replay stage as one pure state machine: events in, rows and messages out. It owns no task, socket, file or clock.
 
-*consumes* what actors and learner say, scores and the time; *produces* (:meth:`StageCore.collect`) the rows that one
-transaction must write and the messages that may be sent once it is durable. *waits for*: nothing. Whoever runs it
-keeps this order: apply events, :meth:`StageCore.plan`, :meth:`StageCore.collect`, commit, send.
-
-What the groups of an earlier process are worth to this one, whose run file may be another.
+*consumes* messages of actors and learner, scores and the time; *produces* (:meth:`StageCore.collect`) the rows that
+one transaction must write and the messages that may be sent once it is durable. *waits for*: nothing. The caller keeps
+this order: apply events, :meth:`StageCore.plan`, :meth:`StageCore.collect`, commit, send.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups, ZeroVarianceFilter
 from pipeline.stage.ingest import Ingest, ScoreNow
 from pipeline.stage.leases import Leases, OrderDispatch
-from pipeline.stage.replay_groups import ReplayGroups
+from pipeline.stage.replay_groups import ReplayGroups, UpdateReport
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
-from pipeline.stage.update_report import UpdateReport
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
 from pipeline.store.ledger import Count
 from pipeline.store.payloads import PayloadRefCounts
@@ -220,7 +217,7 @@ class StageCore:
         return self.journal.collect()
 
     def _restore_batches(self) -> None:
-        """Groups take the places in updates that they had."""
+        """Groups are assigned to the updates that they had."""
         for group in self.records.values():
             if group.state is GroupState.PLACED:
                 assert group.update is not None

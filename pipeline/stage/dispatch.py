@@ -1,4 +1,4 @@
-"""The learner's side: which group goes to which update, what was trained, what must be trained again.
+"""The learner's side of the stage: assigns groups to updates, sends them, and records what was trained or rolled back.
 
 *consumes* HELLO, CONSUMED, VERSION and CHECKPOINTED of the learner and complete groups; *produces* PLAN, DELIVERY, ACK.
 """
@@ -12,9 +12,8 @@ from typing import Any, Literal
 from pipeline.schema import GroupPlan
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
-from pipeline.stage.replay_groups import ReplayGroups
+from pipeline.stage.replay_groups import ReplayGroups, UpdateReport
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.stage.update_report import UpdateReport
 from pipeline.store.journal import Journal, Send
 from pipeline.store.ledger import Count
 from pipeline.store.payloads import PayloadRefCounts
@@ -200,7 +199,7 @@ class Dispatch:
                 self._untrain(group)
                 again[group.group_number] = group.update
         if self._batches.consumed > updates:
-            log.warning("the learner goes on from %d updates, %d were made: %d groups are trained again",
+            log.warning("the learner continues from %d updates, %d were made: %d groups are trained again",
                         updates, self._batches.consumed, len(again))  # fmt: skip
         self._batches.roll_back(updates, again)
         self._close_gaps()

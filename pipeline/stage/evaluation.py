@@ -1,10 +1,8 @@
-"""When which weights are evaluated, and what came out: at most one evaluation at a time.
+"""Schedule and results of evaluations: at most one at a time, and the best results so far.
 
 *consumes* versions, answers and scores of its rollouts; *produces* slots to order, results. Its groups
 (:mod:`pipeline.stage.evaluation_rollouts`) are in no batch, pool, difficulty or admission. Everything is derived from
-rows that are written anyway: after a restart the tasks without a group are planned, and those that had one go on.
-
-The best evaluations so far, each better than the one before.
+rows that are written anyway: after a restart, tasks without a group are planned and the others continue.
 """
 
 from __future__ import annotations
@@ -28,9 +26,11 @@ log = logging.getLogger("afterplay.replay")
 
 
 class BestResults:
-    """By ``metric`` (``score`` or ``pass@K``). ``kept``: what :meth:`as_json` gave; of another metric it is dropped.
+    """The best evaluations so far by ``metric`` (``score`` or ``pass@K``), each better than the one before.
 
-    Those before the best stay: a learner that goes back takes the last ones with it."""
+    ``kept``: what :meth:`as_json` gave; dropped where its metric is another one. Those before the best are kept for a
+    learner that goes back to an older checkpoint.
+    """
 
     def __init__(self, metric: str, kept: Sequence[dict[str, Any]]) -> None:
         self._metric = metric
@@ -41,8 +41,8 @@ class BestResults:
         return self._bests[-1] if self._bests else None
 
     def offer(self, result: Result, shape: dict[str, Any]) -> None:
-        """A complete evaluation. Of other tasks, or played otherwise (``shape``), it begins anew: such values are not
-        to be compared. Of equals the first stays."""
+        """Add a complete evaluation. One with other tasks or sampling (``shape``) starts over, because their values
+        cannot be compared. Of equal values the first stays."""
         if self.best is not None and self.best["of"] != shape:
             self._bests = []
         value = result.value(self._metric)
@@ -96,7 +96,7 @@ class Evaluations:
         self.tasks: HeldOut | None = None
         self.rollouts = rollouts
         """The rollouts of the active one."""
-        self._told: object = None
+        self._last_header: object = None
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -119,11 +119,11 @@ class Evaluations:
             self.tasks = HeldOut(self._config, self._sources, own)
             self._resume()
 
-    def capacity(self, places: int) -> int:
-        """How many of the actors' ``places`` evaluation may have now."""
+    def capacity(self, slots: int) -> int:
+        """Orders that evaluation may have now, of all the actors' ``slots``."""
         if self._batches.finished or self._section.only or self._section.strict:
-            return places
-        return max(1, int(self._section.slots * places))
+            return slots
+        return max(1, int(self._section.slots * slots))
 
     def holds_back(self, update: int) -> bool:
         """Whether ``update`` must wait for an evaluation of the weights before it: the first update for that of the
@@ -148,7 +148,7 @@ class Evaluations:
         return int(self.active["policy_version"])
 
     def plan(self) -> list[OrderRecord]:
-        """Begin and end what is due. Returns orders that actors must be told to stop."""
+        """Begin and end what is due. Returns orders that actors must stop."""
         section = self._section
         if not self.on:
             return self._end("abandoned") if self.active is not None else []
@@ -184,7 +184,7 @@ class Evaluations:
         return self._clock.now + max(0.0, left)
 
     def header(self) -> dict[str, Any]:
-        """What the learner is told."""
+        """Header of an EVALUATION message to the learner."""
         brief = None
         if self.last is not None:
             brief = {key: self.last[key] for key in ("evaluation", "updates", "policy_version", "status", "score")}
@@ -199,14 +199,14 @@ class Evaluations:
     def news(self) -> dict[str, Any] | None:
         """:meth:`header` if it has changed since the last call."""
         header = self.header()
-        if not self.on or header == self._told:
+        if not self.on or header == self._last_header:
             return None
-        self._told = header
+        self._last_header = header
         return header
 
     @property
     def progress(self) -> str:
-        """For people: ``12 of 64 tasks``; empty when nothing plays."""
+        """For people: ``12 of 64 tasks``; empty when no evaluation runs."""
         if self.active is None:
             return ""
         ended, total = self.rollouts.ended, self.active["total"]
@@ -234,7 +234,7 @@ class Evaluations:
                  live, self._batches.policy_version)  # fmt: skip
 
     def _resume(self) -> None:
-        """Go on with what an earlier process was playing, if it would be the same today."""
+        """Resume the evaluation of an earlier process, if the run file still describes the same one."""
         if self.active is None or self.tasks is None:
             return
         if self.active["shape"] != self._shape():

@@ -1,9 +1,8 @@
-"""The rollouts of one evaluation: groups of the states ``evaluating`` and ``evaluated``, one for each held-out task.
+"""Held-out tasks of an evaluation and their rollouts: one group in state ``evaluating`` or ``evaluated`` for each task.
 
 *consumes* answers and scores of its orders; *produces* slots to order, summaries. A rollout that failed is ordered
-again up to ``evaluation.attempts_max`` times in all, and then is missing.
-
-The tasks of an evaluation: always the same ones, read when they are ordered.
+again, up to ``evaluation.attempts_max`` times in all; after that it counts as missing. The tasks are the same in every
+evaluation of a run and are read when they are ordered.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class HeldOut:
         if not wanted:
             raise _missing(config, list(config.environments), own)
         self.splits: dict[str, Split] = {name: split for name in wanted if (split := found[name]) is not None}
-        self._places = [
+        self._tasks_at = [
             (name, index * len(split) // n)
             for name, split in self.splits.items()
             for n in (min(section.tasks, len(split)),)
@@ -87,25 +86,25 @@ class HeldOut:
         ]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._tasks_at)
 
-    def __getitem__(self, place: int) -> Task:
-        name, index = self._places[place]
+    def __getitem__(self, index: int) -> Task:
+        name, index = self._tasks_at[index]
         return self.splits[name][index]
 
-    def environment(self, place: int) -> str:
-        return self._places[place][0]
+    def environment(self, index: int) -> str:
+        return self._tasks_at[index][0]
 
     @property
     def tasks(self) -> dict[str, int]:
         """How many of each environment."""
-        return {name: sum(env == name for env, _ in self._places) for name in self.splits}
+        return {name: sum(env == name for env, _ in self._tasks_at) for name in self.splits}
 
     @property
     def fingerprint(self) -> str:
         """Changes with anything that changes which tasks these are."""
         digest = hashlib.blake2b(digest_size=16)
-        for name, index in self._places:
+        for name, index in self._tasks_at:
             digest.update(f"{self.splits[name].task_id(index)}\n".encode())
         return digest.hexdigest()
 
@@ -145,7 +144,7 @@ def _names(config: RunConfig, name: str, own: Mapping[str, Splits]) -> list[str]
 
 
 class EvaluationRollouts:
-    """Of the evaluation that plays now; empty between two."""
+    """Groups and orders of the evaluation that is running; empty between two."""
 
     def __init__(
         self, config: RunConfig, records: GroupRecords, payloads: PayloadRefCounts, journal: Journal, clock: Clock
@@ -157,11 +156,11 @@ class EvaluationRollouts:
         self._journal = journal
         self._clock = clock
         self.stopped: list[OrderRecord] = []
-        """Orders that ended here and that their actors must be told to stop; the core empties it."""
+        """Orders that ended here and that their actors must stop; the core empties it."""
         self._tasks: HeldOut | None = None
         self._updates = 0
         self._waiting: list[int] = []
-        """Places of tasks that have no group yet, the next one last."""
+        """Indices of tasks that have no group yet, the next one last."""
         self._wants: list[tuple[int, int]] = []
         """Group number and slot to order."""
 
@@ -171,7 +170,7 @@ class EvaluationRollouts:
 
     @property
     def in_flight(self) -> int:
-        """Places of actors that it has."""
+        """Slots of actors that it has."""
         return sum(slot.leased for g in self.groups if g.state is GroupState.EVALUATING for slot in g.slots)
 
     @property
@@ -192,7 +191,7 @@ class EvaluationRollouts:
         """After a restart: ``tasks`` without a group are still to be planned."""
         self.begin(tasks, updates)
         planned = {group.evaluation_index for group in self.groups}
-        self._waiting = [place for place in self._waiting if place not in planned]
+        self._waiting = [index for index in self._waiting if index not in planned]
         self._wants = [
             (group.group_number, index)
             for group in self.groups
@@ -249,11 +248,11 @@ class EvaluationRollouts:
 
     def summaries(self, pass_at: Sequence[int], threshold: float) -> dict[str, Summary]:
         """By environment, in the order of the tasks; those that were never ordered count as missing."""
-        played = {group.evaluation_index: _of(group) for group in self.groups}
+        results = {group.evaluation_index: _of(group) for group in self.groups}
         if self._tasks is not None:
-            for place in self._waiting:
-                played.setdefault(place, TaskResult(self._tasks.environment(place), (), missing=self._section.samples))
-        return summarise([played[place] for place in sorted(played)], pass_at, threshold)
+            for index in self._waiting:
+                results.setdefault(index, TaskResult(self._tasks.environment(index), (), missing=self._section.samples))
+        return summarise([results[index] for index in sorted(results)], pass_at, threshold)
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -263,7 +262,7 @@ class EvaluationRollouts:
         return (min(f.version_min for f in sampled), max(f.version_max for f in sampled)) if sampled else None
 
     def end(self, reason: str) -> list[OrderRecord]:
-        """Forget all groups; those that still play are cancelled. Returns orders that actors must be told to stop."""
+        """Forget all groups; those still open are cancelled. Returns orders that actors must stop."""
         stopped: list[OrderRecord] = []
         for group in self.groups:
             if group.state is GroupState.EVALUATING:
@@ -283,24 +282,24 @@ class EvaluationRollouts:
         self._journal.forget_group(group.group_number)
         del self._records[group.group_number]
 
-    def _plan(self, place: int) -> None:
+    def _plan(self, index: int) -> None:
         assert self._tasks is not None
         number = self._records.take_number()
         slots = [Slot() for _ in range(self._section.samples)]
         group = GroupRecord(
-            number, self._tasks[place], place, self._clock.wall, slots, GroupState.EVALUATING, self._updates
+            number, self._tasks[index], index, self._clock.wall, slots, GroupState.EVALUATING, self._updates
         )
         self._records[number] = group
         self._journal.group(group)
         self._journal.count(Count.EVALUATIONS_TASKS_PLANNED)
-        for index in range(len(slots)):
-            heapq.heappush(self._wants, (number, index))
+        for slot in range(len(slots)):
+            heapq.heappush(self._wants, (number, slot))
 
-    def _is_shown(self, place: int, slot: int) -> bool:
+    def _is_shown(self, index: int, slot: int) -> bool:
         """``traces.evaluated`` rollouts: spread over the tasks, and the first of a task before its second."""
         tasks = 0 if self._tasks is None else len(self._tasks)
         whole, rest = divmod(self._config.traces.evaluated, tasks) if tasks else (0, 0)
-        return slot < whole or (slot == whole and place * rest % tasks < rest)
+        return slot < whole or (slot == whole and index * rest % tasks < rest)
 
     def _open(self, group: GroupRecord, index: int) -> bool:
         slot = group.slots[index]

@@ -1,13 +1,9 @@
-"""Groups from admission to completion: which slots want an order, what an answer does to its slot.
+"""Groups from admission to completion: slots that need an order, answers, scores, and the outcome of a complete group.
 
-*consumes* admissions, answers, scores; *produces* slots to order, complete groups, cancelled groups.
-
-What becomes of a finished group whose rewards are all equal (``groups.equal_rewards``): it teaches nothing.
-
-*consumes* finished groups and the place they would take; *produces* the decision to train, drop or replace each, and
-its count. *waits for*: nothing.
-
-Slows admission down while nothing succeeds: a broken environment must not turn into a flood of orders.
+*consumes* admissions, answers, scores; *produces* slots to order, complete groups, cancelled groups. *waits for*:
+nothing. A complete group whose rewards have zero variance is trained, dropped or replaced (``groups.equal_rewards``).
+While groups are given up because their rollouts fail, admission backs off, so that a broken environment does not turn
+into a flood of orders.
 """
 
 from __future__ import annotations
@@ -71,7 +67,7 @@ class ZeroVarianceFilter:
         self._refilled = {int(update): count for update, count in (refilled or {}).items()}
 
     def decide(self, group: GroupRecord) -> GroupOutcome:
-        """Decide, once, about a group that has just become complete. Counts what it decides about equal rewards."""
+        """Decide, once, about a group that has just become complete. Decisions about zero variance are counted."""
         rule = self._config.groups
         with_baseline = self._config.advantage.estimator == "remax" or ":" in self._config.advantage.estimator
         if not zero_variance(group, with_baseline=with_baseline):
@@ -278,7 +274,7 @@ class Groups:
             self._settle(group)
 
     def unscored(self, record: TrajectoryRecord) -> int:
-        """Fresh places of its group without a reward, its own and the open ones included."""
+        """Fresh slots of its group without a reward, its own and the open ones included."""
         group = self._records[record.key.group]
         return sum(
             slot.trajectory is None or slot.trajectory.reward is None
@@ -287,7 +283,7 @@ class Groups:
         )
 
     def _settle(self, group: GroupRecord) -> None:
-        """A group is complete: it is trained, unless its rewards are all equal."""
+        """A group is complete: it is trained, unless its rewards have zero variance."""
         outcome = self._zero_variance.decide(group)
         if outcome is GroupOutcome.REFILL:
             self.cancel(group, CancelReason.UNINFORMATIVE)
@@ -300,13 +296,13 @@ class Groups:
         self._batches.complete(group.group_number)
 
     def _drop_group(self, group: GroupRecord) -> None:
-        """Its trajectories end here; the group keeps its place, so that its update is made without it."""
+        """Its trajectories end here; the group stays assigned, so that its update is made without it."""
         self._replays.dropped(group)
         self._drop_held(group, Drop.UNINFORMATIVE)
         group.reason = ZERO_VARIANCE
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
-        """Give up an open group; returns the orders that actors must be told to stop."""
+        """Give up an open group; returns the orders that actors must stop."""
         assert group.open, group
         self._replays.cancelled(group, finished=group.state is not GroupState.COLLECTING)
         group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, self._clock.wall
@@ -318,10 +314,10 @@ class Groups:
             self._records.end_order(order, OrderState.CANCELLED, reason.value)
         if self._config.scorer.by_group:
             self._journal.effect(GivenUp(group.group_number))
-        equal = reason is CancelReason.UNINFORMATIVE
-        if equal:
+        zero_variance = reason is CancelReason.UNINFORMATIVE
+        if zero_variance:
             self._replays.count_dropped(group)
-        self._drop_held(group, Drop.UNINFORMATIVE if equal else Drop.CANCELLED)
+        self._drop_held(group, Drop.UNINFORMATIVE if zero_variance else Drop.CANCELLED)
         return stopped
 
     def _drop_held(self, group: GroupRecord, drop: Drop) -> None:

@@ -1,8 +1,7 @@
-"""Trajectories coming in: expected ones are kept and scored, all others get the answer that ends them at the actor.
+"""Admission of trajectories that arrive: expected ones are stored and scored, all others are acknowledged or refused.
 
-*consumes* TRAJECTORY messages and verdicts; *produces* acknowledgements, refusals, :class:`Score` effects.
-
-One look at the bytes of an arriving trajectory: is it one, is it the one that was ordered, what is in it.
+*consumes* TRAJECTORY messages and verdicts; *produces* acknowledgements, refusals, :class:`Score` effects. The bytes of
+a trajectory are decoded and validated once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Orders at actors: who may take one, who has which, which came back, which never will.
+"""Orders at actors: issue, expiry, and the orders of an actor that left or came back.
 
-*consumes* actors coming and going, answers, the clock; *produces* ORDER and CANCEL messages and lost orders.
-
-Orders for actors that have room: rollouts of held-out tasks in their share, then what training waits for.
+*consumes* actors coming and going, answers, the clock; *produces* ORDER and CANCEL messages and lost orders. Free
+slots of actors go first to rollouts of held-out tasks, in their share, then to those that training needs.
 """
 
 from __future__ import annotations
@@ -126,13 +125,13 @@ class Leases:
 
     def ended(self, orders: Iterable[OrderRecord], cancel: str = "") -> None:
         """Forget leases that ended elsewhere; with ``cancel``, tell their actors to stop."""
-        told: dict[str, list[str]] = {}
+        by_actor: dict[str, list[str]] = {}
         for order in orders:
             actor = self.actors.get(order.actor)
             if actor is not None and actor.leases.pop(order.key, None) is not None and actor.down_since is None:
-                told.setdefault(actor.name, []).append(order.key.text)
+                by_actor.setdefault(actor.name, []).append(order.key.text)
         if cancel:
-            for name, ids in told.items():
+            for name, ids in by_actor.items():
                 self._journal.effect(Send(name, Kind.CANCEL, {"order_ids": ids, "reason": cancel}))
 
     def tick(self) -> None:
@@ -167,7 +166,7 @@ class Leases:
         heapq.heappush(self._deadlines, (order.deadline, order.key))
 
     def _wanted(self, key: OrderKey | None, actor: Actor) -> bool:
-        """Whether the actor should go on with it: its lease, or answered and waiting to be acknowledged."""
+        """Whether the actor should continue it: its lease, or answered and waiting to be acknowledged."""
         if key is None:
             return False
         order = self._records.find_order(key)
@@ -186,7 +185,7 @@ class Leases:
 
 
 class OrderDispatch:
-    """*consumes* pending slots, new groups and free places; *produces* leases."""
+    """*consumes* pending slots, new groups and free actors; *produces* leases."""
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class OrderDispatch:
         self._evaluations = evaluations
 
     def order(self) -> None:
-        """Give free actors what is to be played: pending slots first, then new groups as far as admission allows."""
+        """Issue orders to free actors: pending slots first, then new groups as far as admission allows."""
         if self._batches.policy_version < 0:
             return
         free = [(-actor.free, actor.name) for actor in self._leases.actors.values() if actor.free > 0]
@@ -225,18 +224,18 @@ class OrderDispatch:
             self._order_evaluation(free, share=False)
 
     def _order_evaluation(self, free: list[tuple[int, str]], *, share: bool = True) -> None:
-        """They come first, in their ``share`` of the places; all places that are left where training waits for them."""
+        """Evaluation comes first, in its ``share`` of the slots; without ``share`` it takes all that are free."""
         evaluations = self._evaluations
         if evaluations.active is None:
             return
-        places = sum(actor.slots for actor in self._leases.actors.values() if actor.down_since is None)
-        room = (evaluations.capacity(places) if share else places) - evaluations.rollouts.in_flight
+        slots = sum(actor.slots for actor in self._leases.actors.values() if actor.down_since is None)
+        room = (evaluations.capacity(slots) if share else slots) - evaluations.rollouts.in_flight
         while free and room > 0 and (wanted := evaluations.take()) is not None:
             self._give(free, *wanted, evaluations.policy_version())
             room -= 1
 
     def _give(self, free: list[tuple[int, str]], group: GroupRecord, index: int, version: int) -> None:
-        """An order for the actor with the most free places."""
+        """Issue an order to the actor with the most free slots."""
         name = free[0][1]
         actor = self._leases.actors[name]
         self._leases.issue(group, index, actor, version)

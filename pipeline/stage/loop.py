@@ -141,7 +141,7 @@ class StageLoop:
                 self._cache.forget(changes.forgotten_payloads)
                 self.on_commit(time.perf_counter() - started)
                 if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
-                    # before the learner is told: who is told may look
+                    # before the learner hears of it, because it may read the file
                     await anyio.to_thread.run_sync(self.on_evaluated, ended)
                 for effect in effects:
                     if isinstance(effect, Score):

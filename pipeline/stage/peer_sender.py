@@ -1,8 +1,8 @@
 """Messages on their way to peers: one queue and one task for each, so that a slow peer stops nobody else.
 
-*consumes* effects whose rows are durable; *produces* sends on the hub; *waits for* that one peer's queue. What is
-queued is bounded by the protocol: orders by an actor's slots, groups by the learner's credits. Payloads are read when
-their turn comes.
+*consumes* effects whose rows are durable; *produces* sends on the hub; *waits for* that one peer's queue. Queues are
+bounded by the protocol: orders by an actor's slots, groups by the learner's credits. Payloads are read when their turn
+comes.
 """
 
 from __future__ import annotations

@@ -1,25 +1,61 @@
-"""Where groups meet the experience pool: what is admitted next, what a finished group changes, what replays became of.
+"""Connection between groups and the experience pool: plans groups with stored candidates, saves fresh successes.
 
 *consumes* admissions, finished and cancelled groups, the learner's reports; *produces* planned groups with pinned
-candidates, rows and counts of the pool. The pool itself (``experience``) knows nothing of groups, payloads or rows.
+candidates, rows and counts of the pool. The pool itself (:mod:`pipeline.experience`) knows no groups, payloads or rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config import RunConfig
+from pipeline.errors import WireError
 from pipeline.experience.experience import Experience
 from pipeline.stage.group_records import GroupRecords
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.stage.update_report import UpdateReport
 from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
 from pipeline.store.payloads import PayloadRefCounts
 from pipeline.store.records import Drop, GroupRecord, PinnedCandidate, TrajectoryRecord, TrajectoryState
 from pipeline.tasks.sampler import TaskSampler
+
+ESS_OF = ("all", "fresh", "replay", "carried")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The optional part of CONSUMED (docs/PROTOCOL.md), checked before anything changes."""
+
+    replayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By group id: the replays that were trained."""
+    ess: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(ESS_OF))
+    """Kish effective sample size of pi/mu over recorded tokens, as a share: ``all``, ``fresh``, ``replay``.
+    ``carried``: that of ``replay`` times min(1, mean ratio), which the guard of the replay share goes by."""
+    entropies: Mapping[str, float] = field(default_factory=dict)
+    """By trajectory id: mean exact entropy over its sampled tokens, nats."""
+    choice_failed: int = 0
+    """Groups for which the learner could not choose and took the stage's choice."""
+    policy_version: int | None = None
+    """Version of the weights that the update was made from; None: not reported."""
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any]) -> UpdateReport:
+        """Raises :class:`WireError` for values of the wrong kind; numbers that are not finite count as unknown."""
+        try:
+            replayed = {str(g): tuple(map(str, ids)) for g, ids in (header.get("replayed") or {}).items()}
+            ess = {key: _finite((header.get("ess") or {}).get(key)) for key in ESS_OF}
+            entropies = {
+                str(t): value for t, v in (header.get("entropy") or {}).items() if (value := _finite(v)) is not None
+            }
+            version = header.get("policy_version")
+            version = None if version is None else int(version)
+            return cls(replayed, ess, entropies, int(header.get("choice_failed") or 0), version)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise WireError(f"what the learner reports of an update is not understood: {error}") from error
 
 
 class ReplayGroups:
@@ -89,7 +125,7 @@ class ReplayGroups:
             self._rescue(group, outcome.rescue)
 
     def dropped(self, group: GroupRecord) -> None:
-        """``group`` is finished and will not be trained, but keeps its place in an update."""
+        """``group`` is finished and will not be trained, but stays assigned to an update."""
         self.unpin(group)
         self.count_dropped(group)
 
@@ -179,7 +215,7 @@ class ReplayGroups:
             self._journal.count(Count.left_pool(reason))
 
     def _rescue(self, group: GroupRecord, candidates: Sequence[Candidate]) -> None:
-        """The last fresh rollout gives its place to a stored success."""
+        """Replace the last fresh rollout by a stored success."""
         record = group.slots.pop().trajectory
         assert record is not None, group
         record.state, record.reason = TrajectoryState.DROPPED, Drop.REPLACED.value
@@ -211,7 +247,7 @@ class ReplayGroups:
         self._journal.replays(group)
 
     def _solve_rate(self, groups: Sequence[GroupRecord]) -> float | None:
-        """Share of successes among all fresh rollouts of ``groups`` and of those left out since the update before,
+        """Share of successes among all fresh rollouts of ``groups`` and of those dropped since the update before,
         replaced ones (failures all) included."""
         counts = [self._successes(group) for group in groups] + [(self._dropped_counts[0], self._dropped_counts[1])]
         self._dropped_counts = [0, 0]
@@ -251,3 +287,8 @@ def _share(groups: Sequence[GroupRecord]) -> float:
     # of a single turn the stage does not know the length: the mean one of its trajectory
     replayed = sum(c.entry.n_sampled / (c.entry.n_turns if c.turn is not None else 1) for c in chosen)
     return replayed / (fresh + replayed) if replayed else 0.0
+
+
+def _finite(value: Any) -> float | None:
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None

@@ -1,6 +1,6 @@
-"""Between the loop and the scorer: trajectories wait here for their reward (bounded by what admission lets in).
+"""Queue between the loop and the scorer, and the gate that holds trajectories until their whole group is there.
 
-Trajectories that wait for the rest of their group, because a reward function must see all of it. Pure.
+Bounded by admission. The gate is used where a reward function must see all trajectories of a group.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GroupGate(Generic[T]):
         return [members[s] for s in sorted(members)] if len(members) >= n else None
 
     def drop(self, group: int, row_ids: set[int]) -> None:
-        """These members have failed: others will come in their place."""
+        """These members have failed: others will replace them."""
         members = self._groups.get(group, {})
         for row_id in row_ids & members.keys():
             del members[row_id]
@@ -81,8 +81,8 @@ class Scoring:
 
     def __init__(self, scorer: Scorer, store: ReplayStore, limits: Limits, concurrency: int, deliver: Deliver) -> None:
         self._scorer, self._store, self._limits, self._deliver = scorer, store, limits, deliver
-        self._places = anyio.CapacityLimiter(concurrency)
-        self._gathering: GroupGate[_Member] = GroupGate()
+        self._slots = anyio.CapacityLimiter(concurrency)
+        self._gate: GroupGate[_Member] = GroupGate()
         self._queue: deque[Score] = deque()
         self._wake = anyio.Event()
 
@@ -92,7 +92,7 @@ class Scoring:
 
     def forget(self, group: int) -> None:
         """The group was given up."""
-        self._gathering.end(group)
+        self._gate.end(group)
 
     async def run(self) -> None:
         """Until cancelled; what is not scored then is scored by the next process."""
@@ -102,7 +102,7 @@ class Scoring:
                     self._wake = anyio.Event()
                     await self._wake.wait()
                 effect = self._queue.popleft()
-                await self._places.acquire_on_behalf_of(effect.record.row_id)
+                await self._slots.acquire_on_behalf_of(effect.record.row_id)
                 group.start_soon(self._one, effect)
 
     async def _one(self, effect: Score) -> None:
@@ -115,12 +115,12 @@ class Scoring:
                 trajectory = decode_trajectory(frames[effect.record.row_id], self._limits)
             verdict = await self._scorer.score(trajectory)
         finally:
-            self._places.release_on_behalf_of(effect.record.row_id)
+            self._slots.release_on_behalf_of(effect.record.row_id)
         if verdict.reward is None or not self._scorer.needs_group(trajectory.task.environment):
             await self._deliver([(effect.record, verdict)])
             return
         member = _Member(effect.record, trajectory, verdict)
-        members = self._gathering.put(effect.record.key.group, effect.record.row_id, member, effect.members)
+        members = self._gate.put(effect.record.key.group, effect.record.row_id, member, effect.members)
         if members is not None:
             await self._together(effect.record.key.group, members)
 
@@ -129,8 +129,8 @@ class Scoring:
         scored = [(member.record, verdict) for member, verdict in zip(members, verdicts, strict=True)]
         failed = [(record, verdict) for record, verdict in scored if verdict.reward is None]
         if failed:
-            self._gathering.drop(group, {record.row_id for record, _ in failed})
+            self._gate.drop(group, {record.row_id for record, _ in failed})
             await self._deliver(failed)
         else:
-            self._gathering.end(group)
+            self._gate.end(group)
             await self._deliver(scored)

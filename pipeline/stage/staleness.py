@@ -1,4 +1,4 @@
-"""Which groups may be played, and which update each of them is trained in: arithmetic only, no clock, no I/O.
+"""Admission of groups and their placement in updates under the staleness bound: arithmetic only, no clock, no I/O.
 
 Legend: ``G`` groups per update, ``η`` bound, ``a`` updates whose weights were live when a group was admitted,
 ``d = a + η`` its deadline (the last update that may train it), ``c`` updates made so far.
@@ -8,13 +8,13 @@ Admission is AReaL's rule (Fu et al. 2025, arXiv:2505.24298, section 5.1), count
     c·G + open + 1  <=  (η + live + 1)·G          open: admitted, not cancelled, not yet consumed
 
 Refusing admission is enough to keep *averages* fresh, not each group: a young group that finishes early must not take
-the place of an older one that still plays. So a place in update ``u`` is given to a finished group only if afterwards
+the slot of an older one that still collects. So a slot in update ``u`` is given to a finished group only if afterwards
 every group that is not placed yet can still meet its deadline::
 
-    for all d' in u .. d-1:   #{unplaced groups with deadline <= d'}  <=  places left in updates u .. d'  - 1
+    for all d' in u .. d-1:   #{unplaced groups with deadline <= d'}  <=  slots left in updates u .. d'  - 1
 
 By induction this always holds for the unplaced group with the earliest deadline, so the rule cannot block for ever:
-when nothing is being played, something can be placed; and admission alone allows the ``G`` groups that an update needs.
+when no rollout is running, something can be placed; and admission alone allows the ``G`` groups that an update needs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StalenessRule:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A finished group got a place in ``update``. ``late``: that is after its deadline (only after a restart)."""
+    """A finished group was assigned to ``update``. ``late``: that is after its deadline (only after a restart)."""
 
     group: int
     update: int
@@ -58,7 +58,7 @@ class StalenessLedger:
     """State of the rule over the groups of a run, by group number.
 
     *consumes* admissions, completions, cancellations, updates and versions; *produces* admission capacity and
-    placements. A place, once given, is kept until the update is consumed or the group cancelled, so a learner that
+    placements. A placement is kept until the update is consumed or the group cancelled, so a learner that
     starts again from an older checkpoint repeats the same updates.
     """
 
@@ -87,7 +87,7 @@ class StalenessLedger:
 
     @property
     def ready(self) -> int:
-        """Finished groups without a place."""
+        """Finished groups without an update."""
         return len(self._ready_set)
 
     @property
@@ -112,7 +112,7 @@ class StalenessLedger:
         return 0 if self.live is None else self.rule.capacity(self.live, self.consumed, self.open)
 
     def admit(self, group: int) -> int:
-        """Charge a place for a new group; returns its ``admitted_update``. The caller has checked :meth:`capacity`."""
+        """Charge a slot for a new group; returns its ``admitted_update``. The caller has checked :meth:`capacity`."""
         if self.live is None or self.capacity() < 1:
             raise ValueError(
                 f"group {group}: no admission capacity (live {self.live}, consumed {self.consumed}, open {self.open})"
@@ -129,7 +129,7 @@ class StalenessLedger:
             self.complete(group)
 
     def restore_placed(self, group: int, update: int) -> None:
-        """Put back a group with the place it had (after a restart of the stage, or of the learner)."""
+        """Put back a group with the update it had (after a restart of the stage, or of the learner)."""
         self.placed[group] = update
         self._filled[update] += 1
 
@@ -139,7 +139,7 @@ class StalenessLedger:
         heapq.heappush(self._ready, (self._deadline[group], group))
 
     def cancel(self, group: int) -> None:
-        """The group will not be trained; its place is free again. Unknown groups are ignored."""
+        """The group will not be trained; its slot is free again. Unknown groups are ignored."""
         if group in self.placed:
             self._filled[self.placed.pop(group)] -= 1
         elif group in self._deadline:
@@ -147,7 +147,7 @@ class StalenessLedger:
             self._ready_set.discard(group)
 
     def place_next(self) -> Placement | None:
-        """Give the most urgent finished group a place, if the rule allows one."""
+        """Assign the most urgent finished group to an update, if the rule allows it."""
         while self._ready and self._ready[0][1] not in self._ready_set:
             heapq.heappop(self._ready)
         if not self._ready:
@@ -171,7 +171,7 @@ class StalenessLedger:
         self.consumed = max(self.consumed, update + 1)
 
     def roll_back(self, updates: int, groups: dict[int, int]) -> None:
-        """The learner goes on from weights of ``updates`` updates; ``groups`` (group: update) are trained again."""
+        """The learner continues from weights of ``updates`` updates; ``groups`` (group: update) are trained again."""
         self.consumed = updates
         if self.live is not None:
             self.live = min(self.live, updates)

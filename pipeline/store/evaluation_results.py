@@ -1,12 +1,11 @@
-"""What an evaluation says: arithmetic only.
+"""Scores and pass@k of an evaluation, and the log of evaluations (``evaluations.jsonl``).
 
 Legend: ``n`` rollouts of a task that have a reward, ``c`` of them successes, ``T`` tasks. The score of an environment
-is the mean over tasks of the mean reward of a task; its standard error is that of a mean over ``T`` tasks, which are
-what was drawn (rollouts of one task are not independent): ``sd / sqrt(T)``. pass@k is the unbiased estimator of Chen et
-al. 2021 (arXiv:2107.03374, eq. 1), ``1 - C(n-c, k) / C(n, k)``, meaned over the tasks with ``n >= k``. A rollout
-without a reward is in none of these: it is counted as missing.
-
-``evaluations.jsonl``: one line for each evaluation that ended, also when the process was killed in between.
+is the mean over tasks of the mean reward of a task. Its standard error is that of a mean over ``T`` tasks,
+``sd / sqrt(T)``, because tasks are what was drawn and rollouts of one task are not independent. pass@k is the unbiased
+estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1), ``1 - C(n-c, k) / C(n, k)``, averaged over the tasks with
+``n >= k``. A rollout without a reward is in none of these: it is counted as missing. The log has one line for each
+evaluation that ended, also when the process was killed in between.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Summary:
 
 @dataclass(slots=True)
 class Result:
-    """One evaluation, as ``evaluations.jsonl`` and the learner are told."""
+    """Result of one evaluation, as in ``evaluations.jsonl`` and in messages to the learner."""
 
     number: int
     """Counts from 0 in a run."""
@@ -90,7 +89,7 @@ class Result:
     """Unix seconds."""
     ended_at: float = 0.0
     skipped: int = 0
-    """Evaluations before it that fell out because one was still playing."""
+    """Evaluations before it that were skipped because one was still running."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""The words that the experience pool and the stage share."""
+"""Data types that the experience pool and the stage share."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Fresh:
     duration_seconds: float
     entropy: float | None
     replayable: bool = True
-    """False where its training prompt is not the played one (guided, lessons discarded)."""
+    """False where its training prompt is not that of the rollout (guided, lessons discarded)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""What one round of events changed, and what has to be said once that is durable.
+"""Collects the rows that a round of events changed, its counters, and the messages to send once the rows are durable.
 
-Records as rows of the store: columns in the order of ``store_file.TABLES``.
+Rows have the columns of ``pipeline.store.tables.TABLES``, in that order.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Finished:
 
 @dataclass(slots=True)
 class UntrainedRollout:
-    """A rollout that is not trained and is kept for people to look at: it failed, or was played for an evaluation."""
+    """A rollout that is not trained and is kept for people to look at: it failed, or was made for an evaluation."""
 
     trajectory_id: str
     frames: Frames
@@ -127,7 +127,7 @@ Effect = Send | Score | GivenUp | Finished | UntrainedRollout | Evaluated
 
 @dataclass(slots=True)
 class Changes:
-    """Rows of one transaction, copied so that the core may go on while they are written."""
+    """Rows of one transaction, copied so that the core may continue while they are written."""
 
     groups: list[Row] = field(default_factory=list)
     replays: list[Row] = field(default_factory=list)
@@ -218,7 +218,7 @@ class Journal:
             self._forgotten_payloads.append(row_id)
 
     def forget_group(self, number: int) -> None:
-        """The group leaves memory: it will not be asked for when the stage starts again."""
+        """The group leaves memory: it is not loaded when the stage starts again."""
         self._forgotten_groups.append(number)
 
     def meta(self, key: str, value: Any) -> None:

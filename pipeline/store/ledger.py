@@ -1,4 +1,4 @@
-"""The accounts of a run: every order, trajectory and group in exactly one state, readable while the stage runs."""
+"""Counters of a run and their audit: every order, trajectory and group is in exactly one state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP_OPEN = ("collecting", "ready", "placed")
 
 
 class Count(StrEnum):
-    """The counters of a run. Their values are names in the store, grouped by what stands before the first dot."""
+    """The counters of a run. Their values are names in the store, grouped by the part before the first dot."""
 
     ORDERS_ISSUED = "orders.issued"
     ORDERS_IN_FLIGHT = "orders.in_flight"

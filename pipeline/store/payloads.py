@@ -1,4 +1,4 @@
-"""Who still needs which payload. One that nobody needs is freed, in the same transaction."""
+"""Payloads of stored trajectories: reference counts, which free what nobody needs, and a cache of the newest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 
 
 class PayloadRefCounts:
-    """Counts holders by ``row_id``: the group it was played for, the pool, every group that may replay it."""
+    """Counts holders of a payload by ``row_id``: its own group, the pool, every group that may replay it."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

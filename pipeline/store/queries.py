@@ -1,6 +1,6 @@
-"""The trajectories of a store as a list: filtered and sorted by SQLite from facts, without touching a payload.
+"""Read-only queries on a store, also while a stage writes it: filtered lists of trajectories, payloads, the pool.
 
-What people and files want to know of a store, read while a stage may be writing it.
+Lists are filtered and sorted by SQLite from facts alone; no payload is read.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Filters:
     step: Span | None = None
     """Trained in such an update, fresh or replayed. The first step is 1."""
     evaluation: Span | None = None
-    """Played to evaluate weights with so many updates."""
+    """Made to evaluate weights with so many updates."""
     split: str | None = None
     """Of the task: ``train``, or one that is held out."""
     version: Span | None = None
@@ -174,7 +174,7 @@ class Listed:
     step: int | None
     """Of the update that trained it fresh; the first is 1."""
     evaluation: int | None = None
-    """Updates in the weights that it was played to evaluate; None: it was played for training."""
+    """Updates in the weights that it evaluates; None: it was made for training."""
     replays: tuple[int, ...] = ()
     """Steps that trained it again."""
 

@@ -1,7 +1,4 @@
-"""What the stage keeps: groups, orders and trajectories, each in one named state at a time.
-
-Which policy version every update was trained from: a version is published for each update, so few numbers say it.
-"""
+"""Records of groups, orders and trajectories, each in one named state; the policy version of each update."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class GroupState(StrEnum):
     UNINFORMATIVE = "uninformative"
     """Terminal: its rewards were all equal, and its update was made without it (``groups.equal_rewards: drop``)."""
     EVALUATING = "evaluating"
-    """Its task is held out: it is played for an evaluation and is in no batch."""
+    """Its task is held out: its rollouts are for an evaluation and it is in no batch."""
     EVALUATED = "evaluated"
     """Terminal: an evaluation has what there is of it. ``reason`` says why rollouts are missing, if they are."""
 
@@ -97,7 +94,7 @@ class Drop(StrEnum):
     SCHEMA = "schema"
     """Its values break the data model, or it has another schema version."""
     REPLACED = "replaced"
-    """A stored success took its place, because every fresh rollout of its group failed."""
+    """A stored success replaced it, because every fresh rollout of its group failed."""
     UNINFORMATIVE = "uninformative"
     """All rewards of its group were equal (``groups.equal_rewards``)."""
 
@@ -116,11 +113,11 @@ class CancelReason(StrEnum):
     UNTRAINED = "untrained"
     """The learner made its update without it."""
     UNINFORMATIVE = "uninformative"
-    """Its rewards were all equal, and a new group takes its place (``groups.equal_rewards: refill``)."""
+    """Its rewards were all equal, and a new group replaces it (``groups.equal_rewards: refill``)."""
 
 
 ZERO_VARIANCE = "uninformative"
-"""Reason of a group that keeps its place in an update and is not trained: its trajectories are dropped already."""
+"""Reason of a group that stays assigned to an update and is not trained: its trajectories are dropped already."""
 
 
 class OrderKey(NamedTuple):
@@ -172,7 +169,7 @@ class OrderRecord:
 
 @dataclass(slots=True, frozen=True)
 class Facts:
-    """What the stage knows of a trajectory without its arrays."""
+    """Metadata of a trajectory: everything the stage needs without its arrays."""
 
     status: str
     n_turns: int
@@ -187,7 +184,7 @@ class Facts:
     entropy: float | None = None
     """``-mean(log mu)`` over sampled tokens, nats: estimates the mean entropy at collection. None: not recorded."""
     replayable: bool = True
-    """False where it may not enter the experience pool: its training prompt is not the played one, or its
+    """False where it may not enter the experience pool: its training prompt is not that of the rollout, or its
     log-probabilities were not recorded."""
 
 
@@ -215,7 +212,7 @@ class TrajectoryRecord:
 
 @dataclass(slots=True)
 class Slot:
-    """One of the fresh places of a group: at most one order out, at most one trajectory in."""
+    """One fresh rollout of a group: at most one order out, at most one trajectory in."""
 
     serial: int = 0
     """Orders issued for it so far."""
@@ -245,7 +242,7 @@ class PinnedCandidate:
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One group, open or kept until a checkpoint covers its update: ``len(slots)`` fresh places and ``k`` replays."""
+    """One group, open or kept until a checkpoint covers its update: ``len(slots)`` fresh rollouts and ``k`` replays."""
 
     group_number: int
     task: Task
@@ -264,18 +261,18 @@ class GroupRecord:
     replays: list[PinnedCandidate] = field(default_factory=list)
     """What these may be chosen from, the stage's own choice first."""
     rescued: bool = False
-    """All its fresh rollouts failed and one gave its place to a replay."""
+    """All its fresh rollouts failed and a replay replaced one of them."""
     greedy: Slot | None = None
-    """Place of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
+    """Slot of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
 
     @property
     def evaluation(self) -> bool:
-        """Whether it is played for an evaluation. Then ``update`` is the number of updates in the evaluated weights."""
+        """Whether it belongs to an evaluation. Then ``update`` is the number of updates in the evaluated weights."""
         return self.state in (GroupState.EVALUATING, GroupState.EVALUATED)
 
     @property
     def evaluation_index(self) -> int:
-        """Of its task in the list of the evaluation; kept where groups for training keep ``admitted_update``."""
+        """Index of its task in the evaluation; stored where groups for training have ``admitted_update``."""
         return self.admitted_update
 
     @property
@@ -301,16 +298,16 @@ class GroupRecord:
 
     @property
     def all_slots(self) -> list[Slot]:
-        """All that are ordered: the fresh ones and the greedy one."""
+        """Every slot that is ordered: the fresh ones and the greedy one."""
         return [*self.slots, self.greedy] if self.greedy is not None else self.slots
 
     @property
     def greedy_index(self) -> int:
-        """Number of the greedy place: behind all of the group, so that a rescue does not move it."""
+        """Index of the greedy slot: behind all of the group, so that a rescue does not move it."""
         return self.n_rollout
 
     def slot(self, index: int) -> Slot:
-        """By the number that orders tell. Raises :class:`IndexError`."""
+        """The slot with this index in orders. Raises :class:`IndexError`."""
         if self.greedy is not None and index == self.greedy_index:
             return self.greedy
         return self.slots[index]
@@ -326,7 +323,7 @@ class GroupRecord:
 
     @property
     def dropped(self) -> bool:
-        """Whether its rewards were all equal and its update is made without it."""
+        """Whether its rewards have zero variance and its update is made without it."""
         return self.reason == ZERO_VARIANCE and self.state is not GroupState.CANCELLED
 
     @property
@@ -354,7 +351,7 @@ class TrainedVersions:
 
     def note(self, update: int, version: int) -> bool:
         """``update`` was trained from the weights of ``version``; what is known of later updates is forgotten, they
-        will be made anew. Returns whether :meth:`state` changed."""
+        will be made again. Returns whether :meth:`state` changed."""
         before = list(self._points)
         del self._points[bisect.bisect_left(self._points, (update,)) :]
         if self.at(update) != version:

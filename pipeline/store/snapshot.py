@@ -1,4 +1,4 @@
-"""What the stage starts from: the rows of the store as records."""
+"""State that the stage starts from: rows of the store joined to records."""
 
 from __future__ import annotations
 

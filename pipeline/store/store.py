@@ -1,7 +1,7 @@
-"""Everything the stage knows, on disk: one SQLite database, one transaction per round of events.
+"""The state of the stage on disk: one SQLite database, one transaction per round of events.
 
-A killed process leaves a state that existed. Payloads are kept as they came over the wire. The store is written by one
-thread at a time and may be read by others meanwhile (WAL).
+A killed process leaves a state that existed. Payloads are stored as they came over the wire. The store is written by
+one thread at a time and may be read by others meanwhile (WAL).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ReplayStore:
             self._lock.release()
 
     def load(self) -> Snapshot:
-        """What the stage goes on from."""
+        """State that the stage starts from."""
         with self._explained("read"):
             read = self._writer.execute
             kept = "group_number IN (SELECT group_number FROM groups WHERE kept = 1)"

@@ -1,4 +1,4 @@
-"""Opening the data of a run file: which reader for which kind, and what can only be checked with the data at hand."""
+"""Opens the data of a run file and checks what can only be checked with the data at hand."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def open_source(name: str, section: EnvironmentConfig, run_seed: int = 0) -> Tas
         tuple({id(rows): rows for rows in opened.values()}.values()),
     )
     sizes = ", ".join(f"{len(split)} of {split.split}" for split in source.splits.values())
-    told = ", ".join(f"{n} {kind}" for kind, n in source.counts.items() if n)
-    log.info("environments.%s: %s: %s tasks (rows: %s)", name, data.where, sizes, told)
+    counts = ", ".join(f"{n} {kind}" for kind, n in source.counts.items() if n)
+    log.info("environments.%s: %s: %s tasks (rows: %s)", name, data.where, sizes, counts)
     for reason in source.bad:
         log.warning("environments.%s: skipped %s", name, reason)
     return source
 
 
-def told(config: RunConfig) -> list[str]:
-    """What :func:`open_sources` finds, for people. Raises :class:`ConfigurationError`."""
+def describe_tasks(config: RunConfig) -> list[str]:
+    """Summary of :func:`open_sources` for people, in lines. Raises :class:`ConfigurationError`."""
     lines = []
     for name, source in open_sources(config).items():
         lines.append(f"environments.{name}: {', '.join(f'{n} {kind}' for kind, n in source.counts.items() if n)}")

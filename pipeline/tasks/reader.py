@@ -1,7 +1,4 @@
-"""What a kind of data must be able to do: be read once in order, and at any row, in bounded memory.
-
-Which files a path of the run file means.
-"""
+"""Interface of a reader of data: all rows once in order, any row at random, in bounded memory; files of a path."""
 
 from __future__ import annotations
 

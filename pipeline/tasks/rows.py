@@ -1,4 +1,4 @@
-"""From a row of the data to a payload: filter, columns, checks. Pure."""
+"""A row of the data as the payload of a task: filter, columns, checks. Pure."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def row_hash(content: bytes) -> int:
 
 
 def question_hash(payload: Mapping[str, Any]) -> int:
-    """64 bits that stand for what is asked; of the whole payload where it has none of :data:`QUESTION`."""
+    """64-bit hash of the question; of the whole payload where it has none of :data:`QUESTION`."""
     question = {name: payload[name] for name in QUESTION if name in payload} or payload
     return row_hash(b"question:" + orjson.dumps(question, option=_OPTIONS))
 

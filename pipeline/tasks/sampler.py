@@ -1,4 +1,4 @@
-"""Which task is played next. All state is two kinds of counters, so it is small, exact and resumable."""
+"""Draws the next task to train. All state is two kinds of counters, so it is small, exact and resumable."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class DrawOutcome(Enum):
     """What becomes of a task that came next."""
 
     TAKE = auto()
-    """It is played."""
+    """The caller uses it now."""
     KEEP = auto()
-    """The caller plays it later; the next one is looked at."""
+    """The caller uses it later; the next one is looked at."""
     PASS = auto()
-    """It is not played this time round; the environment's next one is looked at."""
+    """It is skipped in this pass; the environment's next one is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,10 @@ class TaskSampler:
     visits its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
 
     ``sources`` are the train splits of the environments with ``tasks_from``: their tasks are rows. One that had all
-    its ``epochs`` gives its turns to the others; when all had, they go on, because cancelled groups used some up.
+    its ``epochs`` gives its turns to the others; when all had, a further pass begins, because cancelled groups used up
+    some tasks.
 
-    Environments may have splits of their own (:meth:`learn`): then task ``i`` has the seed at place ``seed + i`` of
+    Environments may have splits of their own (:meth:`learn`): then task ``i`` has the seed at index ``seed + i`` of
     their train split, round and round, and what is in any other split is never drawn.
     """
 
@@ -141,22 +142,22 @@ class TaskSampler:
         if source is not None:
             row = source.order(index)
             return Drawn(source.task_id(row), partial(source.__getitem__, row))
-        seed = self._seed_at(name, self._place(name, index))
+        seed = self._seed_at(name, self._position(name, index))
         while seed is None:
-            # held out: the environment's share counts what is played
+            # held out: the environment's share counts only tasks that are used
             self._base[name] += 1
-            seed = self._seed_at(name, self._place(name, self._drawn[name]))
+            seed = self._seed_at(name, self._position(name, self._drawn[name]))
             self._drawn[name] += 1
         task_id = f"{name}/{seed}"
         return Drawn(task_id, partial(Task, task_id, name, seed))
 
-    def _place(self, name: str, index: int) -> int:
+    def _position(self, name: str, index: int) -> int:
         n = self._environments[name].tasks
         return index if n is None else self._shuffled(name, n, index // n)[index % n]
 
-    def _seed_at(self, name: str, place: int) -> int | None:
-        """Seed of the task at ``place``, counted from the first; None: it is not for training."""
-        own, seed = self._splits.get(name, {}), self._environments[name].seed + place
+    def _seed_at(self, name: str, index: int) -> int | None:
+        """Seed of the task at ``index``, counted from the first; None: it is not for training."""
+        own, seed = self._splits.get(name, {}), self._environments[name].seed + index
         if TRAIN in own:
             seed = own[TRAIN][seed % len(own[TRAIN])]
         return None if is_held_out(own, seed) else seed
@@ -186,7 +187,7 @@ class TaskSampler:
         return set()
 
     def _compare(self, before: Mapping[str, str]) -> None:
-        """Go on only in the data that the positions were counted in."""
+        """Refuse data other than that which the positions were counted in."""
         for name, source in self._sources.items():
             if not self._drawn[name] or before.get(name) == source.fingerprint:
                 continue

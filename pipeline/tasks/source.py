@@ -1,13 +1,8 @@
-"""One environment's data: what is used of it, which split each row is in, and the task of a row.
+"""Data of one environment: the rows in use, the split of each, and the task of a row.
 
 Opening reads the data once and keeps some thirty bytes a row: its number and a hash of its payload, which is part of
-the task's id. So an id means the same row with the same content for ever, and what changed behind our back is noticed
-when it is read.
-
-A permutation of 0..n-1 that is computed, not stored: any position at once, no memory, the same everywhere.
-
-A Feistel network over the smallest even number of bits that holds n, walked along its cycle until it is below n
-(Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It shuffles; it is no cipher.
+the task's id. So an id always means the same row with the same content, and data that changed later is noticed when it
+is read. Tasks are shuffled by :class:`Permutation`, which is computed, not stored.
 """
 
 from __future__ import annotations
@@ -32,6 +27,9 @@ _MASK = (1 << 64) - 1
 
 class Permutation:
     """``Permutation(n, key)[i]`` for i in 0..n-1 visits each of 0..n-1 once, in an order that follows from ``key``.
+
+    A Feistel network over the smallest even number of bits that holds n, walked along its cycle until it is below n
+    (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). It shuffles; it is no cipher.
 
     >>> sorted(Permutation(5, "seed 0, epoch 1")[i] for i in range(5))
     [0, 1, 2, 3, 4]
@@ -78,7 +76,7 @@ KINDS = TASK_ROWS
 """What can become of a row: a task, not wanted by the filter, not usable, left out because another split asks the same,
 in no split (shares of less than 1) or beyond the limit."""
 REASONS_MAX = 5
-"""Bad rows that are told with their reason."""
+"""Bad rows that are reported with their reason."""
 
 
 @dataclass(slots=True)
@@ -120,7 +118,7 @@ class TaskSplit:
 
     @property
     def restarts(self) -> bool:
-        """Whether other data than before begins anew instead of being refused."""
+        """Whether changed data starts over instead of being refused."""
         return self._section.on_change == "restart"
 
     @property
@@ -207,12 +205,12 @@ class Indexing:
     def named(self, rows: Mapping[str, Rows]) -> dict[str, RowIndex]:
         """A data set for each split; train is read last and gives up what another split asks."""
         found: dict[str, RowIndex] = {}
-        asked: set[int] = set()
+        held_out: set[int] = set()
         for name in sorted(rows, key=lambda name: name == TRAIN):
             found[name] = index = RowIndex()
             mine: set[int] = set()
             for number, content_hash, question in self._usable(rows[name]):
-                if question in asked:
+                if question in held_out:
                     self.counts["held_out"] += 1
                     continue
                 self._put(index, number, content_hash)
@@ -220,7 +218,7 @@ class Indexing:
                     mine.add(question)
                 if self._full(index):
                     break
-            asked |= mine
+            held_out |= mine
         return {name: found[name] for name in rows}
 
     def _usable(self, rows: Rows) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,4 @@
-"""Seeds of the splits that an environment has of its own, as an actor tells them to the replay stage.
-
-Held-out tasks of environments whose tasks are seeds.
-"""
+"""Splits of environments whose tasks are seeds: those that an environment has itself, and those of ``held_out``."""
 
 from __future__ import annotations
 

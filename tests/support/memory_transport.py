@@ -1,13 +1,11 @@
-"""The in-memory twins of :mod:`pipeline.transport.zeromq`: same contract, same code above the wire, faults on demand.
+"""Hub and links in one process: the contract and the code above the wire of :mod:`pipeline.transport.zeromq`.
 
-Messages are encoded and decoded as on a socket, so limits, JSON headers and corrupt bytes behave the same. Time is
-``anyio.current_time()`` alone.
+Messages are encoded and decoded as on a socket, so limits, JSON headers and corrupt bytes behave the same. Faults are
+made on demand. Time is ``anyio.current_time()`` alone, so it runs under virtual time.
 
 >>> network = MemoryNetwork(Faults(seed=7, disconnect=0.01, delay_seconds=(0.0, 0.2)))
 >>> async with MemoryHub(network) as hub, MemoryLink(network, "actor-0") as link: ...
 >>> network.disconnect("actor-0")
-
-A network of lists: the wires of hub and links in one process, with faults on purpose. Runs under virtual time.
 """
 
 from __future__ import annotations

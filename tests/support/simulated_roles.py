@@ -1,8 +1,7 @@
-"""What simulated actors and learner have in common: connections and their faults, the other side of ``simulation``.
+"""Simulated actors and learner for :mod:`tests.support.simulation`, with the faults of their connections.
 
-A simulated actor: plays orders for a random time, keeps what is not acknowledged, forgets everything in a crash.
-
-A simulated learner: trains, publishes and checkpoints; a crash takes it back to its last checkpoint.
+An actor runs orders for a random time, keeps what is not acknowledged and forgets everything in a crash. A learner
+trains, publishes and checkpoints; a crash takes it back to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -159,17 +158,17 @@ class Peer(ABC):
 
 
 class SimulatedActor(Peer):
-    """Plays orders for a random time; keeps what is not acknowledged."""
+    """Runs orders for a random time; keeps what is not acknowledged."""
 
     def __init__(self, sim: Simulation, name: str, slots: int) -> None:
         super().__init__(sim, name)
         self.slots = slots
-        self.playing: dict[str, Order] = {}
+        self.running: dict[str, Order] = {}
         self.outbox: dict[str, Frames] = {}
         self.life = 0
 
     def hello(self) -> dict[str, Any]:
-        return {"role": "actor", "slots": self.slots, "holding": [*self.playing, *self.outbox]}
+        return {"role": "actor", "slots": self.slots, "holding": [*self.running, *self.outbox]}
 
     def connected(self, header: dict[str, Any]) -> None:
         for trajectory_id, frames in self.outbox.items():
@@ -177,7 +176,7 @@ class SimulatedActor(Peer):
 
     def crash(self) -> None:
         self.life += 1
-        self.playing, self.outbox = {}, {}
+        self.running, self.outbox = {}, {}
         self.disconnect()
 
     def handle(self, message: WireMessage) -> None:
@@ -185,13 +184,13 @@ class SimulatedActor(Peer):
         match message.kind:
             case Kind.ORDER:
                 order = decode_order(header)
-                assert order.order_id not in self.playing and order.order_id not in self.outbox
-                self.playing[order.order_id] = order
-                assert len(self.playing) + len(self.outbox) <= self.slots * 4
+                assert order.order_id not in self.running and order.order_id not in self.outbox
+                self.running[order.order_id] = order
+                assert len(self.running) + len(self.outbox) <= self.slots * 4
                 self._play(order)
             case Kind.CANCEL:
                 for order_id in header["order_ids"]:
-                    self.playing.pop(order_id, None)
+                    self.running.pop(order_id, None)
                     self.outbox.pop(order_id, None)
             case Kind.ACK:
                 for order_id in header["trajectory_ids"]:
@@ -210,7 +209,7 @@ class SimulatedActor(Peer):
         self.sim.after(seconds, lambda: self._finish(order, life))
 
     def _finish(self, order: Order, life: int) -> None:
-        if life != self.life or self.playing.pop(order.order_id, None) is None:
+        if life != self.life or self.running.pop(order.order_id, None) is None:
             return
         faults, rng = self.sim.faults_now, self.sim.rng
         status = TrajectoryStatus.COMPLETE
