@@ -25,7 +25,7 @@ from tests.support.simulated_roles import Faults, Peer, SimulatedActor, Simulate
 
 
 class Simulation:
-    """Owns the clock. :meth:`run` ends when the learner has made all updates, or after ``seconds_max`` of virtual time."""
+    """Owns the clock. :meth:`run` ends when all updates are made, or after ``seconds_max`` of virtual time."""
 
     def __init__(
         self, config: RunConfig, path: Path, seed: int, faults: Faults, actors: int = 2, slots: int = 4
