@@ -57,7 +57,7 @@ class Importer:
         self._origin, self._version = self._look()
 
     def run(self, file: Path) -> Counter[str]:
-        """What became of the trajectories of ``file``: ``imported``, ``duplicate``, ``failure`` (a reward below
+        """Counts of the trajectories of ``file``: ``imported``, ``duplicate``, ``failure`` (a reward below
         ``replay.success_threshold``), ``retired`` (or too old), and ``left.<reason>`` of what had to make room."""
         for trajectory, portable in self._trajectories(file):
             self._check(file, trajectory, portable)

@@ -1,4 +1,4 @@
-"""How hard each task is: its bucket, its history, and whether it is retired (REPLAY.md 2).
+"""Difficulty of tasks: bucket, history and retirement (docs/REPLAY.md 2).
 
 Only fresh rollouts count. A task is in one bucket, by the successes of its latest finished group, or retired (every
 fresh rollout of its latest ``replay.retire_after`` groups succeeded), or neither (nothing is known of it).
@@ -84,7 +84,7 @@ class Difficulty:
         return record.retired and not was_retired, was_retired and not record.retired
 
     def _solved(self, record: TaskRecord, was_retired: bool) -> bool:
-        """Whether the task is, or stays, retired after the group that ends its history."""
+        """True if the task is, or stays, retired after the group that ends its history."""
         after = self._retire_after
         if after is None:
             return False

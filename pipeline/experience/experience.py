@@ -72,7 +72,7 @@ class Experience:
         return len(self._pool)
 
     def holds(self, row_id: int) -> bool:
-        """Whether the trajectory with this ``row_id`` is in the pool."""
+        """True if the trajectory with this ``row_id`` is in the pool."""
         return row_id in self._pool
 
     @property
@@ -101,7 +101,7 @@ class Experience:
 
     @property
     def factor(self) -> float:
-        """What the guard has left of ``task_ratio``, 0 to 1."""
+        """Share of ``task_ratio`` that the guard leaves, 0 to 1."""
         return self._factor
 
     @property
@@ -111,7 +111,7 @@ class Experience:
 
     @property
     def bytes(self) -> int:
-        """Of the payloads of all entries."""
+        """Bytes of the payloads of all entries."""
         return self._pool.bytes
 
     def age_to(self, version: int) -> None:
@@ -120,8 +120,9 @@ class Experience:
             self._keeper.gone(self._keeper.age_to(version))
 
     def next_group(self, sampler: TaskSampler, *, progress: float, version: int) -> Planned:
-        """What to admit now. ``progress``: share of the run that is done, 0 to 1; ``version``: newest policy version.
+        """Plan the group to admit now.
 
+        ``progress``: share of the run that is done, 0 to 1; ``version``: newest policy version.
         The sampler is drawn unless this is a replay group or a retest.
         """
         if not self._enabled:

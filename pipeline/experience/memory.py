@@ -30,7 +30,7 @@ APPLICATION_ID = 0x41464C4D
 MEMORY_VERSION = 1
 """``user_version`` in the SQLite header (bytes 60-63)."""
 BUSY_SECONDS_MAX = 10.0
-"""How long one stage waits for another that writes to the same file."""
+"""Longest wait for another stage that writes to the same file."""
 
 TABLES = """
 CREATE TABLE lessons (
@@ -88,7 +88,7 @@ def open_memory(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 def _is_ours(path: Path, remedy: str) -> bool:
-    """Whether ``path`` is a memory (False: there is nothing yet). Reads 100 bytes and changes nothing."""
+    """True if ``path`` is a memory (False: there is nothing yet). Reads 100 bytes and changes nothing."""
     try:
         with path.open("rb") as file:
             header = file.read(100)
@@ -142,7 +142,7 @@ def _create(path: Path) -> None:
 
 
 QUERY_CHARACTERS_MAX = 4096
-"""Of the task text that a search is made with."""
+"""Limit on the task text that a search uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def plain_conversation(trajectory: Trajectory) -> list[Message]:
 
 
 def task_text(trajectory: Trajectory) -> str:
-    """What the first message of the user asks for, without lessons; empty where there is none."""
+    """Text of the first message of the user, without lessons; empty where there is none."""
     messages = plain_conversation(trajectory)
     user = first_user(tuple(messages))
     return "" if user is None else messages[user].content[:QUERY_CHARACTERS_MAX]

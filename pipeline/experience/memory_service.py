@@ -196,7 +196,7 @@ class MemoryService:
         return "written" if added else "nothing"
 
     def _decode(self, group: Finished, frames: Mapping[int, Frames]) -> list[Trajectory]:
-        """Those that are still stored, with the scorer's verdict."""
+        """Members that are still stored, with the scorer's verdict."""
         return [
             decode_trajectory(frames[member.row_id], self._limits).scored(member.reward, member.rewards)
             for member in group.members

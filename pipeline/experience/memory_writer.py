@@ -47,7 +47,7 @@ class MemoryWriter:
         self._threads = 0
 
     def wants(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards can give a lesson."""
+        """True if a group with these rewards can give a lesson."""
         return not self._contrast or min(rewards, default=0.0) < self._threshold <= max(rewards, default=0.0)
 
     async def __call__(self, task: str, trajectories: Sequence[Trajectory]) -> list[str]:
@@ -129,7 +129,7 @@ def contrast(trajectories: Sequence[Trajectory], success_threshold: float, chara
 
 
 def _tried(trajectory: Trajectory, characters_max: int) -> str:
-    """What was said and what came back, in order, in at most ``characters_max`` characters."""
+    """Transcript of the rollout in at most ``characters_max`` characters."""
     messages = plain_conversation(trajectory)
     start = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
     steps: list[str] = []

@@ -31,7 +31,7 @@ class Mixing:
         self._replay = replay
         self._batch = batch
         self.started = bool(state.get("started", False))
-        """Whether mixing has begun; it never ends."""
+        """True if mixing has begun; it never ends."""
         self._position = int(state.get("position", 0))
         self._target = int(state.get("target", 0))
         self._replays = int(state.get("replays", 0))
@@ -56,12 +56,12 @@ class Mixing:
 
     @property
     def retest_due(self) -> bool:
-        """Whether this admission should retest a retired task."""
+        """True if this admission should retest a retired task."""
         return self._retest_credit >= 1 - SLACK
 
     @property
     def replay_due(self) -> bool:
-        """Whether this admission should be a replay group: those of a batch come first, so that its fresh draws do not
+        """True if this admission should be a replay group: those of a batch come first, so that its fresh draws do not
         take the tasks that could be replayed."""
         return self._replays < self._target
 
@@ -82,7 +82,7 @@ class Mixing:
             self.started = True
 
     def take_rescue(self, factor: float) -> bool:
-        """Whether the group that could be rescued now is: all of them, or every ``1/factor``-th under the guard."""
+        """True if the group that could be rescued now is: all of them, or every ``1/factor``-th under the guard."""
         credit = min(2.0, self._rescue_credit + factor)
         taken = credit >= 1 - SLACK
         self._rescue_credit = max(0.0, credit - 1) if taken else credit

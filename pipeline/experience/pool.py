@@ -26,7 +26,7 @@ class TaskEntries:
     """In ``saved`` order."""
     usable: tuple[PoolEntry, ...] = ()
     n_turns: int = 0
-    """Of the usable ones together."""
+    """Units of the usable entries together."""
     n_recorded: int = 0
     version_sum: int = 0
     """Sum of ``version_min`` over the recorded ones."""
@@ -62,7 +62,7 @@ class Pool:
         self._versions: dict[int, dict[int, str]] = {}
         self._version = 0
         self.bytes = 0
-        """Of the payloads."""
+        """Bytes of the payloads."""
         self.touched: set[str] = set()
         for entry in sorted(entries, key=lambda e: e.saved):
             self._insert(entry)
@@ -85,11 +85,11 @@ class Pool:
 
     @property
     def shelves(self) -> Mapping[str, TaskEntries]:
-        """What is stored, by task."""
+        """Stored entries by task."""
         return self._shelves
 
     def shelf(self, task_id: str) -> TaskEntries | None:
-        """What is stored for a task; None when nothing is."""
+        """Stored entries of a task; None when there are none."""
         return self._shelves.get(task_id)
 
     @property
@@ -157,7 +157,7 @@ class Pool:
         return gone
 
     def too_old(self, entry: PoolEntry) -> bool:
-        """Whether it can never be used, at this version or a later one."""
+        """True if it can never be used, at this version or a later one."""
         return self._age_max is not None and entry.age(self._version) > self._age_max
 
     def _insert(self, entry: PoolEntry) -> None:

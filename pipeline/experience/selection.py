@@ -73,7 +73,7 @@ class TaskIndex:
         return self._buckets.get(bucket, ())
 
     def buckets(self) -> list[int | None]:
-        """Those that are not empty, in order."""
+        """Buckets that are not empty, in order."""
         return sorted(self._buckets, key=lambda b: -1 if b is None else b)
 
 

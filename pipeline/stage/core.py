@@ -126,7 +126,7 @@ class StageCore:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has made all its updates."""
+        """True if the run has made all its updates."""
         return self.batches.finished
 
     def set_time(self, now: float, wall: float) -> None:
@@ -206,7 +206,7 @@ class StageCore:
             self.journal.effect(Send(self.dispatch.peer, Kind.EVALUATION, news))
 
     def next_deadline(self) -> float | None:
-        """When :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
+        """Time at which :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
         backoff = self.groups.backoff.until if self.groups.backoff.holds(self._clock.now) else None
         times = (self.leases.next_deadline(), self.evaluations.next_deadline(), backoff)
         return min((time for time in times if time is not None), default=None)

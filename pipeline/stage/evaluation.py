@@ -105,16 +105,16 @@ class Evaluations:
 
     @property
     def on(self) -> bool:
-        """Whether anything is to be evaluated."""
+        """True if anything is to be evaluated."""
         return self._section.on
 
     @property
     def only(self) -> bool:
-        """Whether nothing is trained in this run."""
+        """True if nothing is trained in this run."""
         return self._section.only
 
     def learn(self, own: Mapping[str, Splits]) -> None:
-        """What splits the environments have: now the tasks are known. Raises :class:`ConfigurationError`."""
+        """Find the tasks, given the splits of environments. Raises :class:`ConfigurationError`."""
         if self.on and self.tasks is None:
             self.tasks = HeldOut(self._config, self._sources, own)
             self._resume()
@@ -126,7 +126,7 @@ class Evaluations:
         return max(1, int(self._section.slots * slots))
 
     def holds_back(self, update: int) -> bool:
-        """Whether ``update`` must wait for an evaluation of the weights before it: the first update for that of the
+        """True if ``update`` must wait for an evaluation of the weights before it: the first update for that of the
         start, every one with ``evaluation.strict``."""
         if not self.on:
             return False
@@ -143,7 +143,7 @@ class Evaluations:
         return None if self.active is None or self.tasks is None else self.rollouts.take()
 
     def policy_version(self) -> int:
-        """That engines must have at least."""
+        """Oldest policy version that may sample it."""
         assert self.active is not None
         return int(self.active["policy_version"])
 

@@ -97,7 +97,7 @@ class HeldOut:
 
     @property
     def tasks(self) -> dict[str, int]:
-        """How many of each environment."""
+        """Number of tasks of each environment."""
         return {name: sum(env == name for env, _ in self._tasks_at) for name in self.splits}
 
     @property
@@ -247,7 +247,7 @@ class EvaluationRollouts:
         return slot.failures >= self._section.attempts_max and not slot.leased
 
     def summaries(self, pass_at: Sequence[int], threshold: float) -> dict[str, Summary]:
-        """By environment, in the order of the tasks; those that were never ordered count as missing."""
+        """Results by environment, in the order of the tasks; tasks that were never ordered count as missing."""
         results = {group.evaluation_index: _of(group) for group in self.groups}
         if self._tasks is not None:
             for index in self._waiting:

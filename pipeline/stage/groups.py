@@ -45,7 +45,7 @@ TOLERANCE = 1e-9
 
 
 class GroupOutcome(StrEnum):
-    """What becomes of a finished group."""
+    """Decision about a finished group."""
 
     TRAIN = "train"
     DROP = "drop"
@@ -92,7 +92,7 @@ class ZeroVarianceFilter:
 
 
 def zero_variance(group: GroupRecord, *, with_baseline: bool) -> bool:
-    """Whether all rewards that ``group`` may be trained with are equal: of fresh rollouts, of the stored trajectories
+    """True if all rewards that ``group`` may be trained with are equal: of fresh rollouts, of the stored trajectories
     it may be completed with, and of the greedy rollout where it is compared with that. One alone has none to be equal
     to."""
     rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
@@ -116,7 +116,7 @@ class AdmissionBackoff:
     """Groups given up since the last one that was completed."""
     until: float = 0.0
     reason: str = ""
-    """What the last rollout failed with."""
+    """Failure of the last rollout."""
 
     def failed(self, now: float) -> None:
         """A group was given up because its rollouts fail."""
@@ -130,7 +130,7 @@ class AdmissionBackoff:
         self.failures, self.until = 0, 0.0
 
     def holds(self, now: float) -> bool:
-        """Whether new groups have to wait."""
+        """True if new groups have to wait."""
         return now < self.until
 
 
@@ -348,7 +348,7 @@ class Groups:
         return record
 
     def _keep_as_baseline(self, record: TrajectoryRecord) -> None:
-        """Of a scored greedy rollout only the reward is needed."""
+        """Keep only the reward of a scored greedy rollout."""
         record.state = TrajectoryState.BASELINE
         self._payloads.release(record.row_id, record.facts.n_bytes)
         self._journal.count(Count.TRAJECTORIES_HELD, -1)

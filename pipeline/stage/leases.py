@@ -153,7 +153,7 @@ class Leases:
             self._groups.lost(order, "not answered in time", failure=True)
 
     def next_deadline(self) -> float | None:
-        """When :meth:`tick` has something to do, on the clock of ``now``."""
+        """Time at which :meth:`tick` has something to do, on the clock of ``now``."""
         times = [self._deadlines[0][0]] if self._deadlines else []
         silence = self._config.transport.silence_seconds_max
         times += [actor.down_since + silence for actor in self.actors.values() if actor.down_since is not None]
@@ -166,7 +166,7 @@ class Leases:
         heapq.heappush(self._deadlines, (order.deadline, order.key))
 
     def _wanted(self, key: OrderKey | None, actor: Actor) -> bool:
-        """Whether the actor should continue it: its lease, or answered and waiting to be acknowledged."""
+        """True if the actor should continue it: its lease, or answered and waiting to be acknowledged."""
         if key is None:
             return False
         order = self._records.find_order(key)

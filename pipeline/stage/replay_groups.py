@@ -31,12 +31,12 @@ class UpdateReport:
     """The optional part of CONSUMED (docs/PROTOCOL.md), checked before anything changes."""
 
     replayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By group id: the replays that were trained."""
+    """Ids of the replays that were trained, by group id."""
     ess: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(ESS_OF))
     """Kish effective sample size of pi/mu over recorded tokens, as a share: ``all``, ``fresh``, ``replay``.
     ``carried``: that of ``replay`` times min(1, mean ratio), which the guard of the replay share goes by."""
     entropies: Mapping[str, float] = field(default_factory=dict)
-    """By trajectory id: mean exact entropy over its sampled tokens, nats."""
+    """Mean exact entropy over sampled tokens, nats, by trajectory id."""
     choice_failed: int = 0
     """Groups for which the learner could not choose and took the stage's choice."""
     policy_version: int | None = None

@@ -223,7 +223,7 @@ class UntrainedTraces:
 
 @contextmanager
 def untrained_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UntrainedTraces]:
-    """Of a stage that ``evaluates`` or not."""
+    """Traces that the run file asks for. ``evaluates``: the stage has evaluations."""
 
     def writer(kind: str, on: bool) -> TraceWriter | None:
         if not on:

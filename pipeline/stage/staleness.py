@@ -104,7 +104,7 @@ class StalenessLedger:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has made all its updates."""
+        """True if the run has made all its updates."""
         return self.rule.updates_max is not None and self.consumed >= self.rule.updates_max
 
     def capacity(self) -> int:

@@ -27,7 +27,7 @@ class TaskResult:
 
     environment: str
     rewards: Sequence[float]
-    """Of the rollouts that have one."""
+    """Rewards of the rollouts that have one."""
     truncated: int = 0
     """Rollouts that a limit ended; they have a reward and are in ``rewards``."""
     failed: int = 0
@@ -40,11 +40,11 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of one environment."""
+    """Results of one environment."""
 
     tasks: int
     scored_tasks: int
-    """With at least one reward."""
+    """Tasks with at least one reward."""
     score: float | None
     """None: nothing was scored."""
     se: float | None
@@ -74,9 +74,9 @@ class Result:
     number: int
     """Counts from 0 in a run."""
     updates: int
-    """That the weights contained."""
+    """Updates that the weights contain."""
     policy_version: int
-    """That was to be evaluated."""
+    """Version that was to be evaluated."""
     reason: str
     """``start``, ``schedule``, ``end`` or ``command``."""
     status: str
@@ -108,7 +108,7 @@ class Result:
         return _mean_of([s.pass_at.get(k) for s in self.environments.values()])
 
     def value(self, metric: str) -> float | None:
-        """Of ``score`` or ``pass@K``."""
+        """Value of ``score`` or ``pass@K``."""
         return self.score if metric == "score" else self.pass_at(int(metric.removeprefix("pass@")))
 
     def as_json(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def summarise(tasks: Sequence[TaskResult], pass_at: Sequence[int], threshold: float) -> dict[str, Summary]:
-    """By environment, in the order in which they come first."""
+    """Summaries by environment, in order of appearance."""
     by_name: dict[str, list[TaskResult]] = {}
     for task in tasks:
         by_name.setdefault(task.environment, []).append(task)

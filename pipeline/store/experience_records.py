@@ -45,9 +45,9 @@ class PoolEntry:
     """Mean over sampled tokens, nats: at collection ``-mean(log mu)``, which estimates it without bias, later the exact
     one when the learner has trained it. None: unknown, which ranks worst."""
     success_rate: float | None = None
-    """Of the fresh rollouts of the group it came from; None: unknown (a demonstration)."""
+    """Success rate of the fresh rollouts of its group; None: unknown (a demonstration)."""
     recorded: bool = True
-    """Whether its log-probabilities were recorded."""
+    """True if its log-probabilities were recorded."""
     uses: int = 0
     """Times it was trained as a replay."""
 
@@ -119,7 +119,7 @@ class Fresh:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished group changed."""
+    """Changes that a finished group made."""
 
     successes: int
     saved: tuple[PoolEntry, ...] = ()
@@ -151,13 +151,13 @@ class ExperienceChanges:
 
 @dataclass(slots=True)
 class TaskRecord:
-    """What is known of a task: kept while it is pooled or retired."""
+    """State of a task, kept while it is pooled or retired."""
 
     task: Task
     bucket: int | None = None
     """Successes among the fresh rollouts of its latest group."""
     n_fresh: int = 0
-    """How many fresh rollouts that group had."""
+    """Fresh rollouts of that group."""
     retired: bool = False
     visits: int = 0
     """Finished groups."""
@@ -166,7 +166,7 @@ class TaskRecord:
 
     @property
     def success_rate(self) -> float:
-        """Of the latest fresh group; 0.5 before there was one."""
+        """Success rate of the latest fresh group; 0.5 before there was one."""
         return self.bucket / self.n_fresh if self.bucket is not None and self.n_fresh else 0.5
 
 

@@ -74,7 +74,7 @@ class Population:
 
 @dataclass(slots=True)
 class ExperienceReport:
-    """What the store of a run holds."""
+    """Summary of the experience in the store of a run."""
 
     policy_version: int = -1
     updates: int = 0
@@ -95,9 +95,9 @@ class ExperienceReport:
     counters: Counter[str] = field(default_factory=Counter)
     """``pool.*``, ``replays.*`` and ``tasks.*`` of the ledger."""
     started: bool = False
-    """Whether mixing has begun."""
+    """True if mixing has begun."""
     factor: float = 1.0
-    """What the guard has left of ``task_ratio``."""
+    """Share of ``task_ratio`` that the guard leaves."""
     audit: dict[str, Population] = field(default_factory=lambda: {name: Population() for name in _POPULATION})
 
     def json(self, config: RunConfig) -> dict[str, Any]:

@@ -208,7 +208,7 @@ class Journal:
         self._sampled.append(row_id)
 
     def experience(self, changes: ExperienceChanges) -> None:
-        """What changed in the pool; at most once in each round."""
+        """Rows of the pool that changed; at most once in each round."""
         self._experience = changes
         if changes.state is not None:
             self.meta("experience", changes.state)

@@ -235,7 +235,7 @@ def build_ledger(
     rows: Mapping[str, Mapping[str, int]] | None = None,
     pool_held: int = 0,
 ) -> Ledger:
-    """From counters named ``orders.issued`` and the like."""
+    """Ledger of ``counters``, whose names are those of :class:`Count`."""
     return Ledger(
         orders=_under(counters, "orders."),
         trajectories=_under(counters, "trajectories."),

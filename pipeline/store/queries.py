@@ -115,7 +115,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which trajectories; all conditions hold. A default asks for nothing."""
+    """Conditions on trajectories; all must hold. A default is no condition."""
 
     trajectory_id: str | None = None
     step: Span | None = None
@@ -123,7 +123,7 @@ class Filters:
     evaluation: Span | None = None
     """Made to evaluate weights with so many updates."""
     split: str | None = None
-    """Of the task: ``train``, or one that is held out."""
+    """Split of the task: ``train``, or one that is held out."""
     version: Span | None = None
     """A token was sampled by such a policy version."""
     reward_min: float | None = None
@@ -132,7 +132,7 @@ class Filters:
     """A part of the task id, or a pattern of the whole with ``*`` and ``?``."""
     environment: str | None = None
     status: str | None = None
-    """How the episode ended (``complete``, ``truncated``, ``error``, ``aborted``), or what became of it here
+    """Status of the episode (``complete``, ``truncated``, ``error``, ``aborted``), or its state here
     (``trained``, ``held``, ``dropped``, ``baseline``, ``evaluated``, ``imported``)."""
     failure: str | None = None
     """A part of the failure (boundary, kind, message, traceback) or of why it was dropped, in any case of letters;
@@ -172,7 +172,7 @@ class Listed:
     task_id: str
     environment: str
     step: int | None
-    """Of the update that trained it fresh; the first is 1."""
+    """Step of the update that trained it fresh; the first is 1."""
     evaluation: int | None = None
     """Updates in the weights that it evaluates; None: it was made for training."""
     replays: tuple[int, ...] = ()

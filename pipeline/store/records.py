@@ -161,7 +161,7 @@ class OrderRecord:
     state: OrderState = OrderState.LEASED
     reason: str = ""
     failure: bool = False
-    """Whether it used up one of the slot's attempts."""
+    """True if it used up one of the slot's attempts."""
     ended_at: float | None = None
     deadline: float = 0.0
     """Clock of the running process, seconds; not stored."""
@@ -227,7 +227,7 @@ class PinnedCandidate:
 
     candidate: Candidate
     chosen: bool = False
-    """Whether the learner trained it with the group."""
+    """True if the learner trained it with the group."""
     age: int = 0
     """Versions it was old when it was trained; before that, when it was sent last."""
 
@@ -259,7 +259,7 @@ class GroupRecord:
     k: int = 0
     """Replayed members that the group is trained with."""
     replays: list[PinnedCandidate] = field(default_factory=list)
-    """What these may be chosen from, the stage's own choice first."""
+    """Candidates for these, the stage's own choice first."""
     rescued: bool = False
     """All its fresh rollouts failed and a replay replaced one of them."""
     greedy: Slot | None = None
@@ -267,7 +267,7 @@ class GroupRecord:
 
     @property
     def evaluation(self) -> bool:
-        """Whether it belongs to an evaluation. Then ``update`` is the number of updates in the evaluated weights."""
+        """True if it belongs to an evaluation. Then ``update`` is the number of updates in the evaluated weights."""
         return self.state in (GroupState.EVALUATING, GroupState.EVALUATED)
 
     @property
@@ -289,7 +289,7 @@ class GroupRecord:
 
     @property
     def attempt(self) -> int:
-        """How many rollouts were ordered again."""
+        """Number of rollouts that were ordered again."""
         return sum(max(0, slot.serial - 1) for slot in self.slots)
 
     @property
@@ -313,7 +313,7 @@ class GroupRecord:
         return self.slots[index]
 
     def is_greedy(self, key: OrderKey) -> bool:
-        """Whether the order is that of the greedy rollout."""
+        """True if the order is that of the greedy rollout."""
         return self.greedy is not None and key.slot == self.greedy_index
 
     @property
@@ -323,12 +323,12 @@ class GroupRecord:
 
     @property
     def dropped(self) -> bool:
-        """Whether its rewards have zero variance and its update is made without it."""
+        """True if its rewards have zero variance and its update is made without it."""
         return self.reason == ZERO_VARIANCE and self.state is not GroupState.CANCELLED
 
     @property
     def consumed(self) -> bool:
-        """Whether its update was made, with it or without."""
+        """True if its update was made, with it or without."""
         return self.state in (GroupState.TRAINED, GroupState.UNINFORMATIVE)
 
     @property
@@ -373,7 +373,7 @@ class TrainedVersions:
 
 
 def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
-    """What the stage keeps in memory of a trajectory and its payload frames."""
+    """Metadata of a trajectory and its payload frames."""
     versions = np.frombuffer(frames[3], dtype="<i4")[2::3]
     failure = trajectory.failure
     return Facts(

@@ -52,7 +52,7 @@ REPLAY_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRows:
-    """What the store read."""
+    """Rows of each table that the store read."""
 
     groups: Iterable[Sequence[Any]]
     orders: Iterable[Sequence[Any]]

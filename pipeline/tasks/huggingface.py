@@ -80,5 +80,5 @@ def _load(datasets: Any, section: TasksFromConfig, split: str) -> Any:
 
 
 def _saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` wrote it."""
+    """True if ``save_to_disk`` wrote it."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()

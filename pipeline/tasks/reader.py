@@ -31,7 +31,7 @@ class Rows(ABC):
 
     @abstractmethod
     def where(self, number: int) -> str:
-        """Where a person finds the row: file and line."""
+        """Location of the row for people: file and line."""
 
     def close(self) -> None:  # noqa: B027 - most kinds hold nothing open
         """Free what is held open."""

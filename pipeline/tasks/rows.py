@@ -47,7 +47,10 @@ def lookup(row: Row, path: str) -> Any:
 
 
 class Reading:
-    """How one section reads rows. ``question``: every row must ask something, in ``prompt`` or ``messages``."""
+    """Reads rows by one section of the run file.
+
+    ``question``: every row must ask something, in ``prompt`` or ``messages``.
+    """
 
     def __init__(self, section: TasksFromConfig, question: bool = False) -> None:
         self._question = question
@@ -63,7 +66,7 @@ class Reading:
         return {path.split(".")[0] for path in (*self._columns.values(), *(f.column for f in self._filters))}
 
     def wanted(self, row: Row) -> bool:
-        """Whether the row meets every condition. Raises :class:`BadRow` where the values cannot be compared."""
+        """True if the row meets every condition. Raises :class:`BadRow` where the values cannot be compared."""
         return all(_meets(row, condition) for condition in self._filters)
 
     def payload(self, row: Row) -> tuple[dict[str, Any], bytes]:

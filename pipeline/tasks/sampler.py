@@ -24,7 +24,7 @@ TRIES_MAX = 4096
 
 
 class DrawOutcome(Enum):
-    """What becomes of a task that came next."""
+    """Decision about a task that was looked at."""
 
     TAKE = auto()
     """The caller uses it now."""
@@ -36,7 +36,7 @@ class DrawOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What came next. Its id is known at once; the task of a data set is read when somebody wants it."""
+    """The next task. Its id is known at once; the task of a data set is read when somebody wants it."""
 
     task_id: str
     task: Callable[[], Task]
@@ -99,7 +99,7 @@ class TaskSampler:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """How many different tasks each environment has; None: no end."""
+        """Number of different tasks of each environment; None: no end."""
         return {name: self._size(name) for name in self._environments}
 
     def draw(self) -> Task:

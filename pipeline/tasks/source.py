@@ -73,7 +73,7 @@ def _scramble(x: int) -> int:
 
 
 KINDS = TASK_ROWS
-"""What can become of a row: a task, not wanted by the filter, not usable, left out because another split asks the same,
+"""Outcomes of a row: a task, not wanted by the filter, not usable, left out because another split asks the same,
 in no split (shares of less than 1) or beyond the limit."""
 REASONS_MAX = 5
 """Bad rows that are reported with their reason."""
@@ -118,7 +118,7 @@ class TaskSplit:
 
     @property
     def restarts(self) -> bool:
-        """Whether changed data starts over instead of being refused."""
+        """True if changed data starts over instead of being refused."""
         return self._section.on_change == "restart"
 
     @property

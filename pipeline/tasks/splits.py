@@ -71,7 +71,7 @@ class Seeds:
 
 
 Splits = Mapping[str, Seeds]
-"""Of one environment, by the name of the split."""
+"""Splits of one environment, by name."""
 
 
 def encode_splits(splits: Mapping[str, Sequence[int]]) -> dict[str, list[list[int]]]:
@@ -80,7 +80,7 @@ def encode_splits(splits: Mapping[str, Sequence[int]]) -> dict[str, list[list[in
 
 
 def decode_splits(header: Mapping[str, Any]) -> dict[str, dict[str, Seeds]]:
-    """Of HELLO, by environment. Raises :class:`ValueError` or :class:`TypeError`."""
+    """Splits in a HELLO, by environment. Raises :class:`ValueError` or :class:`TypeError`."""
     return {
         environment: {name: Seeds.decode(runs) for name, runs in splits.items()}
         for environment, splits in header.items()
@@ -88,7 +88,7 @@ def decode_splits(header: Mapping[str, Any]) -> dict[str, dict[str, Seeds]]:
 
 
 def is_held_out(splits: Splits, seed: int) -> bool:
-    """Whether ``seed`` is in a split other than train."""
+    """True if ``seed`` is in a split other than train."""
     return any(seed in seeds for name, seeds in splits.items() if name != TRAIN)
 
 

@@ -51,7 +51,7 @@ class _Connection:
     number: int
     link: MemoryLinkWire
     broken: bool = False
-    """What is under way is lost."""
+    """Messages under way are lost."""
     link_closed: bool = False
     last_due: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
     pending: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
@@ -87,7 +87,7 @@ class _Inbox:
 
 
 class MemoryNetwork:
-    """Where one :class:`MemoryHub` at a time and any number of links meet. The methods break things.
+    """Network of one :class:`MemoryHub` at a time and any number of links. The methods break things.
 
     ``messages_max`` bounds what is under way on one connection in one direction.
     """
@@ -156,7 +156,7 @@ class MemoryNetwork:
         self._connections.clear()
 
     def link_closed(self, connection: _Connection) -> None:
-        """What it sent before still arrives."""
+        """Close the connection; messages sent before still arrive."""
         connection.link_closed = True
         self._wake_hub()
 

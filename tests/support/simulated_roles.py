@@ -100,7 +100,7 @@ class Connection:
 
 
 class Peer(ABC):
-    """What actor and learner have in common: a connection that breaks and comes back with HELLO."""
+    """Base of actor and learner: a connection that breaks and comes back with HELLO."""
 
     def __init__(self, sim: Simulation, name: str) -> None:
         self.sim, self.name = sim, name
@@ -110,7 +110,7 @@ class Peer(ABC):
 
     @abstractmethod
     def hello(self) -> dict[str, Any]:
-        """What HELLO says beside name and schema version."""
+        """Fields of HELLO beside name and schema version."""
 
     @abstractmethod
     def connected(self, header: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ class SimulatedActor(Peer):
 
 @dataclass
 class Weights:
-    """What a checkpoint holds: the groups and trajectories in these weights, by update."""
+    """Contents of a checkpoint: the groups and trajectories in these weights, by update."""
 
     updates: int = 0
     history: list[tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=list)
@@ -333,7 +333,7 @@ class SimulatedLearner(Peer):
             assert replay["age"] <= config.max_age
 
     def _report(self, members: list[str]) -> tuple[dict[str, list[str]], dict[str, Any]]:
-        """Which trajectories of each group are trained, and what is said of it."""
+        """Trajectories of each group that are trained, and the report of them."""
         rng = self.sim.rng
         trained, replayed = {}, {}
         for group in members:

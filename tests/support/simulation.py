@@ -168,7 +168,7 @@ class Simulation:
             self._wake()
 
     def _check(self, core: StageCore) -> None:
-        """What must hold after every round."""
+        """Check the invariants of a round."""
         config, experience, payloads = self.config.replay, core.experience, core.payloads
         for group in core.records.values():
             ended = group.state is GroupState.CANCELLED

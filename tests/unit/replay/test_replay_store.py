@@ -17,6 +17,7 @@ from pipeline.errors import StoreError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.core import StageCore
 from pipeline.store.ledger import Count, read_ledger
+from pipeline.store.queries import reading
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.store.tables import STORE_VERSION
 
@@ -153,6 +154,15 @@ def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, say
         ReplayStore(path).load()
     assert "ove it away" in str(caught.value)
     assert path.read_bytes() == before
+
+
+def test_a_store_of_an_older_version_is_refused_in_one_sentence_by_every_reader(tmp_path: Path) -> None:
+    path = tmp_path / "replay.sqlite"
+    older_version(path)
+    for read in (ReplayStore, read_ledger, lambda path: reading(path).__enter__()):
+        with pytest.raises(StoreError, match=rf"an older Afterplay \(store version {STORE_VERSION - 1}") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_log_of_another_store_is_not_played_into_a_new_one(tmp_path: Path) -> None:
