@@ -1,7 +1,7 @@
-"""The part of a checkpoint that several ranks write together, by ``torch.distributed.checkpoint``.
+"""Sharded part of a checkpoint, written by all ranks together with ``torch.distributed.checkpoint``.
 
-Whatever of a trainer's state is divided among ranks (moments of the optimizer, critic, average, reference) goes to
-``shards/``, each rank writing what it has; ``training.pt`` keeps a mark in its place, and everything else. A learner of
+State of the trainer that is divided among ranks (moments of the optimizer, critic, average, reference) goes to
+``shards/``, each rank writing its shards; ``training.pt`` keeps a mark in its place, and everything else. A learner of
 any number of ranks reads both, and a checkpoint of one rank, which has no ``shards/``.
 """
 
@@ -55,7 +55,7 @@ class Shards:
 
 
 def divide_state(training: dict[str, Any], group: RankGroup) -> tuple[dict[str, Any], Shards]:
-    """``training`` with marks for what is divided, and that. Collective: gathers random states."""
+    """``training`` with marks in place of divided tensors, and those tensors. Collective: gathers random states."""
     tensors: dict[str, DTensor] = {}
 
     def take(path: str, value: Any) -> Any:
@@ -156,7 +156,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of nested dicts and lists with every leaf changed; ``change`` is told where the leaf is."""
+    """A copy of nested dicts and lists with every leaf changed; ``change`` gets the path of the leaf."""
     if isinstance(value, dict):
         return {key: _mapped(item, change, f"{path}/{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -165,8 +165,7 @@ def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> An
 
 
 def _seeded(trainer: Trainer, group: RankGroup) -> dict[str, Any]:
-    """Random state of a rank that the checkpoint knows nothing of."""
-
+    """Random state of a rank that the checkpoint has none of."""
     torch.manual_seed(trainer.seed + group.rank)
     return random_state()
 

@@ -1,6 +1,7 @@
-"""Rows of a forward pass laid end to end without padding, the beginning that several of them share laid once.
+"""Sequence packing with shared prefixes: rows end to end without padding, a common prefix only once.
 
 Dimensions: N tokens laid, K keys read, R runs, H heads, D head size.
+
 Rows are laid in lexicographic order of their tokens, so that what a row shares with any row before it, it shares with
 the row just before. Of each row only the rest is laid, its *run*. The run's queries attend to the keys of the whole
 row: of the shared part where another row laid it, then causally of the run itself. Positions are those in the row, so
@@ -17,11 +18,11 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 SHARED_TOKENS_MIN = 16
-"""A shorter common beginning (a first token, the opening of a chat template) is not worth the gathering of keys."""
+"""A shorter common prefix (a first token, the opening of a chat template) is not worth the gathering of keys."""
 
 SHARED_KEYS_MAX = 4
 """Keys that the runs of one pass may read, over the tokens that it may lay. Runs keep their keys until the backward
-pass, those of a shared beginning too; so memory stays bounded by the tokens of a pass."""
+pass, those of a shared prefix too; so memory stays bounded by the tokens of a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of packed rows lie, and which keys each run reads."""
+    """Positions of the tokens of packed rows, and the keys that each run reads."""
 
     token_ids_N: IntArray
     positions_N: IntArray
@@ -63,7 +64,7 @@ def lay_out(rows: Sequence[npt.NDArray[np.int32]], shared_min: int | None) -> La
         row = rows[i][:-1]
         common = 0
         if before is not None and shared_min is not None:
-            common = worth_sharing(common_beginning(rows[before][:-1], row), shared_min)
+            common = worth_sharing(common_prefix(rows[before][:-1], row), shared_min)
         own = len(row) - common
         run = np.arange(laid, laid + own, dtype=np.int64)
         places[i] = run if before is None or not common else np.concatenate([places[before][:common], run])
@@ -99,7 +100,7 @@ def plan_packs(rows: Sequence[npt.NDArray[np.int32]], tokens_max: int, shared_mi
     before: int | None = None
     for i in lexicographic(rows):
         row = rows[i][:-1]
-        common = 0 if before is None else worth_sharing(common_beginning(rows[before][:-1], row), shared_min)
+        common = 0 if before is None else worth_sharing(common_prefix(rows[before][:-1], row), shared_min)
         fits = used + len(row) - common <= tokens_max and keys + len(row) <= SHARED_KEYS_MAX * tokens_max
         if plan and fits:
             plan[-1].append(i)
@@ -121,10 +122,10 @@ def lexicographic(rows: Sequence[npt.NDArray[np.int32]]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: keys[i])
 
 
-def common_beginning(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """How many first tokens are the same.
+def common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """Number of first tokens that are the same.
 
-    >>> common_beginning(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
+    >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
     2
     """
     n = min(len(a), len(b))

@@ -1,6 +1,6 @@
-"""Model folders from a local folder or from the Hugging Face hub.
+"""Sources of model folders: a local folder, the Hugging Face hub, or an installed Python package (``package:NAME``).
 
-Model folders from a model inside an installed Python package (``package:NAME``), for machines without a hub.
+A package needs no network: a machine without a hub installs the model from its package index.
 """
 
 from __future__ import annotations

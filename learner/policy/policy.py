@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Policy(Backbone):
-    """A causal language model and how to score sampled tokens with it.
+    """A causal language model that scores sampled tokens.
 
     With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to go on from.
     """
@@ -73,8 +73,8 @@ class Policy(Backbone):
             yield
 
     def score(self, batch: MicroBatch, hidden_SH: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each. ``hidden_SH``: what
-        :meth:`hidden` gave of the batch, where that is known.
+        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each. ``hidden_SH``: of
+        :meth:`hidden`, where it was called before.
 
         Only positions that predict a sampled token pass the output layer. With gradient where gradients are enabled.
         """

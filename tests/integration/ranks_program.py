@@ -39,7 +39,7 @@ def train(trainer: Trainer, case, updates) -> dict:
     found = []
     for update in updates:
         rows = rows_of(case, update)
-        evidence = trainer.gather(rows)
+        evidence = trainer.token_scores(rows)
         if evidence.values is not None:
             from dataclasses import replace
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.microbatch import collate, token_numbers
+from learner.data.microbatch import collate, token_offsets
 from learner.data.packing import Form
 from learner.data.rows import Batch
 from learner.policy.attention import can_varlen
@@ -18,7 +18,7 @@ PADDED = Form()
 
 
 def part_of(rows, form):
-    return collate(rows, [1.0] * len(rows), token_numbers(rows).tolist(), form=form)
+    return collate(rows, [1.0] * len(rows), token_offsets(rows).tolist(), form=form)
 
 
 def scores(policy, rows):

@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.microbatch import collate, plan_rows, token_numbers
-from learner.data.packing import SHARED_KEYS_MAX, Form, common_beginning, lay_out, plan_packs
+from learner.data.microbatch import collate, plan_rows, token_offsets
+from learner.data.packing import SHARED_KEYS_MAX, Form, common_prefix, lay_out, plan_packs
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9).map(lambda x: np.array(x, np.int32)), min_size=1)
@@ -57,8 +57,8 @@ def test_predictors_point_at_the_token_before_the_target():
 
 def test_a_group_lays_its_prompt_once():
     rows = grouped_rows(1, groups=1, members=4, prompt=50, longest=5)
-    whole, shared = (collate(rows, [1.0] * 5, token_numbers(rows).tolist(), form=f) for f in (PACKED, SHARED))
+    whole, shared = (collate(rows, [1.0] * 5, token_offsets(rows).tolist(), form=f) for f in (PACKED, SHARED))
     answers = sum(len(row) - 1 for row in rows) - 5 * 50
     assert whole.n_real == 5 * 50 + answers
     assert shared.n_real <= 50 + answers
-    assert common_beginning(rows[0].token_ids, rows[1].token_ids) >= 50
+    assert common_prefix(rows[0].token_ids, rows[1].token_ids) >= 50
