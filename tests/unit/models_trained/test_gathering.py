@@ -29,7 +29,7 @@ def needs(monkeypatch):
 
     def ask(*names):
         monkeypatch.setattr("learner.training.scoring_passes.needed_scores", lambda config: frozenset(names))
-        monkeypatch.setattr("learner.build.needed_by", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset(names))
 
     return ask
 

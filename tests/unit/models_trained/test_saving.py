@@ -127,7 +127,7 @@ async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_pat
 
 
 def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, train, monkeypatch):
-    monkeypatch.setattr("learner.build.needed_by", lambda config: frozenset({"reference", "values"}))
+    monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset({"reference", "values"}))
     monkeypatch.setattr(
         "learner.training.scoring_passes.needed_scores", lambda config: frozenset({"reference", "values"})
     )
