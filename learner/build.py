@@ -62,7 +62,7 @@ def make_policy(config: RunConfig, initial_model: Path, checkpoint: Path | None)
 
 
 def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:
-    """As ``learner.reference`` says. Raises :class:`ConfigurationError`."""
+    """The reference policy of ``learner.reference``. Raises :class:`ConfigurationError`."""
     learner = config.learner
     options, tokens_max = learner.reference, learner.tokens_per_microbatch
     follows = options.refresh_every is not None
@@ -84,7 +84,7 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
 
 
 def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Critic:
-    """As ``learner.critic`` says."""
+    """The critic of ``learner.critic``."""
     learner = config.learner
     if learner.critic.backbone == "none":
         return Critic(policy, learner, owns=False)
@@ -118,7 +118,7 @@ def load_trainer(
     found = find_checkpoints(directory.checkpoints)
     name = found[0].name if found else ""
     if group is not None:
-        name = group.told(name)
+        name = group.broadcast_text(name)
     checkpoint = directory.checkpoints / name if name else None
     trainer = make_trainer(config, directory.model, checkpoint, group)
     if checkpoint is None:

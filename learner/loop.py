@@ -48,9 +48,9 @@ from pipeline.runtime.process import RoleContext
 
 log = logging.getLogger(__name__)
 EVALUATION_MARGIN_SECONDS = 60.0
-"""How long the end of a run waits, beside twice ``evaluation.seconds_max``: another may run when the last is due."""
+"""Added to twice ``evaluation.seconds_max`` to bound the wait for the last evaluation: another may run before it."""
 ACKNOWLEDGE_SECONDS_MAX = 5.0
-"""How long the end of a run waits for the replay stage to have recorded the last update."""
+"""Bound on the wait for the replay stage to record the last update."""
 
 
 class LivePublisher(Protocol):
@@ -183,7 +183,7 @@ class LearnerLoop:
         return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
     async def _acquire_device(self) -> None:
-        """Where engines and learner take turns: acquire the device, once the engines serve the version before."""
+        """Acquire a shared device, once the engines serve the version before."""
         if self._device is None:
             return
         self._ctx.report("publishing", "the engines to take the version before")

@@ -43,7 +43,7 @@ class Start:
     progress: LearnerProgress
     checkpoint: Path | None
     rank_zero: RankZero | None = None
-    """With several ranks: starts and watches the others."""
+    """Starts and watches the other ranks; None: there is one."""
 
 
 async def main(ctx: RoleContext) -> None:

@@ -79,8 +79,8 @@ class BestKeeper:
         self._writer.protected = frozenset(updates for updates in protected if updates is not None)
         if best is None or best == self._kept or self._writer.writing == best["updates"]:
             return
-        kept = await anyio.to_thread.run_sync(partial(keep_best, self._root, best))
-        if kept is not None:
+        folder = await anyio.to_thread.run_sync(partial(keep_best, self._root, best))
+        if folder is not None:
             log.info("checkpoint of %d updates is the best: %s %.4g", best["updates"], best["metric"], best["value"])
             self._kept = best
             return

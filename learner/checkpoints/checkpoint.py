@@ -77,9 +77,9 @@ class CheckpointImage:
     adapters: dict[str, Tensor] | None
     training: dict[str, Any]
     shards: Shards | None
-    """With several ranks: this rank's part of what is divided."""
+    """This rank's shards; None: there is one rank."""
     policy: Policy
-    """For configuration and names; its weights are not read."""
+    """Gives configuration and names; its weights are not read."""
 
     @property
     def updates(self) -> int:

@@ -49,7 +49,7 @@ class Shards:
     def write(self, folder: Path | None) -> None:
         """All ranks together, each in a thread: rank 0 names the folder, the others pass None. Returns when all have
         written, to disk."""
-        folder = Path(self.group.told(str(folder or "")))
+        folder = Path(self.group.broadcast_text(str(folder or "")))
         writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
         save_shards(dict(self.tensors), storage_writer=writer, process_group=self.group.saving)
 
@@ -117,8 +117,8 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         local = tensor.to(trainer.policy.device)
         return distribute_tensor(local, group.mesh, [Shard(0)], src_data_rank=None)
 
-    def place(value: Any, shapes: list[torch.Size]) -> Any:
-        """Of an optimizer: moments have the shape of their parameter."""
+    def divided_optimizer(value: Any, shapes: list[torch.Size]) -> Any:
+        """State of an optimizer with its moments divided; they have the shape of their parameter."""
         return {
             **value,
             "state": {
@@ -128,7 +128,7 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         }
 
     out = dict(saved)
-    out["optimizer"] = place(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
+    out["optimizer"] = divided_optimizer(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
     live: dict[str, Any] = {
         "average": None if trainer.average is None else trainer.average.state(),
         "reference": None if trainer.reference is None else trainer.reference.state(),
@@ -137,7 +137,7 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         state = trainer.critic.state()
         shapes = [p.shape for p in trainer.critic.parameters]
         out["critic"] = {name: _like(saved["critic"][name], state[name], divided) for name in ("backbone", "head")}
-        out["critic"]["optimizer"] = place(saved["critic"]["optimizer"], shapes)
+        out["critic"]["optimizer"] = divided_optimizer(saved["critic"]["optimizer"], shapes)
     for name, tensors in live.items():
         if name in saved and tensors is not None:
             out[name] = _like(saved[name], tensors, divided)

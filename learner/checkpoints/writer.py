@@ -22,7 +22,7 @@ from pipeline.metrics.learner import LearnerMetrics
 
 log = logging.getLogger(__name__)
 STOP_SHARE = 0.75
-"""Of ``supervisor.drain_seconds_max``, after which a stopping process is killed: how long it waits for a write. An
+"""Share of ``supervisor.drain_seconds_max``, after which a stopping process is killed, that it waits for a write. An
 abandoned write does no harm: the checkpoint before stays."""
 
 
@@ -40,7 +40,7 @@ class CheckpointWriter:
         self.writing: int | None = None
         """Updates of the checkpoint under way."""
         self.saved: dict[str, float] = {}
-        """Of the last durable checkpoint: ``updates``, and the ``seconds`` of its write."""
+        """``updates`` of the last durable checkpoint, and the ``seconds`` of its write."""
         self.protected: frozenset[int] = frozenset()
         """Updates of checkpoints that are never pruned: under evaluation, or the best."""
         self._root = root

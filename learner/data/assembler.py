@@ -1,8 +1,8 @@
 """Assembly of groups from PLAN, DELIVERY and CANCEL messages: a pure state machine without sockets or clocks.
 
-Consumes: plans and scored trajectories in any order of arrival inside a connection, repeated after a reconnection.
-Produces: for each update, its ``groups_per_step`` groups of everything the plan lets be chosen from, once.
-Waits for: the missing deliveries, or a CANCEL and a new plan in the cancelled group's place.
+*consumes* plans and scored trajectories in any order of arrival inside a connection, repeated after a reconnection;
+*produces* the ``groups_per_step`` groups of each update once, with all candidates that the plan names; *waits for* the
+missing deliveries, or a CANCEL and the plan of another group.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class StoredRollout:
     age: int = 0
     """Versions, when it was dispatched."""
     success_rate: float | None = None
-    """Of the fresh rollouts of the group it came from."""
+    """Success rate of the fresh rollouts of its first group."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0) or (self.turn is not None and self.turn < 0):
@@ -35,7 +35,7 @@ class StoredRollout:
 
     @classmethod
     def of(cls, header: Mapping[str, Any] | None) -> StoredRollout:
-        """From the ``replay`` part of a DELIVERY header. Raises TypeError or ValueError where it is malformed."""
+        """Facts in the ``replay`` part of a DELIVERY header. Raises TypeError or ValueError where it is malformed."""
         if header is None:
             return cls()
         entropy, turn, rate = header.get("entropy"), header.get("turn"), header.get("success_rate")

@@ -55,7 +55,7 @@ class MicroBatch:
     n_real: int
     """Tokens that are not padding."""
     layout: Layout | None = None
-    """Of packed rows; None: the rows are padded."""
+    """Layout of packed rows; None: the rows are padded."""
     n_shared: int = 0
     """Tokens that are not computed again because another row of the pass has them."""
 
@@ -135,7 +135,7 @@ def collate(
     if form.packed:
         layout = lay_out([row.token_ids for row in rows], form.shared_min)
         token_ids = layout.token_ids_N[None]
-        predictors = [at[p - 1] for at, p in zip(layout.places, positions, strict=True)]
+        predictors = [at[p - 1] for at, p in zip(layout.indices, positions, strict=True)]
     else:
         longest = max(len(row) for row in rows)
         token_ids = np.full((len(rows), longest), pad_id, dtype=np.int64)

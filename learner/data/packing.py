@@ -27,7 +27,7 @@ pass, those of a shared prefix too; so memory stays bounded by the tokens of a p
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the rows of a forward pass are laid out: padded to the longest, or packed."""
+    """Form of the rows of a forward pass: padded to the longest, or packed."""
 
     packed: bool = False
     shared_min: int | None = None
@@ -40,7 +40,7 @@ class Layout:
 
     token_ids_N: IntArray
     positions_N: IntArray
-    """In the row; runs of a row that shares begin later than 0."""
+    """Positions in the row; runs of a row that shares begin later than 0."""
     query_lengths_R: IntArray
     """Tokens of each run, at least 1, in the order laid."""
     key_lengths_R: IntArray
@@ -48,14 +48,14 @@ class Layout:
     keys_K: IntArray | None
     """Index into N of each run's keys, one run after the other. None: nothing is shared, the keys are the queries'
     own tokens."""
-    places: tuple[IntArray, ...]
-    """For each row, in the order given, the index into N of its tokens but the last."""
+    indices: tuple[IntArray, ...]
+    """Indices into N of the tokens of each row but its last, in the order of the rows."""
 
 
 def lay_out(rows: Sequence[npt.NDArray[np.int32]], shared_min: int | None) -> Layout:
     """Layout of rows of token ids, each of at least 2. See :class:`Form` for ``shared_min``."""
     order = list(range(len(rows))) if shared_min is None else lexicographic(rows)
-    places: list[IntArray] = [np.zeros(0, np.int64)] * len(rows)
+    indices: list[IntArray] = [np.zeros(0, np.int64)] * len(rows)
     keys: list[IntArray] = []
     tokens, positions, queries = [], [], []
     laid = 0
@@ -67,12 +67,12 @@ def lay_out(rows: Sequence[npt.NDArray[np.int32]], shared_min: int | None) -> La
             common = worth_sharing(common_prefix(rows[before][:-1], row), shared_min)
         own = len(row) - common
         run = np.arange(laid, laid + own, dtype=np.int64)
-        places[i] = run if before is None or not common else np.concatenate([places[before][:common], run])
+        indices[i] = run if before is None or not common else np.concatenate([indices[before][:common], run])
         before = i
         if own:
             tokens.append(row[common:])
             positions.append(np.arange(common, len(row), dtype=np.int64))
-            keys.append(places[i])
+            keys.append(indices[i])
             queries.append(own)
             laid += own
     key_lengths = np.asarray([len(k) for k in keys], dtype=np.int64)
@@ -82,7 +82,7 @@ def lay_out(rows: Sequence[npt.NDArray[np.int32]], shared_min: int | None) -> La
         query_lengths_R=np.asarray(queries, dtype=np.int64),
         key_lengths_R=key_lengths,
         keys_K=None if int(key_lengths.sum()) == laid else np.concatenate(keys),
-        places=tuple(places),
+        indices=tuple(indices),
     )
 
 

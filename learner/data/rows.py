@@ -138,7 +138,7 @@ class TokenScores:
     logprobs: TokenArray | None = None
     """log π_old: of the weights before the update."""
     entropies: TokenArray | None = None
-    """Of those weights, nats."""
+    """Entropy of those weights, nats."""
     reference: TokenArray | None = None
     """log π of the reference policy."""
     values: TokenArray | None = None
@@ -236,7 +236,7 @@ def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]
 
 
 def _only_turn(tokens: FlatTokens, turn: int) -> FlatTokens:
-    """With ``loss_mask`` on that turn's completion only."""
+    """The tokens with ``loss_mask`` on that turn's completion only."""
     return replace(tokens, loss_mask=tokens.loss_mask & (tokens.turn_index == turn))
 
 

@@ -53,7 +53,7 @@ class RankGroup:
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("ranks",))
         self._arrays = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
-        """For the thread that writes checkpoints while training goes on."""
+        """Group of the threads that write checkpoints during training."""
 
     def mine(self, rows: Sequence[Row]) -> list[int]:
         return divide([len(row) for row in rows], self.size)[self.rank]
@@ -133,9 +133,9 @@ class RankGroup:
         """Header and arrays of every rank, in order of rank."""
         return [unpack(message) for message in self._everyones(pack(header, arrays))]
 
-    def told(self, name: str) -> str:
-        """``name`` of rank 0, on all ranks. Goes by the connections of the checkpoint writers."""
-        message = np.frombuffer(bytearray(name.encode()), np.uint8)
+    def broadcast_text(self, text: str) -> str:
+        """``text`` of rank 0, on all ranks, over the connections of the checkpoint writers."""
+        message = np.frombuffer(bytearray(text.encode()), np.uint8)
         return _broadcast(None if self.rank else message, self.saving).tobytes().decode()
 
     def _send(self, message: npt.NDArray[np.uint8]) -> None:

@@ -20,7 +20,7 @@ from learner.observability.statistics import TokenValues, Weights
 from pipeline.errors import ConfigurationError
 
 BEAT_SECONDS = 5.0
-"""How often rank 0 sends a heartbeat while it waits for groups."""
+"""Interval at which rank 0 sends a heartbeat while it waits for groups."""
 
 
 T = TypeVar("T")

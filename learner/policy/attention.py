@@ -197,9 +197,10 @@ def choose_form(
     *,
     varlen: bool,
 ) -> Form:
-    """How rows are laid out for ``model``; where packed, its attention is exchanged for
-    :func:`learner.policy.attention.packed_attention`. Raises :class:`ConfigurationError` where ``learner.packing`` is
-    ``packed`` and the model does not allow it."""
+    """Form of the rows for ``model``; where packed, its attention is exchanged for :func:`packed_attention`.
+
+    Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed`` and the model does not allow it.
+    """
     if config.packing == "padded":
         return Form()
     if config.packing == "auto" and device.type == "cuda" and not varlen:
@@ -251,13 +252,13 @@ def _probe(
                 _passed(model, {"input_ids": torch.from_numpy(row[None, :-1].astype(np.int64)).to(device)})
                 for row in rows
             ]
-            places = [torch.from_numpy(at).to(device) for at in together.places]
-            hidden = torch.cat([packed.hidden.index_select(0, at) for at in places])
+            indices = [torch.from_numpy(at).to(device) for at in together.indices]
+            hidden = torch.cat([packed.hidden.index_select(0, at) for at in indices])
             distances = [_distance(hidden, torch.cat([one.hidden for one in alone]))]
         weights = torch.linspace(-1.0, 2.0, hidden.shape[-1], device=device)
         (gradient,) = torch.autograd.grad((hidden.float() * weights).sum(), packed.embedded)
         expected = torch.zeros_like(gradient)
-        for one, at in zip(alone, places, strict=True):
+        for one, at in zip(alone, indices, strict=True):
             (part,) = torch.autograd.grad((one.hidden.float() * weights).sum(), one.embedded)
             expected.index_add_(1, at, part)
         distances.append(_distance(gradient, expected))

@@ -58,7 +58,7 @@ class Backbone:
         self.form: Form = choose_form(
             self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen
         )
-        """How rows are to be laid out for :meth:`hidden`."""
+        """Form of the rows that :meth:`hidden` takes."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -67,7 +67,7 @@ class Adapters:
             yield
 
     def owns(self, name: str) -> bool:
-        """Whether an entry of the model's state dict is part of an adapter."""
+        """True for an entry of the model's state dict that is part of an adapter."""
         return ".lora_" in name
 
     @torch.no_grad()

@@ -109,10 +109,10 @@ class Policy(Backbone):
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
             divided = self.ranks.size > 1 and name in parameters
-            place = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
-            if tensor.numel() and place in seen:
+            storage = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
+            if tensor.numel() and storage in seen:
                 continue
-            seen[place] = name
+            seen[storage] = name
             kind = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
             if self.adapters is not None:
                 if self.adapters.owns(name):

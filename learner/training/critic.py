@@ -65,7 +65,7 @@ class Critic:
         return values
 
     def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
-        """Of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
+        """Values of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
         budget, backbone = self._config.tokens_per_microbatch, self.backbone
         return token_pass(rows, lambda part: (self.score(part),), 1, budget, watch, backbone.form, backbone.ranks)[0]
 

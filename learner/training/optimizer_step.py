@@ -127,7 +127,7 @@ def off_policy(
 
 
 def token_values(part: MicroBatch, tokens: LossTokens, terms: LossTerms, inputs: LossInputs) -> TokenValues:
-    """What the statistics need of one micro-batch."""
+    """Inputs of the statistics from one micro-batch."""
 
     def array(tensor: Tensor) -> npt.NDArray[np.float32]:
         return tensor.detach().float().cpu().numpy()

@@ -21,7 +21,7 @@ class Conditions:
 
     update: int
     policy_version: int
-    """Of the weights before the update."""
+    """Version of the weights before the update."""
     learning_rate: float
     """Before the ESS guard."""
     rules: LossRules
@@ -43,7 +43,7 @@ class StepSums:
     supervised_tokens: int = 0
     grad_norm: float = 0.0
     ratios: Weights = field(default_factory=Weights)
-    """For the ESS guard."""
+    """Token ratios that the ESS guard reads."""
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Sum the losses over ranks."""
@@ -58,9 +58,9 @@ class StepTotals:
     watch: Stopwatch
     started_at: float = field(default_factory=time.time)
     last_step: StepSums = field(default_factory=StepSums)
-    """Of the optimizer step under way, else of the last one."""
+    """Sums of the optimizer step under way, else of the last one."""
     values: list[TokenValues] = field(default_factory=list)
-    """Of the micro-batches of the first epoch."""
+    """Values of the micro-batches of the first epoch."""
     steps_begun: int = 0
     """Optimizer steps, skipped ones too: each draws other demonstrations."""
     optimizer_steps: int = 0
@@ -69,7 +69,7 @@ class StepTotals:
     tokens_padding: int = 0
     tokens_shared: int = 0
     lr_factors: list[float] = field(default_factory=list)
-    """Of the ESS guard, for each optimizer step."""
+    """Factor of the ESS guard in each optimizer step."""
     skipped: list[SkippedStep] = field(default_factory=list)
     critic: CriticReport | None = None
 

@@ -2,7 +2,7 @@
 
 :class:`DeviceArbiter` is a pure state machine without clock, socket or task::
 
-    ENGINES ──request──► ASKED ──last engine asleep──► LEARNER ──give_back──► ENGINES
+    ENGINES ──request──► ASKED ──last engine asleep──► LEARNER ──release──► ENGINES
        ▲                   │
        └─────withdraw──────┘
 
@@ -11,7 +11,7 @@ takes memory: it blocks the grant like one that is awake. One that comes up whil
 *intruder*) is sent to sleep at once; training goes on.
 
 Invariants, property-tested: the learner is granted the device only in a moment when all engines are asleep; no engine
-is told to serve while the learner holds or asks; every grant follows one request and ends in at most one return; time
+is told to serve while the learner holds or asks; every grant follows one request and ends in at most one release; time
 asleep is counted once, whatever is repeated.
 
 :class:`ColocatedKeeper` *consumes* changes of the holder and targets; *produces* sleep, wake and load calls of one
@@ -59,8 +59,8 @@ class DeviceArbiter:
         self.holder = Holder.ENGINES
         self.grants = 0
         """Times that the learner got the device."""
-        self.returns = 0
-        """Times that it gave it back."""
+        self.releases = 0
+        """Times that it released it."""
         self.intruders = 0
         """Times that an engine was awake while the learner had the device: it had restarted."""
         self._asleep_since: dict[str, float | None] = dict.fromkeys(engines)
@@ -102,11 +102,11 @@ class DeviceArbiter:
             self.intruders += 1
         return 0.0 if since is None else max(0.0, now - since)
 
-    def give_back(self) -> bool:
+    def release(self) -> bool:
         """The learner releases the device; True where it had it."""
         had = self.granted
         if had:
-            self.returns += 1
+            self.releases += 1
         self.holder = Holder.ENGINES
         return had
 
@@ -152,9 +152,9 @@ class SharedDevice:
                 self._notify()
         self._metrics.device_handovers_total.labels(to="learner").inc()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Return the device to the engines, which wake with the next target. Harmless when the learner has it not."""
-        if self.arbiter.give_back():
+        if self.arbiter.release():
             self._metrics.device_handovers_total.labels(to="engines").inc()
         self._notify()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 UNSTAMPED = "default"
-"""What an engine calls the weights it was started with."""
+"""An engine's stamp of the weights that it was started with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class WeightPublisher(Protocol):
 
 
 WATCH_SECONDS = 1.0
-"""How often a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
+"""Interval at which a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
 RETRY_SECONDS = 0.5
 RETRY_SECONDS_MAX = 5.0
 

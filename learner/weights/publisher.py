@@ -121,7 +121,7 @@ class Publisher:
         for keeper in self.keepers.values():
             keeper.set_target(target)
         if self.device is not None:
-            self.device.give_back()
+            self.device.release()
         with anyio.move_on_after(self._config.timeout_seconds):
             for keeper in responsive:
                 await keeper.until_attempted(version)

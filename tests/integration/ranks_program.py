@@ -44,7 +44,7 @@ def train(trainer: Trainer, case, updates) -> dict:
             from dataclasses import replace
 
             evidence = replace(evidence, returns=np.sin(np.arange(len(evidence.values))).astype(np.float32))
-        report = trainer.step(Batch(update, (), rows), policy_version=update, evidence=evidence)
+        report = trainer.step(Batch(update, (), rows), policy_version=update, scores=evidence)
         s = report.statistics
         found.append({
             "loss": report.loss, "grad_norm": report.grad_norm, "entropy": s.all.entropy.value,

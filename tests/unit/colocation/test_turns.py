@@ -61,15 +61,15 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.arbiter.intruders == intruders + (had and was_asleep)
 
     @rule()
-    def give_back(self) -> None:
+    def release(self) -> None:
         had = self.arbiter.granted
-        assert self.arbiter.give_back() is had
+        assert self.arbiter.release() is had
         assert self.arbiter.holder is Holder.ENGINES
 
     @invariant()
     def every_grant_follows_a_request_and_ends_once(self) -> None:
-        assert self.arbiter.returns <= self.arbiter.grants <= self.requested
-        assert self.arbiter.grants - self.arbiter.returns == self.arbiter.granted
+        assert self.arbiter.releases <= self.arbiter.grants <= self.requested
+        assert self.arbiter.grants - self.arbiter.releases == self.arbiter.granted
 
     @invariant()
     def no_engine_serves_while_the_learner_holds_or_asks(self) -> None:
@@ -93,7 +93,7 @@ def test_the_last_engine_to_fall_asleep_gives_the_device() -> None:
     assert not arbiter.request()
     assert not arbiter.fell_asleep("a", 1.0)
     assert arbiter.fell_asleep("b", 2.0)
-    assert arbiter.give_back()
+    assert arbiter.release()
     assert (arbiter.woke("a", 5.0), arbiter.woke("b", 5.0)) == (4.0, 3.0)
     assert not arbiter.granted
 

@@ -14,7 +14,7 @@ SHARED_MIN = st.sampled_from([None, 1, 3])
 @given(ROWS, SHARED_MIN)
 def test_each_row_finds_its_tokens_its_positions_and_the_keys_of_itself(rows, shared_min):
     layout = lay_out(rows, shared_min)
-    for row, places in zip(rows, layout.places, strict=True):
+    for row, places in zip(rows, layout.indices, strict=True):
         np.testing.assert_array_equal(layout.token_ids_N[places], row[:-1])
         np.testing.assert_array_equal(layout.positions_N[places], np.arange(len(row) - 1))
     laid = len(layout.token_ids_N)
@@ -25,7 +25,7 @@ def test_each_row_finds_its_tokens_its_positions_and_the_keys_of_itself(rows, sh
     for run, read in zip(runs, np.split(keys, np.cumsum(layout.key_lengths_R)[:-1]), strict=True):
         np.testing.assert_array_equal(read[len(read) - len(run) :], run)
         np.testing.assert_array_equal(layout.positions_N[read], np.arange(len(read)))
-        assert any(np.array_equal(places, read) for places in layout.places)
+        assert any(np.array_equal(places, read) for places in layout.indices)
     if shared_min is None:
         assert laid == sum(len(row) - 1 for row in rows)
     if shared_min == 1:
