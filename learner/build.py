@@ -1,4 +1,4 @@
-"""A trainer with everything that the run file asks for: policy, reference policy and critic, each only where needed."""
+"""Builds the trainer of a run file: policy, and reference policy and critic where they are needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learner.policy.fsdp import shard
 from learner.policy.policy import Policy
 from learner.policy.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference, ServerReference
 from learner.training.critic import Critic
-from learner.training.evidence_passes import needed_scores
+from learner.training.scoring_passes import needed_scores
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
@@ -37,7 +37,7 @@ def make_trainer(
     """
     policy = make_policy(config, initial_model, checkpoint)
     if group is not None:
-        _refuse_what_ranks_cannot(config)
+        _check_ranks(config)
         policy.interrupt = group.interrupt
         shard(policy, group)
     needed = needed_scores(config)
@@ -62,7 +62,7 @@ def make_policy(config: RunConfig, initial_model: Path, checkpoint: Path | None)
 
 
 def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:
-    """As ``learner.reference`` says. Raises :class:`ConfigurationError`."""
+    """The reference policy of ``learner.reference``. Raises :class:`ConfigurationError`."""
     learner = config.learner
     options, tokens_max = learner.reference, learner.tokens_per_microbatch
     follows = options.refresh_every is not None
@@ -84,7 +84,7 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
 
 
 def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Critic:
-    """As ``learner.critic`` says."""
+    """The critic of ``learner.critic``."""
     learner = config.learner
     if learner.critic.backbone == "none":
         return Critic(policy, learner, owns=False)
@@ -95,7 +95,7 @@ def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: R
     return Critic(backbone, learner, owns=True)
 
 
-def _refuse_what_ranks_cannot(config: RunConfig) -> None:
+def _check_ranks(config: RunConfig) -> None:
     """Raises :class:`ConfigurationError`."""
     learner = config.learner
     if learner.optimizer == "adamw_8bit":
@@ -118,7 +118,7 @@ def load_trainer(
     found = find_checkpoints(directory.checkpoints)
     name = found[0].name if found else ""
     if group is not None:
-        name = group.told(name)
+        name = group.broadcast_text(name)
     checkpoint = directory.checkpoints / name if name else None
     trainer = make_trainer(config, directory.model, checkpoint, group)
     if checkpoint is None:

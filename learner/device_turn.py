@@ -1,12 +1,11 @@
-"""Models and optimizer state between the device and host memory, in place.
+"""The learner's side of a GPU that it shares with the engines (``engine.colocate``).
 
-A parameter stays the same object, and so does each tensor of an optimizer's state: only the memory behind it changes.
-Whoever holds them (optimizer, average, adapters) notices nothing. Nothing may compute while they are away.
+*consumes* the loop's wish to train; *produces* a device that nobody else uses, with the learner's models on it; *waits
+for* the engines to fall asleep; *unblocked by* their keepers.
 
-The learner's side of a device that it shares with the engine (``engine.colocate``).
-
-*Consumes* the loop's wish to train; *produces* a device that nobody else uses, with the learner's models on it; *waits
-for* the engines to fall asleep; *unblocked by* the keepers, which say so.
+With offloading, models and optimizer state move between the device and host memory in place. A parameter stays the same
+object, and so does each tensor of an optimizer's state: only the memory behind it changes, so that optimizer, average
+and adapters need not be told. Nothing may compute while they are in host memory.
 """
 
 from __future__ import annotations
@@ -27,36 +26,37 @@ from learner.weights.colocated import SharedDevice
 from pipeline.config import RunConfig
 from pipeline.config.rollouts import learner_share
 
+log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 
 class Offload:
-    """Everything large that a trainer holds on ``trainer.policy.device``."""
+    """Moves everything large that a trainer holds on ``trainer.policy.device`` to host memory and back."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._home = trainer.policy.device
-        self._left: list[Tensor] = []
+        self._device = trainer.policy.device
+        self._moved: list[Tensor] = []
 
     @property
-    def away(self) -> bool:
-        return bool(self._left)
+    def offloaded(self) -> bool:
+        return bool(self._moved)
 
     @torch.no_grad()
     def to_host(self) -> int:
-        """Move everything to host memory and give the device's back; bytes moved. Harmless when it is there."""
-        if self.away:
+        """Move everything to host memory and give the device's back; bytes moved. Idempotent."""
+        if self.offloaded:
             return 0
-        self._left = [tensor for tensor in self._tensors() if tensor.device.type == self._home.type]
-        moved = sum(_move(tensor, HOST) for tensor in self._left)
-        free_cached(self._home)
+        self._moved = [tensor for tensor in self._tensors() if tensor.device.type == self._device.type]
+        moved = sum(_move(tensor, HOST) for tensor in self._moved)
+        free_cached(self._device)
         return moved
 
     @torch.no_grad()
     def to_device(self) -> int:
-        """Undo :meth:`to_host`; bytes moved. Harmless when nothing is away."""
-        left, self._left = self._left, []
-        return sum(_move(tensor, self._home) for tensor in left)
+        """Undo :meth:`to_host`; bytes moved. Idempotent."""
+        moved, self._moved = self._moved, []
+        return sum(_move(tensor, self._device) for tensor in moved)
 
     def _tensors(self) -> Iterator[Tensor]:
         """Each once, also where weights are tied."""
@@ -98,27 +98,24 @@ def _move(tensor: Tensor, device: torch.device) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-log = logging.getLogger(__name__)
-
-
 class DeviceTurn:
-    """Taken before an update, left after it. The engines wake with the publication that follows."""
+    """Acquired before an update, released after it. The engines wake with the publication that follows."""
 
-    def __init__(self, share: SharedDevice, trainer: Trainer, *, offload: bool) -> None:
-        self._share = share
+    def __init__(self, shared: SharedDevice, trainer: Trainer, *, offload: bool) -> None:
+        self._shared = shared
         self._device = trainer.policy.device
         self._offload = Offload(trainer) if offload else None
 
-    async def take(self, waiting: Callable[[str], None]) -> None:
-        """Wait until the engines sleep, then bring the models back. ``waiting`` is told what it waits for."""
-        await self._share.taken(waiting)
+    async def acquire(self, waiting: Callable[[str], None]) -> None:
+        """Wait until the engines sleep, then bring the models back. ``waiting`` gets the reason."""
+        await self._shared.acquire(waiting)
         if self._offload is not None:
             await anyio.to_thread.run_sync(self._offload.to_device)
 
-    async def leave(self) -> None:
-        """Give up what the device can do without. The weights to publish must have been copied before."""
-        leave = partial(free_cached, self._device) if self._offload is None else self._offload.to_host
-        await anyio.to_thread.run_sync(leave)
+    async def release(self) -> None:
+        """Free the memory of the device. The weights to publish must have been copied before."""
+        free = partial(free_cached, self._device) if self._offload is None else self._offload.to_host
+        await anyio.to_thread.run_sync(free)
 
 
 def limit_memory(config: RunConfig) -> None:

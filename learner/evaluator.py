@@ -1,7 +1,7 @@
-"""In the learner's place during ``afterplay eval``: weights that do not change.
+"""Stand-in for the learner during ``afterplay eval``: weights that do not change.
 
-*consumes* EVALUATION; *produces* the stamp in the engines, one VERSION and a BYE; *waits for* the result. It loads no
-model: engines were started with the model folder of the checkpoint, and only need to be told its version.
+*consumes* EVALUATION; *produces* the version stamp in the engines, one VERSION and a BYE; *waits for* the result. It
+loads no model: the engines were started with the model folder of the checkpoint and only need its version.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ async def main(ctx: RoleContext) -> None:
 async def serve(ctx: RoleContext, link: Link) -> None:
     """Over a given link (tests use one in memory)."""
     config, directory = ctx.config, ctx.directory
-    what = read_json(directory.evaluated_file) or {}
-    updates, version = int(what.get("updates", 0)), max(0, int(what.get("policy_version", 0)))
+    checkpoint = read_json(directory.evaluated_file) or {}
+    updates, version = int(checkpoint.get("updates", 0)), max(0, int(checkpoint.get("policy_version", 0)))
     metrics = LearnerMetrics(ctx.registry, environments=tuple(config.environments))
-    standing = LearnerProgress(updates, version, updates)
-    session = LearnerSession(link, config.groups, config.groups.groups_per_step, standing, limits_of(config))
+    progress = LearnerProgress(updates, version, updates)
+    session = LearnerSession(link, config.groups, config.groups.groups_per_step, progress, limits_of(config))
     failed = metrics.weight_publish_failures_total.inc
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(link)
@@ -45,12 +45,12 @@ async def serve(ctx: RoleContext, link: Link) -> None:
                 await ctx.stopping.wait()
                 tasks.cancel_scope.cancel()
 
-            async def show_life() -> None:
+            async def heartbeat() -> None:
                 while True:
                     ctx.beat()
                     await anyio.sleep(1.0)
 
-            for task in (stop_on_signal, session.run, publisher.run, show_life):
+            for task in (stop_on_signal, session.run, publisher.run, heartbeat):
                 tasks.start_soon(task)
             ctx.report("connecting", f"the replay stage at {config.replay.address}")
             await session.welcome()

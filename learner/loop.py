@@ -1,17 +1,17 @@
-"""The learner's main loop: wait, train, tell, publish, save.
+"""The learner's main loop: wait, train, report, publish, save.
 
 *consumes* complete groups from the session; *produces* updates, versions and checkpoints; *waits for* the groups of
 the next update, and for the publication of the version before the last; *unblocked by* deliveries, engines that
 answer, or the end of the run.
 
-With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner takes it before each update,
-once the version before is published, and leaves it before the new one is.
+With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner acquires it before each
+update, once the version before is published, and releases it before it publishes the next.
 
 Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the
-training of the next update; at most one publication is under way. The next batch is built beside the training too
+training of the next update; at most one publication is under way. The next batch is prefetched during training too
 (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
-:class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the write before is not
-through.
+:class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
+done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from learner.data.rows import Batch
 from learner.device_turn import DeviceTurn
 from learner.observability.report import StepReport
 from learner.observability.timing import LoopClock
-from learner.prefetch import PrefetchedBatch, Prefetcher, prepare
+from learner.prefetch import PrefetchedBatch, Prefetcher, make_batch
 from learner.recorder import MetricsLog, record_step, step_line, trained_facts
 from learner.session import LearnerSession
 from learner.traces import Tracer
@@ -48,13 +48,13 @@ from pipeline.runtime.process import RoleContext
 
 log = logging.getLogger(__name__)
 EVALUATION_MARGIN_SECONDS = 60.0
-"""How long the end of a run waits, beside twice ``evaluation.seconds_max``: one may still play when the last is due."""
+"""Added to twice ``evaluation.seconds_max`` to bound the wait for the last evaluation: another may run before it."""
 ACKNOWLEDGE_SECONDS_MAX = 5.0
-"""How long the end of a run waits for the replay stage to have recorded the last update."""
+"""Bound on the wait for the replay stage to record the last update."""
 
 
 class LivePublisher(Protocol):
-    """What the loop needs of a publisher."""
+    """Interface of the publisher that the loop uses."""
 
     async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication: ...
     async def until_live(self, version: int) -> None: ...
@@ -79,7 +79,7 @@ class LearnerLoop:
         self.version = version
         """Policy version of the trainer's weights."""
         self._device = device
-        """Where engines and learner take turns."""
+        """Set where engines and learner take turns on one device."""
         self._ctx = ctx
         self._config = ctx.config
         self._trainer = trainer
@@ -89,12 +89,12 @@ class LearnerLoop:
         self._metrics = metrics
         self._lines = lines
         self._tracer = tracer or Tracer()
-        self._saved_updates = session.standing.durable_updates
-        self._published: dict[str, Any] = {}
-        self._preparer = Prefetcher(session, self._config.replay)
+        self._saved_updates = session.progress.durable_updates
+        self._last_publication: dict[str, Any] = {}
+        self._prefetcher = Prefetcher(session, self._config.replay)
         self._clock = LoopClock()
-        self._idle = anyio.Event()
-        self._idle.set()
+        self._publication_done = anyio.Event()
+        self._publication_done.set()
 
     async def run(self, initial: bool) -> None:
         """Until ``run.total_steps`` updates are made. ``initial``: the weights are those the engines were started
@@ -104,7 +104,7 @@ class LearnerLoop:
             served = initial and self._config.publish.lora == "merged"
             self._clock.lap()
             with self._clock.stage("publish"):
-                await self._take_device()
+                await self._acquire_device()
                 await self._start_publication(tasks, None if served else await self._snapshot())
             if self._keeps_best(0) and self._trainer.updates == 0:
                 with self._clock.stage("save"):
@@ -112,7 +112,7 @@ class LearnerLoop:
             while self._trainer.updates < total:
                 await self._step(tasks)
             self._ctx.report("publishing", "the engines to take the last version")
-            await self._idle.wait()
+            await self._publication_done.wait()
         await self._finish()
 
     async def _step(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -120,14 +120,14 @@ class LearnerLoop:
         with self._clock.stage("wait"):
             groups = await self._wait_for_groups(update)
         with self._clock.stage("publish"):
-            await self._take_device()
+            await self._acquire_device()
         self._ctx.report("training", "", step=update + 1, groups=len(groups))
-        made = self._preparer.take(update, groups)
-        async with anyio.create_task_group() as beside:
+        prefetched = self._prefetcher.take(update, groups)
+        async with anyio.create_task_group() as prefetching:
             if update + 1 < self._config.run.total_steps:
-                beside.start_soon(self._preparer.ahead, update + 1)
-            batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, made)
-            beside.cancel_scope.cancel()
+                prefetching.start_soon(self._prefetcher.prefetch, update + 1)
+            batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
+            prefetching.cancel_scope.cancel()
         await self._session.consumed(update, trained_facts(batch, report, choice))
         self.version += 1
         with self._clock.stage("publish"):
@@ -135,18 +135,18 @@ class LearnerLoop:
         times = self._clock.lap()
         record_step(self._metrics, batch, report, times, choice)
         left_out = self._config.groups.groups_per_step - len(batch.groups)
-        line = step_line(batch, report, times, self._published, choice)
+        line = step_line(batch, report, times, self._last_publication, choice)
         self._lines.write({**line, "saved": self._writer.saved, "groups_left_out": left_out})
-        self._tell(batch, report)
+        self._log_step(batch, report)
         updates = self._trainer.updates
         if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):
             with self._clock.stage("save"):
                 await self._checkpoint()
 
     def _train(
-        self, update: int, groups: tuple[Group, ...], made: PrefetchedBatch | None
+        self, update: int, groups: tuple[Group, ...], prefetched: PrefetchedBatch | None
     ) -> tuple[Batch, StepReport, ReplayChoice]:
-        made = made or prepare(update, groups, self._config.replay, self._trainer.mean_entropies)
+        made = prefetched or make_batch(update, groups, self._config.replay, self._trainer.mean_entropies)
         report = self._trainer.train(made.batch, self.version)
         if report.skipped is not None:
             write_skipped(self._ctx.directory.skipped, report.skipped)
@@ -155,9 +155,10 @@ class LearnerLoop:
         self._tracer.record(made.batch, report)
         return made.batch, report, made.choice
 
-    async def _wait_for_groups(self, update: int) -> Any:
-        """The groups of the update, saying meanwhile what is missing."""
-        session, found = self._session, None
+    async def _wait_for_groups(self, update: int) -> tuple[Group, ...]:
+        """The groups of the update; reports what is missing meanwhile."""
+        session = self._session
+        found: tuple[Group, ...] = ()
 
         async def take(scope: anyio.CancelScope) -> None:
             nonlocal found
@@ -168,7 +169,7 @@ class LearnerLoop:
             waiting.start_soon(take, waiting.cancel_scope)
             while True:
                 self._ctx.beat()
-                p = session.progress(update)
+                p = session.group_progress(update)
                 missing = f"rollouts: {p.complete} of {p.needed} groups of step {update + 1}"
                 if not session.connected:
                     missing = f"the replay stage ({missing})"
@@ -181,61 +182,61 @@ class LearnerLoop:
     async def _snapshot(self) -> dict[str, Tensor]:
         return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
-    async def _take_device(self) -> None:
-        """Where engines and learner take turns: the learner's, once the engines serve the version before."""
+    async def _acquire_device(self) -> None:
+        """Acquire a shared device, once the engines serve the version before."""
         if self._device is None:
             return
         self._ctx.report("publishing", "the engines to take the version before")
-        await self._idle.wait()
-        await self._device.take(lambda why: self._ctx.report("waiting", why))
+        await self._publication_done.wait()
+        await self._device.acquire(lambda why: self._ctx.report("waiting", why))
 
     async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
-        """Begin to publish the present version, once the one before is through."""
-        if not self._idle.is_set():
+        """Begin to publish the current version, once the publication before is done."""
+        if not self._publication_done.is_set():
             self._ctx.report("publishing", "the engines to take the version before")
-            await self._idle.wait()
+            await self._publication_done.wait()
         if self._device is not None:
-            await self._device.leave()
-        self._idle = anyio.Event()
-        tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._idle)
+            await self._device.release()
+        self._publication_done = anyio.Event()
+        tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._publication_done)
 
     async def _publish(
-        self, version: int, updates: int, tensors: Mapping[str, Tensor] | None, idle: anyio.Event
+        self, version: int, updates: int, tensors: Mapping[str, Tensor] | None, done: anyio.Event
     ) -> None:
         try:
-            done = await self._publisher.publish(version, tensors)
-            if not done.live:
-                log.warning("no engine serves version %d yet: %s", version, dict(done.lagging))
+            publication = await self._publisher.publish(version, tensors)
+            if not publication.live:
+                log.warning("no engine serves version %d yet: %s", version, dict(publication.lagging))
                 await self._publisher.until_live(version)
             live = self._publisher.live(version)
             await self._session.announce(version, updates)
         finally:
-            idle.set()
-        self._published = {"policy_version": version, "seconds": done.seconds, "live": len(live),
+            done.set()
+        self._last_publication = {"policy_version": version, "seconds": publication.seconds, "live": len(live),
                            "lagging": len(self._publisher.trouble()), "finished": time.time()}  # fmt: skip
         self._metrics.policy_version.set(version)
-        self._metrics.weight_publish_duration_seconds.observe(done.seconds)
-        self._metrics.weight_publish_bytes_total.inc(done.n_bytes)
-        log.info("version %d is live in %d engines after %.1f s", version, len(live), done.seconds)
+        self._metrics.weight_publish_duration_seconds.observe(publication.seconds)
+        self._metrics.weight_publish_bytes_total.inc(publication.n_bytes)
+        log.info("version %d is live in %d engines after %.1f s", version, len(live), publication.seconds)
 
     async def _checkpoint(self) -> None:
         """Copy everything and hand it to the writer, which tells the stage once it is durable."""
         updates = self._trainer.updates
-        waiting = self._writer.writing
-        self._ctx.report("saving", "" if waiting is None else f"the checkpoint of step {waiting}", step=updates)
-        async with self._writer.place(updates) as submit:
-            standing = self._session.standing
+        writing = self._writer.writing
+        self._ctx.report("saving", "" if writing is None else f"the checkpoint of step {writing}", step=updates)
+        async with self._writer.slot(updates) as submit:
+            progress = self._session.progress
             state = CheckpointState(
                 updates,
                 self.version,
-                {u: list(ids) for u, ids in standing.unacknowledged.items()},
-                trained=dict(standing.trained),
+                {u: list(ids) for u, ids in progress.unacknowledged.items()},
+                trained=dict(progress.trained),
             )
             submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
 
     def _keeps_best(self, updates: int) -> bool:
-        """Whether these weights are evaluated and may turn out to be the best."""
+        """True where these weights are evaluated and may turn out to be the best."""
         section = self._config.evaluation
         return section.keep_best is not None and section.is_due(updates, self._config.run.total_steps)
 
@@ -265,7 +266,7 @@ class LearnerLoop:
         await self._session.bye("finished")
         self._ctx.report("finished", "", step=self._trainer.updates)
 
-    def _tell(self, batch: Batch, report: StepReport) -> None:
+    def _log_step(self, batch: Batch, report: StepReport) -> None:
         s = report.statistics
         log.info(
             "step %d: reward %.3f, ratio %.3f, ESS %.2f, staleness %d, loss %.4f, grad norm %.3f, %.0f tokens/s",

@@ -1,7 +1,7 @@
-"""The batch of the next update, built while the present one trains.
+"""Prefetching: the batch of the next update is built while the current one trains.
 
 *consumes* the complete groups of the next update without taking them: the stage may still cancel or replace them;
-*produces* a batch that holds only if just these groups are trained in the end, otherwise it is built anew; *waits for*
+*produces* a batch that is used only if the update trains just these groups, otherwise it is built again; *waits for*
 the last group of the next update; *unblocked by* its delivery, or the end of the training that it runs beside.
 """
 
@@ -23,17 +23,17 @@ from pipeline.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class PrefetchedBatch:
-    """A batch and how it came about."""
+    """A batch, the groups that it was made of, and the seconds that it took."""
 
     groups: tuple[Group, ...]
-    """What it was chosen from."""
+    """Before the choice of stored rollouts."""
     choice: ReplayChoice
     batch: Batch
     choose_seconds: float = 0.0
     build_seconds: float = 0.0
 
-    def made_of(self, update: int, groups: Sequence[Group]) -> bool:
-        """Whether it is the batch of ``update`` from these very plans and trajectories."""
+    def is_made_of(self, update: int, groups: Sequence[Group]) -> bool:
+        """True for the batch of ``update`` from these very plans and trajectories."""
         return (
             self.batch.update == update
             and len(groups) == len(self.groups)
@@ -41,8 +41,8 @@ class PrefetchedBatch:
         )
 
 
-def prepare(update: int, groups: tuple[Group, ...], config: ReplayConfig, mean_entropies: Scorer) -> PrefetchedBatch:
-    """Choose replays and build the rows. Raises :class:`TrainingError`, or as :func:`choose_replays` does."""
+def make_batch(update: int, groups: tuple[Group, ...], config: ReplayConfig, mean_entropies: Scorer) -> PrefetchedBatch:
+    """Choose stored rollouts and build the rows. Raises :class:`TrainingError`, or as :func:`choose_replays` does."""
     start = time.perf_counter()
     choice = choose_replays(groups, config, mean_entropies)
     chosen = time.perf_counter()
@@ -51,40 +51,40 @@ def prepare(update: int, groups: tuple[Group, ...], config: ReplayConfig, mean_e
 
 
 class Prefetcher:
-    """Keeps at most one batch ahead."""
+    """Holds at most one prefetched batch."""
 
     def __init__(self, session: LearnerSession, config: ReplayConfig) -> None:
         self._session = session
         self._config = config
-        self._ahead: PrefetchedBatch | None = None
+        self._prefetched: PrefetchedBatch | None = None
 
-    async def ahead(self, update: int) -> None:
-        """Build the batch of ``update`` once its groups are complete, and keep it in place of any other. One that needs
-        today's weights is left to :func:`prepare`, as is one that cannot be built. Cancel it at will."""
-        groups = await self._session.foreseen(update)
+    async def prefetch(self, update: int) -> None:
+        """Build the batch of ``update`` once its groups are complete, and hold it in place of any other. One that needs
+        the current weights is left to :func:`make_batch`, as is one that cannot be built. Cancel it at will."""
+        groups = await self._session.peek(update)
         if needs_scores(groups, self._config):
             return
 
         def build() -> PrefetchedBatch | None:
             try:
-                return prepare(update, groups, self._config, _no_scores)
+                return make_batch(update, groups, self._config, _no_scores)
             except TrainingError:
                 return None
 
-        self._ahead = await anyio.to_thread.run_sync(build)
+        self._prefetched = await anyio.to_thread.run_sync(build)
 
     def take(self, update: int, groups: tuple[Group, ...]) -> PrefetchedBatch | None:
-        """The batch of ``update`` from ``groups`` where it was built ahead, its seconds 0: nobody waited."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or not ahead.made_of(update, groups):
+        """The prefetched batch of ``update`` from ``groups``, with seconds of 0: nobody waited. None: there is none."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None or not prefetched.is_made_of(update, groups):
             return None
-        return PrefetchedBatch(ahead.groups, ahead.choice, ahead.batch)
+        return PrefetchedBatch(prefetched.groups, prefetched.choice, prefetched.batch)
 
 
 def _same(a: Group, b: Group) -> bool:
     return (
         a.plan is b.plan
-        and a.replays == b.replays
+        and a.stored_rollouts == b.stored_rollouts
         and len(a.trajectories) == len(b.trajectories)
         and all(x is y for x, y in zip(a.trajectories, b.trajectories, strict=True))
     )

@@ -27,8 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from learner.checkpoints.checkpoint import CheckpointState, take_image
-from learner.data.evidence import TokenScores
-from learner.data.rows import Batch, Row
+from learner.data.rows import Batch, Row, TokenScores
 from learner.distributed.collectives import Place, RankGroup, join
 from learner.distributed.messages import unpack_order
 from learner.training.trainer import Trainer
@@ -108,7 +107,7 @@ def _step(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evi
 
 
 def _gather(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
-    trainer.gather(rows)
+    trainer.token_scores(rows)
 
 
 def _score(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:

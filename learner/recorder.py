@@ -218,7 +218,7 @@ def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Tra
     """What CONSUMED says of the update. Entropies of trajectories of which only one turn was trained are left out: they
     are not means over the trajectory."""
     s = report.statistics
-    partial = {row.sequence for row in batch.rows if not row.whole}
+    partial = {row.trajectory_index for row in batch.rows if not row.whole}
     groups, sequence = {}, 0
     for group in batch.groups:
         entropy = {}

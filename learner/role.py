@@ -1,4 +1,4 @@
-"""The learner as a process: load or resume, connect, agree on versions, train, publish, save, leave."""
+"""The learner process: load or resume, connect, agree on versions, train, publish, save, leave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learner.recorder import MetricsLog
 from learner.session import LearnerProgress, LearnerSession
 from learner.traces import tracing
 from learner.training.trainer import Trainer
-from learner.weights.colocated import sleeping_engines
+from learner.weights.colocated import put_engines_to_sleep
 from learner.weights.publisher import make_publisher, published_versions
 from pipeline.config import RunConfig
 from pipeline.errors import Interrupted
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a learner begins with."""
+    """Trainer, progress and ranks that a learner starts with."""
 
     trainer: Trainer
-    standing: LearnerProgress
+    progress: LearnerProgress
     checkpoint: Path | None
-    lead: RankZero | None = None
-    """With several ranks: the care for the others."""
+    rank_zero: RankZero | None = None
+    """Starts and watches the other ranks; None: there is one."""
 
 
 async def main(ctx: RoleContext) -> None:
@@ -54,7 +54,7 @@ async def main(ctx: RoleContext) -> None:
 async def serve(ctx: RoleContext, link: Link) -> None:
     """The learner over a given link (tests use one in memory)."""
     if ctx.config.engine.colocate == "sleep":
-        await sleeping_engines(ctx)
+        await put_engines_to_sleep(ctx)
         if ctx.stopping.is_set():
             return
     limit_memory(ctx.config)
@@ -64,9 +64,9 @@ async def serve(ctx: RoleContext, link: Link) -> None:
         if not ctx.stopping.is_set():
             await _serve(ctx, start, link)
     finally:
-        if start.lead is not None:
+        if start.rank_zero is not None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(start.lead.end)
+                await anyio.to_thread.run_sync(start.rank_zero.end)
 
 
 async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
@@ -78,7 +78,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
         anyio.create_task_group() as tasks,
     ):
         config = ctx.config
-        session = LearnerSession(link, config.groups, credit_groups(config), start.standing, limits_of(config))
+        session = LearnerSession(link, config.groups, credit_groups(config), start.progress, limits_of(config))
         directory = ctx.directory
         writer = CheckpointWriter(
             directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
@@ -87,10 +87,10 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
         async def stop_on_signal() -> None:
             await ctx.stopping.wait()
             interrupt.set()
-            await saved()
+            await until_saved()
             tasks.cancel_scope.cancel()
 
-        async def saved() -> None:
+        async def until_saved() -> None:
             with anyio.move_on_after(STOP_SHARE * config.supervisor.drain_seconds_max) as waiting:
                 await writer.idle()
             if waiting.cancelled_caught:
@@ -98,19 +98,19 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                     "the checkpoint of %s updates was not durable in time: the one before stays", writer.writing
                 )
 
-        async def show_life() -> None:
+        async def heartbeat() -> None:
             while True:
                 ctx.beat()
                 await anyio.sleep(1.0)
 
         best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
-        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run, show_life):
+        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run, heartbeat):
             tasks.start_soon(task)
-        if start.lead is not None:
-            tasks.start_soon(start.lead.watch)
+        if start.rank_zero is not None:
+            tasks.start_soon(start.rank_zero.watch)
         ctx.report("connecting", f"the replay stage at {config.replay.address}")
         recorded = await session.welcome()
-        version = choose_version(start.standing, recorded, published_versions(ctx.directory))
+        version = choose_version(start.progress, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         updates = start.trainer.updates
         with (
@@ -125,45 +125,49 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                 await loop.run(initial=start.checkpoint is None)
             except* Interrupted:
                 log.info("gave up the step that was under way: the process is stopping")
-                await saved()
+                await until_saved()
         tasks.cancel_scope.cancel()
 
 
 def load(config: RunConfig, directory: RunDirectory) -> Start:
     """Model, optimizer and counters: of the newest complete checkpoint, else of the initial model. With several ranks
-    the others load the same meanwhile. Blocks for seconds."""
+    the other ranks load the same meanwhile. Blocks for seconds."""
     prepare_model(config, directory.model)
     remove_leftovers(directory.checkpoints)
-    lead = RankZero.begin(config)
+    rank_zero = RankZero.begin(config)
     try:
-        trainer, state = load_trainer(config, directory, None if lead is None else lead.group)
+        trainer, state = load_trainer(config, directory, None if rank_zero is None else rank_zero.group)
     except BaseException:
-        if lead is not None:
-            lead.end()
+        if rank_zero is not None:
+            rank_zero.end()
         raise
     if state is None:
-        return Start(trainer, LearnerProgress(), None, lead)
-    standing = LearnerProgress(
+        return Start(trainer, LearnerProgress(), None, rank_zero)
+    progress = LearnerProgress(
         state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained
     )
-    return Start(trainer, standing, checkpoint_path(directory.checkpoints, state.updates), lead)
+    return Start(trainer, progress, checkpoint_path(directory.checkpoints, state.updates), rank_zero)
 
 
-def choose_version(standing: LearnerProgress, recorded: int, written: list[int]) -> int:
+def choose_version(progress: LearnerProgress, recorded: int, written: list[int]) -> int:
     """Version under which the weights are published first (PROTOCOL.md, "Resuming").
 
-    ``recorded`` is the newest the replay stage knows, ``written`` the versions with a weight folder: an engine may
-    have served one of those although nobody announced it. A version names one set of weights for ever, so anything
-    newer than ours is passed.
+    ``recorded`` is the newest that the replay stage has, ``written`` the versions with a weight folder: an engine may
+    have served one of those although nobody announced it. A version names one set of weights for ever, so versions
+    newer than the restored one are skipped.
 
-    >>> choose_version(Standing(), -1, []), choose_version(Standing(10, 10), 10, [9, 10]), choose_version(Standing(10,
-    10), 11, [12]) (0, 10, 13)
+    >>> choose_version(LearnerProgress(), -1, [])
+    0
+    >>> choose_version(LearnerProgress(10, 10), 10, [9, 10])
+    10
+    >>> choose_version(LearnerProgress(10, 10), 11, [12])
+    13
     """
-    own = max(0, standing.policy_version)
+    own = max(0, progress.policy_version)
     newest = max([recorded, *written])
     return own if newest <= own else newest + 1
 
 
 def credit_groups(config: RunConfig) -> int:
-    """Groups that may be here: those in training and the batches decoded ahead."""
+    """Groups that the learner may hold: those in training and the prefetched batches."""
     return config.groups.groups_per_step * (1 + config.learner.prefetch_batches)

@@ -1,8 +1,8 @@
-"""The learner's side of the protocol (docs/PROTOCOL.md) over a link.
+"""Session with the replay stage: the learner's side of the protocol (docs/PROTOCOL.md) over a link.
 
-Consumes: PLAN, DELIVERY, CANCEL, ACK and EVALUATION, in a task of its own: messages arrive while the trainer computes.
-Produces: HELLO with its true state on every connection, CONSUMED, VERSION, CHECKPOINTED, BYE; repeats what may have
-been lost. Waits for: nothing but the link. Bounded by the credit it grants: ``credit_groups`` groups are held at most.
+*consumes* PLAN, DELIVERY, CANCEL, ACK and EVALUATION, in a task of its own: messages arrive while the trainer computes;
+*produces* HELLO with its state on every connection, CONSUMED, VERSION, CHECKPOINTED and BYE, and repeats messages that
+may have been lost; *waits for* nothing but the link. It holds at most the ``credit_groups`` groups that it grants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LearnerProgress:
-    """What the learner has done, as HELLO tells it."""
+    """Progress of the learner, as HELLO reports it."""
 
     updates: int = 0
     policy_version: int = -1
@@ -40,21 +40,21 @@ class LearnerProgress:
     announced: tuple[int, int] | None = None
     """Policy version and updates of the newest VERSION of this process."""
     trained: dict[int, Trained] = field(default_factory=dict)
-    """What CONSUMED said of unacknowledged updates beside the ids; missing where nothing was said."""
+    """Facts that CONSUMED carried of unacknowledged updates beside the ids; missing where it had none."""
 
 
 class LearnerSession:
-    """With the replay stage."""
+    """Connection state, assembled groups, and the messages of the learner."""
 
     def __init__(
         self,
         link: Link,
         groups: GroupsConfig,
         credit_groups: int,
-        standing: LearnerProgress,
+        progress: LearnerProgress,
         limits: Limits,
     ) -> None:
-        self.standing = standing
+        self.progress = progress
         self.assembler = GroupAssembler(groups.groups_per_step)
         self.session = uuid.uuid4().hex
         self.recorded_version: int | None = None
@@ -72,19 +72,19 @@ class LearnerSession:
 
     def hello(self) -> dict[str, Any]:
         """Header of HELLO."""
-        s = self.standing
+        progress = self.progress
         return {
             "role": "learner",
             "name": "learner",
             "schema_version": SCHEMA_VERSION,
             "session": self.session,
-            "updates": s.updates,
-            "policy_version": s.policy_version,
-            "durable_updates": s.durable_updates,
+            "updates": progress.updates,
+            "policy_version": progress.policy_version,
+            "durable_updates": progress.durable_updates,
             "credit_groups": self._credit_groups,
             "holding": self.assembler.holding(),
-            "consumed": [[update, ids] for update, ids in sorted(s.unacknowledged.items())],
-            "trained": [[update, facts.header()] for update, facts in sorted(s.trained.items())],
+            "consumed": [[update, ids] for update, ids in sorted(progress.unacknowledged.items())],
+            "trained": [[update, facts.header()] for update, facts in sorted(progress.trained.items())],
         }
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class LearnerSession:
                 log.warning("lost the replay stage (%s), connecting again", event.reason)
             elif event.message is not None:
                 self._handle(event.message)
-            self._tell()
+            self._notify()
 
     async def welcome(self) -> int:
         """Wait for the first WELCOME; the newest policy version that the stage has recorded (-1: none)."""
@@ -118,43 +118,43 @@ class LearnerSession:
         while not self.assembler.ready(update):
             await self._changed.wait()
         groups = self.assembler.take(update)
-        self._tell()
+        self._notify()
         return groups
 
-    async def foreseen(self, update: int) -> tuple[Group, ...]:
-        """Wait for the groups of ``update`` and only look at them: what :meth:`ready` would give if nothing changed
+    async def peek(self, update: int) -> tuple[Group, ...]:
+        """Wait for the groups of ``update`` without taking them: :meth:`ready` returns the same if nothing changes
         until then."""
         while not self.assembler.ready(update):
             await self._changed.wait()
-        return self.assembler.look(update)
+        return self.assembler.peek(update)
 
     async def changed(self) -> None:
         """Wait for any message."""
         await self._changed.wait()
 
-    def progress(self, update: int) -> Progress:
+    def group_progress(self, update: int) -> Progress:
         return self.assembler.progress(update)
 
     async def consumed(self, update: int, trained: Trained | None = None) -> None:
         """The optimizer has made ``update``."""
         ids, facts = self.assembler.consumed(update), trained or Trained()
-        self.standing.updates = update + 1
-        self.standing.unacknowledged[update] = ids
-        self.standing.trained[update] = facts
-        self._tell()
+        self.progress.updates = update + 1
+        self.progress.unacknowledged[update] = ids
+        self.progress.trained[update] = facts
+        self._notify()
         await self._send(Kind.CONSUMED, {"update": update, "group_ids": ids, **facts.header()})
 
     async def announce(self, policy_version: int, updates: int) -> None:
         """The weights after ``updates`` updates are live as ``policy_version``."""
-        self.standing.policy_version = policy_version
-        self.standing.announced = (policy_version, updates)
-        self._tell()
+        self.progress.policy_version = policy_version
+        self.progress.announced = (policy_version, updates)
+        self._notify()
         await self._send(Kind.VERSION, {"policy_version": policy_version, "updates": updates})
 
     async def checkpointed(self, updates: int) -> None:
         """Everything up to ``updates`` updates is durable here."""
-        self.standing.durable_updates = updates
-        self._tell()
+        self.progress.durable_updates = updates
+        self._notify()
         await self._send(Kind.CHECKPOINTED, {"updates": updates})
 
     async def bye(self, reason: str) -> None:
@@ -163,7 +163,7 @@ class LearnerSession:
 
     async def acknowledged(self) -> None:
         """Wait until every CONSUMED was acknowledged."""
-        while self.standing.unacknowledged:
+        while self.progress.unacknowledged:
             await self._changed.wait()
 
     async def _send(self, kind: Kind, header: dict[str, Any]) -> None:
@@ -179,8 +179,8 @@ class LearnerSession:
             self.recorded_version = recorded
             log.info("connected, the replay stage has recorded version %d", recorded)
         self.assembler.forget_incomplete()
-        if self.standing.announced is not None:
-            version, updates = self.standing.announced
+        if self.progress.announced is not None:
+            version, updates = self.progress.announced
             await self._send(Kind.VERSION, {"policy_version": version, "updates": updates})
 
     def _handle(self, message: WireMessage) -> None:
@@ -203,8 +203,8 @@ class LearnerSession:
             elif message.kind is Kind.EVALUATION:
                 self.evaluation = header
             elif message.kind is Kind.ACK:
-                self.standing.unacknowledged.pop(int(header["update"]), None)
-                self.standing.trained.pop(int(header["update"]), None)
+                self.progress.unacknowledged.pop(int(header["update"]), None)
+                self.progress.trained.pop(int(header["update"]), None)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, WireError | TrainingError):
                 raise
@@ -219,12 +219,12 @@ class LearnerSession:
                 f"expected groups of groups.n_rollout={self._groups.n_rollout} trajectories, got {plan.n_rollout} in "
                 f"{plan.group_id}: learner and replay stage must read the same run file"
             )
-        if update < self.standing.updates:
+        if update < self.progress.updates:
             log.warning("%s is planned for update %d, which is made already: ignored", plan.group_id, update)
             return
         self.assembler.plan(plan, update)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._link.describe(self.hello())
         changed, self._changed = self._changed, anyio.Event()
         changed.set()

@@ -1,7 +1,7 @@
-"""Keeps some trajectories of every update with what the learner saw at each of their tokens (``traces.trained``).
+"""Traces of some trajectories of every update, with the learner's values of each token (``traces.trained``).
 
-It uses what the pass of the update has computed already, and never stops the learner: a disk that refuses ends the
-keeping, with a warning.
+Uses values that the update has computed already, and never stops the learner: where the disk refuses, tracing ends with
+a warning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from learner.data.microbatch import token_numbers
+from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row
 from learner.observability.report import StepReport
 from learner.observability.statistics import TokenValues
@@ -41,23 +41,23 @@ class Tracer:
         self._seed = seed
 
     def record(self, batch: Batch, report: StepReport) -> None:
-        """Keep ``traces.trained`` trajectories of an update. Takes a millisecond or two for each thousand tokens."""
+        """Write ``traces.trained`` trajectories of an update. Takes a millisecond or two for each thousand tokens."""
         values = report.statistics.values
         if self._writer is None or values is None or not len(values):
             return
-        trajectories, seen = batch.trajectories, UpdateTokens(batch, values)
+        trajectories, tokens = batch.trajectories, UpdateTokens(batch, values)
         try:
-            for sequence in drawn(len(trajectories), self._trained, self._seed, report.update):
-                if rows := seen.rows.get(sequence):
-                    index = trace_index(trajectories[sequence], report, replayed=rows[0][0].replayed)
-                    frames = encode_trajectory(trajectories[sequence])
-                    self._writer.append(index, frames, seen.of(sequence, trajectories[sequence]), report.update)
+            for i in drawn(len(trajectories), self._trained, self._seed, report.update):
+                if rows := tokens.rows.get(i):
+                    index = trace_index(trajectories[i], report, replayed=rows[0][0].replayed)
+                    frames = encode_trajectory(trajectories[i])
+                    self._writer.append(index, frames, tokens.of(i, trajectories[i]), report.update)
         except (OSError, SchemaError) as error:
             log.warning("traces of trained trajectories are kept no longer: %s", error)
             self.close()
 
     def close(self) -> None:
-        """Harmless when done already."""
+        """Idempotent."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -79,46 +79,46 @@ def tracing(config: TracesConfig, directory: Path, seed: int, updates: int) -> I
 
 
 def drawn(n: int, count: int, seed: int, update: int) -> list[int]:
-    """Which of ``n`` trajectories are kept: ``count`` of them, each as likely as any other."""
+    """Indices of ``count`` of ``n`` trajectories, each as likely as any other."""
     rng = np.random.default_rng([seed, _DRAW, update])
     return sorted(int(i) for i in rng.choice(n, min(n, count), replace=False))
 
 
 class UpdateTokens:
-    """What the passes of one update saw, by trajectory."""
+    """Values of one update's tokens, by trajectory."""
 
     def __init__(self, batch: Batch, values: TokenValues) -> None:
         self._values = values
-        self._at = np.full(batch.n_sampled, -1)
-        self._at[values.numbers] = np.arange(len(values))
+        self._position = np.full(batch.n_sampled, -1)
+        self._position[values.numbers] = np.arange(len(values))
         self.rows: dict[int, list[tuple[Row, int]]] = {}
-        """By ``Row.sequence``: its rows, each with the number of its first sampled token."""
-        for row, first in zip(batch.rows, token_numbers(batch.rows).tolist(), strict=True):
-            self.rows.setdefault(row.sequence, []).append((row, first))
+        """By ``Row.trajectory_index``: its rows, each with the index of its first sampled token."""
+        for row, offset in zip(batch.rows, token_offsets(batch.rows).tolist(), strict=True):
+            self.rows.setdefault(row.trajectory_index, []).append((row, offset))
 
-    def of(self, sequence: int, trajectory: Trajectory) -> SeenTokens:
-        """Of its sampled tokens, in order of its turns. Tokens of turns that were not trained stay unknown."""
+    def of(self, trajectory_index: int, trajectory: Trajectory) -> SeenTokens:
+        """Values of its sampled tokens, in order of its turns. Tokens of turns that were not trained stay unknown."""
         lengths = [len(turn.completion) for turn in trajectory.turns]
         begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]).astype(np.int64)
         out = SeenTokens.unknown(int(begins[-1]))
-        for row, first in self.rows.get(sequence, ()):
-            found = self._at[first : first + row.n_sampled]
-            places = _places(row.turns[row.loss_mask], begins)[found >= 0]
-            _fill(out, places, self._values, found[found >= 0])
+        for row, offset in self.rows.get(trajectory_index, ()):
+            found = self._position[offset : offset + row.n_sampled]
+            positions = _positions(row.turns[row.loss_mask], begins)[found >= 0]
+            _fill(out, positions, self._values, found[found >= 0])
         return out
 
 
-def _places(turns: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Place among the sampled tokens of the trajectory, given the turn of each: a turn is trained whole or not."""
+def _positions(turns: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Positions among the sampled tokens of the trajectory, given the turn of each: a turn is trained whole or not."""
     return np.concatenate([np.arange(begins[turn], begins[turn + 1]) for turn in np.unique(turns)])
 
 
-def _fill(out: SeenTokens, places: npt.NDArray[np.int64], values: TokenValues, found: npt.NDArray[np.int64]) -> None:
-    known = values.recorded[found]
-    behaviour = np.where(known, values.behaviour[found], 0.0)
-    out.log_ratios[places] = values.logprobs[found] - behaviour
-    out.entropies[places] = values.entropy[found]
-    out.advantages[places] = values.advantages[found]
+def _fill(out: SeenTokens, positions: npt.NDArray[np.int64], values: TokenValues, found: npt.NDArray[np.int64]) -> None:
+    recorded = values.recorded[found]
+    behaviour = np.where(recorded, values.behaviour[found], 0.0)
+    out.log_ratios[positions] = values.logprobs[found] - behaviour
+    out.entropies[positions] = values.entropy[found]
+    out.advantages[positions] = values.advantages[found]
     masked = values.masked[found] | (values.reasons[found] > 0)
     flags = np.full(len(found), int(Flag.SEEN), np.uint8)
     for flag, on in (
@@ -129,11 +129,11 @@ def _fill(out: SeenTokens, places: npt.NDArray[np.int64], values: TokenValues, f
         (Flag.TRUNCATED, values.truncated[found]),
     ):
         flags |= np.where(on, np.uint8(flag), np.uint8(0))
-    out.flags[places] = flags
+    out.flags[positions] = flags
 
 
 def trace_index(trajectory: Trajectory, report: StepReport, *, replayed: bool) -> Mapping[str, Any]:
-    """What the index of a trace says."""
+    """Entry of a trace in its index."""
     return {
         "trajectory_id": trajectory.trajectory_id,
         "policy_version": report.policy_version,

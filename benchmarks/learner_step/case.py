@@ -46,7 +46,7 @@ def make_rows(case: Case, vocabulary: int) -> tuple[Row, ...]:
             rows.append(
                 Row(
                     trajectory_id=f"{g}.{r}",
-                    sequence=g * case.rollouts + r,
+                    trajectory_index=g * case.rollouts + r,
                     environment="none",
                     token_ids=np.concatenate([prompt, rng.integers(2, vocabulary, answer)]).astype(np.int32),
                     loss_mask=mask,

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from learner.advantages.base import Estimates, Played
 from learner.advantages.registry import entry_of
 from learner.advantages.rewards import shaped
-from learner.data.evidence import TokenArray, TokenScores
-from learner.data.microbatch import token_numbers
-from learner.data.rows import Batch
+from learner.data.microbatch import token_offsets
+from learner.data.rows import Batch, TokenArray, TokenScores
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 
@@ -56,7 +55,7 @@ def with_advantages(
     played = shaped(played_of(batch, evidence, penalties), batch.trajectories, config)
     estimates = estimate(played, config)
     advantages = _by_token(batch, estimates.advantages)
-    first = token_numbers(batch.rows)
+    first = token_offsets(batch.rows)
     rows = tuple(
         replace(row, advantages=advantages[at : at + row.n_sampled]) for row, at in zip(batch.rows, first, strict=True)
     )
@@ -65,7 +64,7 @@ def with_advantages(
 
 
 def played_of(batch: Batch, evidence: TokenScores, penalties: TokenArray | None = None) -> list[Played]:
-    """One for each trajectory of the batch, in the order of ``Row.sequence``, with its rewards as they were given."""
+    """One for each trajectory of the batch, by ``Row.trajectory_index``, with its rewards as they were given."""
     numbers = _tokens_of_sequences(batch)
     turns = np.concatenate([row.turns[row.loss_mask] for row in batch.rows])
     behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row in batch.rows]).astype(np.float64)
@@ -86,7 +85,7 @@ def played_of(batch: Batch, evidence: TokenScores, penalties: TokenArray | None 
                     turn_rewards=trajectory.turn_rewards or (),
                     sampled=trajectory.n_sampled,
                     baseline=group.plan.baseline,
-                    replayed=group.replayed(trajectory),
+                    replayed=group.is_replayed(trajectory),
                     behaviour=behaviour[tokens] if trajectory.recorded else None,
                     logprobs=_at(evidence.logprobs, tokens),
                     reference=_at(evidence.reference, tokens),
@@ -111,7 +110,7 @@ def _known(array: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | N
 
 def _tokens_of_sequences(batch: Batch) -> list[npt.NDArray[np.int64]]:
     """Token numbers of each trajectory, int64 ``[S]`` each, its branches one after the other."""
-    sequences = np.repeat([row.sequence for row in batch.rows], [row.n_sampled for row in batch.rows])
+    sequences = np.repeat([row.trajectory_index for row in batch.rows], [row.n_sampled for row in batch.rows])
     order = np.argsort(sequences, kind="stable")
     counts = np.bincount(sequences, minlength=len(batch.trajectories))
     return np.split(order, np.cumsum(counts)[:-1])

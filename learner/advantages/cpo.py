@@ -13,9 +13,8 @@ import numpy as np
 from learner.advantages.base import Estimates, FloatArray, Played, groups_of, needed
 from learner.advantages.group import by_group, grpo
 from learner.advantages.rewards import total
-from learner.data.evidence import TokenArray
-from learner.data.microbatch import token_numbers
-from learner.data.rows import Batch, Row, trajectory_rows, with_contexts
+from learner.data.microbatch import token_offsets
+from learner.data.rows import Batch, Row, TokenArray, trajectory_rows, with_contexts
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 
@@ -83,17 +82,17 @@ def counterfactual_logprobs(batch: Batch, score: Callable[[Sequence[Row]], Token
     out = np.full(batch.n_sampled, np.nan, dtype=np.float32)
     played: dict[int, list[int]] = {}
     for i, row in enumerate(batch.rows):
-        played.setdefault(row.sequence, []).append(i)
-    numbers = token_numbers(batch.rows)
+        played.setdefault(row.trajectory_index, []).append(i)
+    numbers = token_offsets(batch.rows)
     rows: list[Row] = []
     tokens = []
     sequence = 0
     for group in batch.groups:
         for trajectory in group.trajectories:
             if trajectory.hinted_contexts:
-                replay = group.replay(trajectory) if group.replayed(trajectory) else None
+                replay = group.stored_rollout(trajectory) if group.is_replayed(trajectory) else None
                 with_hint = with_contexts(trajectory, trajectory.hinted_contexts)
-                hinted = trajectory_rows(with_hint, sequence, replay=replay)
+                hinted = trajectory_rows(with_hint, sequence, replay)
                 own = [batch.rows[i] for i in played[sequence]]
                 if [_sampled(row) for row in hinted] != [_sampled(row) for row in own]:
                     raise TrainingError(

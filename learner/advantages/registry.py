@@ -13,7 +13,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.scorer.conversation import resolve
 
 SCORES = frozenset({"logprobs", "entropies", "reference", "values", "hinted"})
-"""Fields of :class:`learner.data.evidence.TokenScores` that the trainer can gather."""
+"""Fields of :class:`learner.data.rows.TokenScores` that the trainer can gather."""
 
 
 @dataclass(frozen=True, slots=True)

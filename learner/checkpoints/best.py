@@ -1,4 +1,4 @@
-"""The best evaluated checkpoint, kept beside those that training goes on from.
+"""The best evaluated checkpoint, kept beside those that training resumes from.
 
 ::
 
@@ -37,7 +37,7 @@ WHY = "evaluation.json"
 
 
 class EvaluationView(Protocol):
-    """What is needed of the session."""
+    """Interface of the session that is used here."""
 
     @property
     def evaluation(self) -> Mapping[str, Any]: ...
@@ -45,7 +45,7 @@ class EvaluationView(Protocol):
 
 
 class BestKeeper:
-    """Runs beside training. The checkpoint of weights that are being evaluated is spared from pruning."""
+    """Runs during training. The checkpoint of weights that are being evaluated is protected from pruning."""
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class BestKeeper:
                 await self._session.changed()
 
     async def apply(self, header: Mapping[str, Any]) -> None:
-        """What a message, or a checkpoint that became durable, asks for."""
+        """Act on an EVALUATION header, again whenever a checkpoint became durable."""
         last, best = header.get("last"), header.get("best")
         for name, score in (last or {}).get("environments", {}).items():
             if score is not None:
                 self._metrics.evaluation_score.labels(env=name).set(score)
         if self._section.keep_best is None:
             return
-        waiting = {header.get("evaluating"), None if best is None or best == self._kept else best["updates"]}
-        self._writer.spare = frozenset(updates for updates in waiting if updates is not None)
+        protected = {header.get("evaluating"), None if best is None or best == self._kept else best["updates"]}
+        self._writer.protected = frozenset(updates for updates in protected if updates is not None)
         if best is None or best == self._kept or self._writer.writing == best["updates"]:
             return
-        kept = await anyio.to_thread.run_sync(partial(keep_best, self._root, best))
-        if kept is not None:
+        folder = await anyio.to_thread.run_sync(partial(keep_best, self._root, best))
+        if folder is not None:
             log.info("checkpoint of %d updates is the best: %s %.4g", best["updates"], best["metric"], best["value"])
             self._kept = best
             return
@@ -94,7 +94,7 @@ class BestKeeper:
 
 
 def is_evaluated(header: Mapping[str, Any], updates: int) -> bool:
-    """Whether the evaluation of weights with so many updates has ended."""
+    """True where the evaluation of the weights after ``updates`` updates has ended."""
     return header.get("begun", -1) >= updates and header.get("evaluating") is None
 
 

@@ -1,10 +1,10 @@
-"""Checkpoints: everything a learner needs to go on as if it had never been stopped.
+"""Checkpoints: the full state from which a learner resumes as if it had never stopped.
 
 ::
 
     checkpoints/u000010/
       model/        loads in transformers: config, float32 safetensors, tokenizer; adapters merged into the weights
-      adapter/      with learner.lora: the adapters alone, float32, as peft has them; what training goes on from
+      adapter/      with learner.lora: the adapters alone, float32, as peft has them; training resumes from these
       training.pt   optimizer and random state, and where there are such: critic, average of the weights, refreshed
                     reference policy, adaptive KL coefficient (tensors and plain values only)
       shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all
@@ -52,7 +52,7 @@ class CheckpointState:
     """Group ids by update: consumed, and not yet acknowledged by the replay stage."""
     format: int = FORMAT
     trained: dict[int, Trained] = field(default_factory=dict)
-    """What CONSUMED said of those updates beside the ids; checkpoints of older versions have none."""
+    """Facts that CONSUMED carried of those updates beside the ids; checkpoints of older versions have none."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -77,9 +77,9 @@ class CheckpointImage:
     adapters: dict[str, Tensor] | None
     training: dict[str, Any]
     shards: Shards | None
-    """With several ranks: this rank's part of what is divided."""
+    """This rank's shards; None: there is one rank."""
     policy: Policy
-    """For configuration and names; its weights are not read."""
+    """Gives configuration and names; its weights are not read."""
 
     @property
     def updates(self) -> int:
@@ -87,8 +87,8 @@ class CheckpointImage:
 
 
 def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
-    """Copy what a checkpoint needs. Raises :class:`TrainingError` when the weights hold a part of an update."""
-    if trainer.torn:
+    """Copies of everything that a checkpoint holds. Raises :class:`TrainingError` in the middle of an update."""
+    if trainer.mid_update:
         raise TrainingError("expected the weights of whole updates, got a part of one: nothing is saved")
     with trainer.policy.ranks.together("image", facts={"updates": state.updates}):
         return _image(trainer, state)
@@ -112,9 +112,9 @@ def _image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
 
 
 def write_image(
-    root: Path, image: CheckpointImage, initial_model: Path, keep: int, spare: Collection[int] = ()
+    root: Path, image: CheckpointImage, initial_model: Path, keep: int, protected: Collection[int] = ()
 ) -> Path:
-    """Write a checkpoint and forget all but the newest ``keep`` and those of ``spare`` updates. The tokenizer comes
+    """Write a checkpoint and delete all but the newest ``keep`` and those of ``protected`` updates. The tokenizer comes
     from ``initial_model``.
 
     A kill at any moment leaves the older checkpoints readable.
@@ -134,7 +134,7 @@ def write_image(
                 {**image.state.as_json(), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
             )
         )
-    spared = {checkpoint_path(root, updates) for updates in spare}
+    spared = {checkpoint_path(root, updates) for updates in protected}
     for path in find_checkpoints(root)[keep:]:
         if path not in spared:
             shutil.rmtree(path, ignore_errors=True)
@@ -147,7 +147,7 @@ def save_checkpoint(root: Path, trainer: Trainer, state: CheckpointState, initia
 
 
 def find_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, newest first. Folders that are half-written or damaged are passed over."""
+    """Complete checkpoints, newest first. Folders that are half-written or damaged are skipped."""
     if not root.is_dir():
         return []
     found = [(int(m.group(1)), path) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))]
@@ -194,7 +194,7 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
 
 
 def adapter_folder(path: Path) -> Path:
-    """Where a checkpoint keeps adapters."""
+    """Folder of a checkpoint's adapters."""
     return path / "adapter"
 
 
@@ -209,7 +209,7 @@ def _parts(trainer: Trainer) -> dict[str, Any]:
 
 
 def _loaders(trainer: Trainer) -> dict[str, Callable[[Any], None]]:
-    """How each of :func:`_parts` that has a state takes it back."""
+    """Functions that restore each of :func:`_parts` that has a state."""
     parts = {"critic": trainer.critic, "average": trainer.average, "reference": trainer.reference}
     loaders = {name: part.load for name, part in parts.items() if part is not None} | {"kl": trainer.kl.restore}
     return {name: loaders[name] for name, state in _parts(trainer).items() if state is not None}

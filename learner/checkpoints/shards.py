@@ -1,7 +1,7 @@
-"""The part of a checkpoint that several ranks write together, by ``torch.distributed.checkpoint``.
+"""Sharded part of a checkpoint, written by all ranks together with ``torch.distributed.checkpoint``.
 
-Whatever of a trainer's state is divided among ranks (moments of the optimizer, critic, average, reference) goes to
-``shards/``, each rank writing what it has; ``training.pt`` keeps a mark in its place, and everything else. A learner of
+State of the trainer that is divided among ranks (moments of the optimizer, critic, average, reference) goes to
+``shards/``, each rank writing its shards; ``training.pt`` keeps a mark in its place, and everything else. A learner of
 any number of ranks reads both, and a checkpoint of one rank, which has no ``shards/``.
 """
 
@@ -49,13 +49,13 @@ class Shards:
     def write(self, folder: Path | None) -> None:
         """All ranks together, each in a thread: rank 0 names the folder, the others pass None. Returns when all have
         written, to disk."""
-        folder = Path(self.group.told(str(folder or "")))
+        folder = Path(self.group.broadcast_text(str(folder or "")))
         writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
         save_shards(dict(self.tensors), storage_writer=writer, process_group=self.group.saving)
 
 
 def divide_state(training: dict[str, Any], group: RankGroup) -> tuple[dict[str, Any], Shards]:
-    """``training`` with marks for what is divided, and that. Collective: gathers random states."""
+    """``training`` with marks in place of divided tensors, and those tensors. Collective: gathers random states."""
     tensors: dict[str, DTensor] = {}
 
     def take(path: str, value: Any) -> Any:
@@ -117,8 +117,8 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         local = tensor.to(trainer.policy.device)
         return distribute_tensor(local, group.mesh, [Shard(0)], src_data_rank=None)
 
-    def place(value: Any, shapes: list[torch.Size]) -> Any:
-        """Of an optimizer: moments have the shape of their parameter."""
+    def divided_optimizer(value: Any, shapes: list[torch.Size]) -> Any:
+        """State of an optimizer with its moments divided; they have the shape of their parameter."""
         return {
             **value,
             "state": {
@@ -128,7 +128,7 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         }
 
     out = dict(saved)
-    out["optimizer"] = place(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
+    out["optimizer"] = divided_optimizer(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
     live: dict[str, Any] = {
         "average": None if trainer.average is None else trainer.average.state(),
         "reference": None if trainer.reference is None else trainer.reference.state(),
@@ -137,7 +137,7 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         state = trainer.critic.state()
         shapes = [p.shape for p in trainer.critic.parameters]
         out["critic"] = {name: _like(saved["critic"][name], state[name], divided) for name in ("backbone", "head")}
-        out["critic"]["optimizer"] = place(saved["critic"]["optimizer"], shapes)
+        out["critic"]["optimizer"] = divided_optimizer(saved["critic"]["optimizer"], shapes)
     for name, tensors in live.items():
         if name in saved and tensors is not None:
             out[name] = _like(saved[name], tensors, divided)
@@ -156,7 +156,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of nested dicts and lists with every leaf changed; ``change`` is told where the leaf is."""
+    """A copy of nested dicts and lists with every leaf changed; ``change`` gets the path of the leaf."""
     if isinstance(value, dict):
         return {key: _mapped(item, change, f"{path}/{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -165,8 +165,7 @@ def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> An
 
 
 def _seeded(trainer: Trainer, group: RankGroup) -> dict[str, Any]:
-    """Random state of a rank that the checkpoint knows nothing of."""
-
+    """Random state of a rank that the checkpoint has none of."""
     torch.manual_seed(trainer.seed + group.rank)
     return random_state()
 

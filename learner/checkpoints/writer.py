@@ -1,8 +1,8 @@
-"""Checkpoints written beside training.
+"""Writes checkpoints during training.
 
-*consumes* images of the trainer, one at a time; *produces* durable checkpoints, and tells the replay stage of each
-only then; *waits for* an image; *unblocked by* who has a ``place``. At most one write is under way and none is queued:
-who asks for a place before the last one is durable waits.
+*consumes* images of the trainer, one at a time; *produces* durable checkpoints, and reports each to the replay stage
+only then; *waits for* an image; *unblocked by* the holder of the ``slot``. At most one write is under way and none is
+queued: a caller that asks for the slot before the last checkpoint is durable waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.metrics.learner import LearnerMetrics
 
 log = logging.getLogger(__name__)
 STOP_SHARE = 0.75
-"""Of ``supervisor.drain_seconds_max``, after which a stopping process is killed: how long it waits for a write. An
+"""Share of ``supervisor.drain_seconds_max``, after which a stopping process is killed, that it waits for a write. An
 abandoned write does no harm: the checkpoint before stays."""
 
 
@@ -40,9 +40,9 @@ class CheckpointWriter:
         self.writing: int | None = None
         """Updates of the checkpoint under way."""
         self.saved: dict[str, float] = {}
-        """Of the last durable checkpoint: ``updates``, and the ``seconds`` of its write."""
-        self.spare: frozenset[int] = frozenset()
-        """Updates of checkpoints that are kept however old they are: what is evaluated, or was the best."""
+        """``updates`` of the last durable checkpoint, and the ``seconds`` of its write."""
+        self.protected: frozenset[int] = frozenset()
+        """Updates of checkpoints that are never pruned: under evaluation, or the best."""
         self._root = root
         self._initial_model = initial_model
         self._keep = keep
@@ -63,7 +63,7 @@ class CheckpointWriter:
                 continue
             start = time.perf_counter()
             await anyio.to_thread.run_sync(
-                partial(write_image, self._root, image, self._initial_model, self._keep, self.spare),
+                partial(write_image, self._root, image, self._initial_model, self._keep, self.protected),
                 abandon_on_cancel=True,
             )
             seconds = time.perf_counter() - start
@@ -75,10 +75,10 @@ class CheckpointWriter:
             self._become_idle()
 
     @asynccontextmanager
-    async def place(self, updates: int) -> AsyncIterator[Callable[[CheckpointImage], None]]:
-        """For the checkpoint of so many updates, once no write is under way: inside, the image is taken and given to
-        what this yields. Who waits for :meth:`idle` waits for that too: other ranks have begun to write by then.
-        ``run`` must be running."""
+    async def slot(self, updates: int) -> AsyncIterator[Callable[[CheckpointImage], None]]:
+        """The slot for the checkpoint of ``updates`` updates, once no write is under way: inside, the image is taken
+        and passed to the function that this yields. :meth:`idle` waits for that too: other ranks have begun to write by
+        then. ``run`` must be running."""
         await self.idle()
         self._idle = anyio.Event()
         self.writing = updates
@@ -97,6 +97,6 @@ class CheckpointWriter:
         self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until everything begun is durable and told. Unbounded: the caller sets the bound."""
+        """Wait until everything begun is durable and reported. Unbounded: the caller sets the bound."""
         while not self._idle.is_set():
             await self._idle.wait()

@@ -1,8 +1,8 @@
-"""Groups put together from PLAN, DELIVERY and CANCEL messages: a pure state machine without sockets or clocks.
+"""Assembly of groups from PLAN, DELIVERY and CANCEL messages: a pure state machine without sockets or clocks.
 
-Consumes: plans and scored trajectories in any order of arrival inside a connection, repeated after a reconnection.
-Produces: for each update, its ``groups_per_step`` groups of everything the plan lets be chosen from, once.
-Waits for: the missing deliveries, or a CANCEL and a new plan in the cancelled group's place.
+*consumes* plans and scored trajectories in any order of arrival inside a connection, repeated after a reconnection;
+*produces* the ``groups_per_step`` groups of each update once, with all candidates that the plan names; *waits for* the
+missing deliveries, or a CANCEL and the plan of another group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.schema import GroupPlan, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step waits for."""
+    """Groups and trajectories that an update has, and needs."""
 
     update: int
     complete: int
@@ -28,19 +28,19 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Open:
+class _PlannedGroup:
     plan: GroupPlan
     update: int
     members: dict[int, Trajectory] = field(default_factory=dict)
-    replays: dict[str, StoredRollout] = field(default_factory=dict)
-    taken: bool = False
+    stored_rollouts: dict[str, StoredRollout] = field(default_factory=dict)
+    in_training: bool = False
 
     @property
     def complete(self) -> bool:
         return len(self.members) == self.plan.delivered
 
     def planned(self, index: int) -> str | None:
-        """The id that the plan names for this place; None: any fresh trajectory."""
+        """The id that the plan names for this index; None: any fresh trajectory."""
         pool = self.plan.candidates or self.plan.replay_ids
         return None if index < self.plan.n_fresh else pool[index - self.plan.n_fresh]
 
@@ -50,7 +50,7 @@ class GroupAssembler:
 
     def __init__(self, groups_per_step: int) -> None:
         self._groups_per_step = groups_per_step
-        self._groups: dict[str, _Open] = {}
+        self._groups: dict[str, _PlannedGroup] = {}
 
     def plan(self, plan: GroupPlan, update: int) -> None:
         """A group is planned for ``update``. A repeated plan changes nothing but its update, which the stage decides.
@@ -58,19 +58,19 @@ class GroupAssembler:
         Raises :class:`TrainingError` when another plan is known under the same id, or the update has its groups
         already.
         """
-        known = self._groups.get(plan.group_id)
-        if known is not None:
-            if known.plan.n_rollout != plan.n_rollout or known.plan.task.task_id != plan.task.task_id:
-                raise TrainingError(f"expected one plan under the id {plan.group_id}, got {known.plan} and then {plan}")
-            if not known.taken:
-                known.update = update
+        group = self._groups.get(plan.group_id)
+        if group is not None:
+            if group.plan.n_rollout != plan.n_rollout or group.plan.task.task_id != plan.task.task_id:
+                raise TrainingError(f"expected one plan under the id {plan.group_id}, got {group.plan} and then {plan}")
+            if not group.in_training:
+                group.update = update
             return
         if len(self._of(update)) >= self._groups_per_step:
             raise TrainingError(
                 f"expected {self._groups_per_step} groups for update {update}, got one more ({plan.group_id}): "
                 "learner and replay stage must read the same run file"
             )
-        self._groups[plan.group_id] = _Open(plan, update)
+        self._groups[plan.group_id] = _PlannedGroup(plan, update)
 
     def deliver(
         self,
@@ -79,13 +79,13 @@ class GroupAssembler:
         trajectory: Trajectory,
         reward: float | None,
         rewards: Mapping[str, float | None],
-        replay: StoredRollout | None = None,
+        stored: StoredRollout | None = None,
     ) -> bool:
         """One scored trajectory of a planned group. True when it completes the group. ``reward`` is what counts, for
         replayed ones the stored one.
 
         A trajectory that is held already, or whose group is not awaited, is ignored.
-        Raises :class:`TrainingError` for a trajectory that cannot be trained, or another one in a place that is taken.
+        Raises :class:`TrainingError` for a trajectory that cannot be trained, or a second one of the same index.
         """
         group = self._groups.get(group_id)
         if group is None:
@@ -100,9 +100,9 @@ class GroupAssembler:
             )
         if index in group.members:
             other = group.members[index].trajectory_id
-            raise TrainingError(f"expected one trajectory at place {index} of {group_id}, got {other} and then {name}")
+            raise TrainingError(f"expected one trajectory at index {index} of {group_id}, got {other} and then {name}")
         if (expected := group.planned(index)) is not None and expected != name:
-            raise TrainingError(f"expected the stored {expected} at place {index} of {group_id}, got {name}")
+            raise TrainingError(f"expected the stored {expected} at index {index} of {group_id}, got {name}")
         if reward is None or not trajectory.usable:
             raise TrainingError(
                 f"expected a scored, finished trajectory with sampled tokens, got {name} "
@@ -110,14 +110,14 @@ class GroupAssembler:
             )
         group.members[index] = trajectory.scored(reward, rewards)
         if group.planned(index) is not None:
-            group.replays[name] = replay or StoredRollout()
+            group.stored_rollouts[name] = stored or StoredRollout()
         return group.complete
 
     def cancel(self, group_ids: Iterable[str]) -> None:
         """Forget groups that will not be completed. A group that is in training already stays."""
         for group_id in group_ids:
             group = self._groups.get(group_id)
-            if group is not None and not group.taken:
+            if group is not None and not group.in_training:
                 del self._groups[group_id]
 
     def forget_incomplete(self) -> None:
@@ -126,7 +126,7 @@ class GroupAssembler:
         self._groups = {name: group for name, group in self._groups.items() if group.complete}
 
     def ready(self, update: int) -> bool:
-        """Whether all groups of ``update`` are complete."""
+        """True where all groups of ``update`` are complete."""
         groups = self._of(update)
         return len(groups) == self._groups_per_step and all(g.complete for g in groups)
 
@@ -142,18 +142,19 @@ class GroupAssembler:
 
         Raises :class:`TrainingError` when the update is not ready.
         """
-        groups = self.look(update)
+        groups = self.peek(update)
         for group in self._of(update):
-            group.taken = True
+            group.in_training = True
         return groups
 
-    def look(self, update: int) -> tuple[Group, ...]:
-        """What :meth:`take` would give now; nothing changes. Raises :class:`TrainingError` as that does."""
+    def peek(self, update: int) -> tuple[Group, ...]:
+        """The groups that :meth:`take` would return now; nothing changes. Raises :class:`TrainingError` as that
+        does."""
         if not self.ready(update):
             raise TrainingError(f"expected all groups of update {update}, got {self.progress(update)}")
         groups = sorted(self._of(update), key=lambda g: g.plan.group_id)
         return tuple(
-            Group(g.plan, tuple(g.members[i] for i in range(g.plan.delivered)), dict(g.replays))
+            Group(g.plan, tuple(g.members[i] for i in range(g.plan.delivered)), dict(g.stored_rollouts))
             for g in groups
             if not g.plan.left_out
         )
@@ -166,8 +167,8 @@ class GroupAssembler:
         return done
 
     def holding(self) -> list[str]:
-        """Groups that need not be sent again: complete, or in training."""
+        """Ids of groups that need not be sent again: complete, or in training."""
         return sorted(name for name, group in self._groups.items() if group.complete)
 
-    def _of(self, update: int) -> list[_Open]:
+    def _of(self, update: int) -> list[_PlannedGroup]:
         return [group for group in self._groups.values() if group.update == update]

@@ -1,4 +1,4 @@
-"""Demonstrations from a file as training rows, and which of them a step takes: a pure function of seed and step."""
+"""Demonstrations from a file as training rows; a step draws some as a pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Demonstrations:
         """Rows of ``batch`` trajectories for the given step: the trajectories come in passes over all of them, each
         pass shuffled by ``seed`` and its number, and a step may end one pass and begin the next."""
         n, rows = len(self), []
-        for sequence, at in enumerate(range(step * batch, (step + 1) * batch)):
-            order = np.random.default_rng([*seed, at // n]).permutation(n)
-            rows += [replace(row, sequence=sequence) for row in self.rows[order[at % n]]]
+        for index, drawn in enumerate(range(step * batch, (step + 1) * batch)):
+            order = np.random.default_rng([*seed, drawn // n]).permutation(n)
+            rows += [replace(row, trajectory_index=index) for row in self.rows[order[drawn % n]]]
         return tuple(rows)
 
 
 def load_demonstrations(
     file: Path, config: RunConfig, model_folder: Path, render: Render | None = None
 ) -> Demonstrations:
-    """Read and check the whole file; failures (``replay.success_threshold``) are passed over. Blocks for seconds.
+    """Read and check the whole file; failures (``replay.success_threshold``) are left out. Blocks for seconds.
 
     Raises :class:`ConfigurationError` where there is no file, :class:`StoreError` for one that is damaged, has nothing
     to train or is of another tokenizer.
@@ -58,7 +58,7 @@ def load_demonstrations(
     model = config.model
     render = render or load_main(RENDERER)(model_folder, model.chat_template, model.trust_remote_code)
     vocabulary = _vocabulary(model_folder)
-    kept, failures = [], 0
+    demonstrations, failures = [], 0
     for trajectory in _trajectories(file, render, Limits(tokens_max=config.transport.tokens_max)):
         if trajectory.reward is None or trajectory.reward < config.replay.success_threshold:
             failures += 1
@@ -74,14 +74,14 @@ def load_demonstrations(
                 "of another tokenizer"
             )
         if rows:
-            kept.append(tuple(replace(row, temperatures=np.ones_like(row.temperatures)) for row in rows))
-    if not kept:
+            demonstrations.append(tuple(replace(row, temperatures=np.ones_like(row.temperatures)) for row in rows))
+    if not demonstrations:
         raise StoreError(
             f"{file} has no trajectory with sampled tokens and a reward of at least replay.success_threshold "
             f"({config.replay.success_threshold}): {failures} failed"
         )
-    log.info("%d demonstrations in %s (%d below replay.success_threshold)", len(kept), file, failures)
-    return Demonstrations(tuple(kept))
+    log.info("%d demonstrations in %s (%d below replay.success_threshold)", len(demonstrations), file, failures)
+    return Demonstrations(tuple(demonstrations))
 
 
 def _trajectories(file: Path, render: Render, limits: Limits) -> Iterator[Trajectory]:

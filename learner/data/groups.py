@@ -1,4 +1,4 @@
-"""A group that is complete: its plan, its trajectories, and what the stage says of those from its pool."""
+"""Complete groups: the plan, its trajectories, and facts of those from the experience pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.schema import GroupPlan, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """Facts of one trajectory from the pool, as DELIVERY tells them.
+    """Facts of one trajectory from the experience pool, as DELIVERY has them.
 
     Raises :class:`TrainingError` for a weight or turn that cannot be.
     """
@@ -27,7 +27,7 @@ class StoredRollout:
     age: int = 0
     """Versions, when it was dispatched."""
     success_rate: float | None = None
-    """Of the fresh rollouts of the group it came from."""
+    """Success rate of the fresh rollouts of its first group."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0) or (self.turn is not None and self.turn < 0):
@@ -35,7 +35,7 @@ class StoredRollout:
 
     @classmethod
     def of(cls, header: Mapping[str, Any] | None) -> StoredRollout:
-        """From the ``replay`` part of a DELIVERY header. Raises TypeError or ValueError where it is not understood."""
+        """Facts in the ``replay`` part of a DELIVERY header. Raises TypeError or ValueError where it is malformed."""
         if header is None:
             return cls()
         entropy, turn, rate = header.get("entropy"), header.get("turn"), header.get("success_rate")
@@ -52,12 +52,12 @@ class StoredRollout:
 class Group:
     """Scored trajectories of one task: the fresh ones of the plan, then replayed ones.
 
-    As delivered it may hold more replayed ones than are trained; ``with_replays`` settles which.
+    As delivered it may hold more replayed ones than are trained; ``with_replayed`` takes those that are.
     """
 
     plan: GroupPlan
     trajectories: tuple[Trajectory, ...]
-    replays: Mapping[str, StoredRollout] = field(default_factory=dict)
+    stored_rollouts: Mapping[str, StoredRollout] = field(default_factory=dict)
     """By trajectory id."""
 
     @property
@@ -65,42 +65,42 @@ class Group:
         return self.plan.group_id
 
     @property
-    def k(self) -> int:
-        """How many replayed trajectories are trained."""
+    def n_replayed(self) -> int:
+        """Replayed trajectories that are trained."""
         return self.plan.n_rollout - self.plan.n_fresh
 
     @property
     def settled(self) -> bool:
-        """Whether it holds exactly what is trained."""
+        """True where it holds exactly the trajectories that are trained."""
         return len(self.trajectories) == self.plan.n_rollout
 
     @property
     def fresh(self) -> tuple[Trajectory, ...]:
-        return tuple(t for t in self.trajectories if not self.replayed(t))
+        return tuple(t for t in self.trajectories if not self.is_replayed(t))
 
     @property
     def candidates(self) -> tuple[Trajectory, ...]:
         """Those from the pool, in the order of the plan: best first by stored entropy."""
-        return tuple(t for t in self.trajectories if self.replayed(t))
+        return tuple(t for t in self.trajectories if self.is_replayed(t))
 
-    def replayed(self, trajectory: Trajectory) -> bool:
-        """Whether the plan took this trajectory from the pool."""
+    def is_replayed(self, trajectory: Trajectory) -> bool:
+        """True where the plan took this trajectory from the pool."""
         name = trajectory.trajectory_id
         return name in self.plan.replay_ids or name in self.plan.candidates
 
-    def replay(self, trajectory: Trajectory) -> StoredRollout:
+    def stored_rollout(self, trajectory: Trajectory) -> StoredRollout:
         """Facts of a replayed trajectory."""
-        return self.replays.get(trajectory.trajectory_id) or StoredRollout()
+        return self.stored_rollouts.get(trajectory.trajectory_id) or StoredRollout()
 
-    def with_replays(self, chosen: Iterable[str]) -> Group:
-        """The group with just these of its candidates. Raises :class:`TrainingError` when there are not ``k`` of
-        them."""
-        names = tuple(chosen)
-        held = {t.trajectory_id: t for t in self.candidates}
-        if len(set(names)) != self.k or not set(names) <= set(held):
-            raise TrainingError(f"expected {self.k} of the candidates {sorted(held)} of {self.group_id}, got {names}")
-        return Group(self.plan, (*self.fresh, *(held[name] for name in names)), self.replays)
+    def with_replayed(self, chosen: Iterable[str]) -> Group:
+        """The group with just these of its candidates. Raises :class:`TrainingError` when there are not ``n_replayed``
+        of them."""
+        ids, n = tuple(chosen), self.n_replayed
+        candidates = {t.trajectory_id: t for t in self.candidates}
+        if len(set(ids)) != n or not set(ids) <= set(candidates):
+            raise TrainingError(f"expected {n} of the candidates {sorted(candidates)} of {self.group_id}, got {ids}")
+        return Group(self.plan, (*self.fresh, *(candidates[name] for name in ids)), self.stored_rollouts)
 
-    def as_stored(self) -> Group:
-        """The group with the replays that the stage chose by stored entropy."""
-        return self if self.settled else self.with_replays(self.plan.replay_ids)
+    def with_planned_replays(self) -> Group:
+        """The group with the trajectories that the stage chose by stored entropy."""
+        return self if self.settled else self.with_replayed(self.plan.replay_ids)

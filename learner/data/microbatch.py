@@ -1,12 +1,14 @@
 """Micro-batches: rows of one forward pass under a budget of tokens, and their arrays.
 
 Dimensions: B rows, T padded length, S sampled tokens of the micro-batch.
+
 Padded: rows of similar length, padded on the right. Under a causal mask no real token sees padding, so positions are
 ``0 … T-1`` in every row and no attention mask is needed. Packed: see :mod:`learner.data.packing`; B is 1.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,27 +37,27 @@ class MicroBatch:
     behaviour_logprobs_S: npt.NDArray[np.float32]
     policy_versions_S: npt.NDArray[np.int32]
     advantages_S: npt.NDArray[np.float32]
-    weights_S: npt.NDArray[np.float32]
-    """Share of the token in the loss of the optimizer step (``token_weights``)."""
-    rows_S: npt.NDArray[np.int64]
-    """Number of the row in this micro-batch: what sequence-level ratios are taken over."""
-    sequences_S: npt.NDArray[np.int32]
+    loss_weights_S: npt.NDArray[np.float32]
+    """Weight of the token in the loss of the optimizer step (``token_weights``)."""
+    row_index_S: npt.NDArray[np.int64]
+    """Index of the row in this micro-batch: sequence-level ratios are taken over it."""
+    trajectory_index_S: npt.NDArray[np.int32]
     replayed_S: npt.NDArray[np.bool_]
     guided_S: npt.NDArray[np.bool_]
     discarded_S: npt.NDArray[np.bool_]
-    """Guided, and trained without the lessons."""
+    """Guided, and trained on the prompt without the retrieved experience."""
     recorded_S: npt.NDArray[np.bool_]
-    """log μ is known."""
-    factors_S: npt.NDArray[np.float32]
+    """log μ was recorded."""
+    replay_weights_S: npt.NDArray[np.float32]
     """Weight of a replayed trajectory; 1 on fresh ones."""
-    tokens_S: npt.NDArray[np.int64]
-    """Number of the sampled token in the batch (``token_numbers``): the key that joins values of different passes."""
+    token_index_S: npt.NDArray[np.int64]
+    """Index of the sampled token in its batch (``token_offsets``): joins values of different passes."""
     n_real: int
     """Tokens that are not padding."""
     layout: Layout | None = None
-    """Of packed rows; None: the rows are padded."""
+    """Layout of packed rows; None: the rows are padded."""
     n_shared: int = 0
-    """Tokens that are not computed because another row computes them."""
+    """Tokens that are not computed again because another row of the pass has them."""
 
     @property
     def n_padded(self) -> int:
@@ -102,19 +104,19 @@ def token_weights(rows: Sequence[Row], aggregation: Aggregation, length: int | N
     if aggregation == "token_mean":
         total = sum(row.n_sampled for row in rows)
         return [1.0 / total] * len(rows)
-    of_sequence: dict[int, int] = {}
+    n_sampled: Counter[int] = Counter()
     for row in rows:
-        of_sequence[row.sequence] = of_sequence.get(row.sequence, 0) + row.n_sampled
+        n_sampled[row.trajectory_index] += row.n_sampled
     if aggregation in ("sequence_sum", "sequence_sum_norm"):
         if aggregation == "sequence_sum_norm" and not length:
             raise TrainingError("expected loss.aggregation_length for sequence_sum_norm, got none")
         divisor = length if aggregation == "sequence_sum_norm" and length else 1
-        return [1.0 / (len(of_sequence) * divisor)] * len(rows)
-    return [1.0 / (len(of_sequence) * of_sequence[row.sequence]) for row in rows]
+        return [1.0 / (len(n_sampled) * divisor)] * len(rows)
+    return [1.0 / (len(n_sampled) * n_sampled[row.trajectory_index]) for row in rows]
 
 
-def token_numbers(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
-    """Number of each row's first sampled token when all rows' sampled tokens are counted in order, int64 ``[rows]``."""
+def token_offsets(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
+    """Index of each row's first sampled token among the sampled tokens of all rows, in order, int64 ``[rows]``."""
     counts = np.asarray([row.n_sampled for row in rows], dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)[:-1]]) if len(counts) else counts
 
@@ -122,17 +124,18 @@ def token_numbers(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
 def collate(
     rows: Sequence[Row],
     weights: Sequence[float],
-    first_tokens: Sequence[int],
+    offsets: Sequence[int],
     pad_id: int = 0,
     form: Form = PADDED,
 ) -> MicroBatch:
-    """Arrays of one micro-batch. ``pad_id`` may be any id of the vocabulary: nothing reads what it produces."""
+    """Arrays of one micro-batch; ``offsets`` as :func:`token_offsets` gives them. ``pad_id`` may be any id of the
+    vocabulary: nothing reads the outputs there."""
     positions = [np.flatnonzero(row.loss_mask) for row in rows]
     layout: Layout | None = None
     if form.packed:
         layout = lay_out([row.token_ids for row in rows], form.shared_min)
         token_ids = layout.token_ids_N[None]
-        predictors = [at[p - 1] for at, p in zip(layout.places, positions, strict=True)]
+        predictors = [at[p - 1] for at, p in zip(layout.indices, positions, strict=True)]
     else:
         longest = max(len(row) for row in rows)
         token_ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
@@ -154,15 +157,15 @@ def collate(
         ),
         policy_versions_S=np.concatenate([row.policy_versions[p] for row, p in zip(rows, positions, strict=True)]),
         advantages_S=np.concatenate([row.advantages for row in rows]),
-        weights_S=per_token(list(weights), np.float32),  # type: ignore[arg-type]
-        rows_S=np.repeat(np.arange(len(rows)), counts),
-        sequences_S=per_token([row.sequence for row in rows], np.int32),  # type: ignore[arg-type]
+        loss_weights_S=per_token(list(weights), np.float32),  # type: ignore[arg-type]
+        row_index_S=np.repeat(np.arange(len(rows)), counts),
+        trajectory_index_S=per_token([row.trajectory_index for row in rows], np.int32),  # type: ignore[arg-type]
         replayed_S=per_token([row.replayed for row in rows], np.bool_),  # type: ignore[arg-type]
         guided_S=per_token([row.guided for row in rows], np.bool_),  # type: ignore[arg-type]
         discarded_S=per_token([row.discarded for row in rows], np.bool_),  # type: ignore[arg-type]
         recorded_S=per_token([row.recorded for row in rows], np.bool_),  # type: ignore[arg-type]
-        factors_S=per_token([row.replay_weight for row in rows], np.float32),  # type: ignore[arg-type]
-        tokens_S=np.concatenate([np.arange(n) + first for n, first in zip(counts, first_tokens, strict=True)]).astype(
+        replay_weights_S=per_token([row.replay_weight for row in rows], np.float32),  # type: ignore[arg-type]
+        token_index_S=np.concatenate([np.arange(n) + offset for n, offset in zip(counts, offsets, strict=True)]).astype(
             np.int64
         ),
         n_real=int(token_ids.size) if layout is not None else sum(len(row) for row in rows),

@@ -1,6 +1,7 @@
-"""Rows of a forward pass laid end to end without padding, the beginning that several of them share laid once.
+"""Sequence packing with shared prefixes: rows end to end without padding, a common prefix only once.
 
 Dimensions: N tokens laid, K keys read, R runs, H heads, D head size.
+
 Rows are laid in lexicographic order of their tokens, so that what a row shares with any row before it, it shares with
 the row just before. Of each row only the rest is laid, its *run*. The run's queries attend to the keys of the whole
 row: of the shared part where another row laid it, then causally of the run itself. Positions are those in the row, so
@@ -17,16 +18,16 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 SHARED_TOKENS_MIN = 16
-"""A shorter common beginning (a first token, the opening of a chat template) is not worth the gathering of keys."""
+"""A shorter common prefix (a first token, the opening of a chat template) is not worth the gathering of keys."""
 
 SHARED_KEYS_MAX = 4
 """Keys that the runs of one pass may read, over the tokens that it may lay. Runs keep their keys until the backward
-pass, those of a shared beginning too; so memory stays bounded by the tokens of a pass."""
+pass, those of a shared prefix too; so memory stays bounded by the tokens of a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the rows of a forward pass are laid out: padded to the longest, or packed."""
+    """Form of the rows of a forward pass: padded to the longest, or packed."""
 
     packed: bool = False
     shared_min: int | None = None
@@ -35,11 +36,11 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of packed rows lie, and which keys each run reads."""
+    """Positions of the tokens of packed rows, and the keys that each run reads."""
 
     token_ids_N: IntArray
     positions_N: IntArray
-    """In the row; runs of a row that shares begin later than 0."""
+    """Positions in the row; runs of a row that shares begin later than 0."""
     query_lengths_R: IntArray
     """Tokens of each run, at least 1, in the order laid."""
     key_lengths_R: IntArray
@@ -47,14 +48,14 @@ class Layout:
     keys_K: IntArray | None
     """Index into N of each run's keys, one run after the other. None: nothing is shared, the keys are the queries'
     own tokens."""
-    places: tuple[IntArray, ...]
-    """For each row, in the order given, the index into N of its tokens but the last."""
+    indices: tuple[IntArray, ...]
+    """Indices into N of the tokens of each row but its last, in the order of the rows."""
 
 
 def lay_out(rows: Sequence[npt.NDArray[np.int32]], shared_min: int | None) -> Layout:
     """Layout of rows of token ids, each of at least 2. See :class:`Form` for ``shared_min``."""
     order = list(range(len(rows))) if shared_min is None else lexicographic(rows)
-    places: list[IntArray] = [np.zeros(0, np.int64)] * len(rows)
+    indices: list[IntArray] = [np.zeros(0, np.int64)] * len(rows)
     keys: list[IntArray] = []
     tokens, positions, queries = [], [], []
     laid = 0
@@ -63,15 +64,15 @@ def lay_out(rows: Sequence[npt.NDArray[np.int32]], shared_min: int | None) -> La
         row = rows[i][:-1]
         common = 0
         if before is not None and shared_min is not None:
-            common = worth_sharing(common_beginning(rows[before][:-1], row), shared_min)
+            common = worth_sharing(common_prefix(rows[before][:-1], row), shared_min)
         own = len(row) - common
         run = np.arange(laid, laid + own, dtype=np.int64)
-        places[i] = run if before is None or not common else np.concatenate([places[before][:common], run])
+        indices[i] = run if before is None or not common else np.concatenate([indices[before][:common], run])
         before = i
         if own:
             tokens.append(row[common:])
             positions.append(np.arange(common, len(row), dtype=np.int64))
-            keys.append(places[i])
+            keys.append(indices[i])
             queries.append(own)
             laid += own
     key_lengths = np.asarray([len(k) for k in keys], dtype=np.int64)
@@ -81,7 +82,7 @@ def lay_out(rows: Sequence[npt.NDArray[np.int32]], shared_min: int | None) -> La
         query_lengths_R=np.asarray(queries, dtype=np.int64),
         key_lengths_R=key_lengths,
         keys_K=None if int(key_lengths.sum()) == laid else np.concatenate(keys),
-        places=tuple(places),
+        indices=tuple(indices),
     )
 
 
@@ -99,7 +100,7 @@ def plan_packs(rows: Sequence[npt.NDArray[np.int32]], tokens_max: int, shared_mi
     before: int | None = None
     for i in lexicographic(rows):
         row = rows[i][:-1]
-        common = 0 if before is None else worth_sharing(common_beginning(rows[before][:-1], row), shared_min)
+        common = 0 if before is None else worth_sharing(common_prefix(rows[before][:-1], row), shared_min)
         fits = used + len(row) - common <= tokens_max and keys + len(row) <= SHARED_KEYS_MAX * tokens_max
         if plan and fits:
             plan[-1].append(i)
@@ -121,10 +122,10 @@ def lexicographic(rows: Sequence[npt.NDArray[np.int32]]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: keys[i])
 
 
-def common_beginning(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """How many first tokens are the same.
+def common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """Number of first tokens that are the same.
 
-    >>> common_beginning(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
+    >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
     2
     """
     n = min(len(a), len(b))

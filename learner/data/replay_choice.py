@@ -1,8 +1,8 @@
-"""Which stored trajectories of a replay group are trained: by today's policy, in one pass over all candidates.
+"""Choice of the stored trajectories that a group trains, by their entropy under the current policy.
 
-The stage delivers more candidates than it needs where ``replay.entropy`` is ``current``. Their mean entropy under
-today's weights ranks them (ExGRPO, arXiv:2510.02245, takes the lowest). Where that cannot be had, the stage's own
-choice by stored entropy is trained, and the group is counted: a failed choice never stops a run.
+The stage delivers more candidates than are trained where ``replay.entropy`` is ``current``. One pass over all of them
+gives their mean entropies, which rank them (ExGRPO, arXiv:2510.02245, takes the lowest). Where that fails, the stage's
+own choice by stored entropy is trained, and the group is counted: a failed choice never stops a run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pipeline.errors import Interrupted
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Sequence[Row]], Mapping[int, float]]
-"""Mean entropy of the sampled tokens, nats, by ``Row.sequence``."""
+"""Mean entropy of the sampled tokens, nats, by ``Row.trajectory_index``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayChoice:
-    """Groups that hold exactly what is trained."""
+    """Groups that hold exactly the trajectories that are trained."""
 
     groups: tuple[Group, ...]
     failed: frozenset[str] = frozenset()
@@ -34,25 +34,25 @@ class ReplayChoice:
 
 
 def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies: Scorer) -> ReplayChoice:
-    """Settle every group. ``mean_entropies`` is called at most once, with the rows of all candidates.
+    """Every group with its choice made. ``mean_entropies`` is called at most once, with the rows of all candidates.
 
     Raises only :class:`Interrupted`.
     """
     if not needs_scores(groups, config):
-        return ReplayChoice(tuple(group.as_stored() for group in groups))
+        return ReplayChoice(tuple(group.with_planned_replays() for group in groups))
     open_groups = [group for group in groups if not group.settled]
     rows: list[Row] = []
-    sequences: dict[tuple[str, str], int] = {}
+    indices: dict[tuple[str, str], int] = {}
     failed: dict[str, str] = {}
     for group in open_groups:
         try:
-            found = [(t.trajectory_id, trajectory_rows(t, 0, replay=group.replay(t))) for t in group.candidates]
+            found = [(t.trajectory_id, trajectory_rows(t, 0, group.stored_rollout(t))) for t in group.candidates]
         except Exception as error:  # a candidate that cannot be scored may still be left out of the stored choice
             failed[group.group_id] = str(error)
             continue
         for name, parts in found:
-            sequence = sequences[group.group_id, name] = len(sequences)
-            rows += [replace(row, sequence=sequence) for row in parts]
+            index = indices[group.group_id, name] = len(indices)
+            rows += [replace(row, trajectory_index=index) for row in parts]
     entropies: Mapping[int, float] = {}
     if rows:
         try:
@@ -64,37 +64,36 @@ def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies
     settled = []
     for group in groups:
         if group.settled or group.group_id in failed:
-            settled.append(group.as_stored())
+            settled.append(group.with_planned_replays())
             continue
         names = [t.trajectory_id for t in group.candidates]
-        values = [entropies.get(sequences[group.group_id, name]) for name in names]
+        values = [entropies.get(indices[group.group_id, name]) for name in names]
         if not all(value is not None and math.isfinite(value) for value in values):
             failed[group.group_id] = f"entropies {values}"
-            settled.append(group.as_stored())
+            settled.append(group.with_planned_replays())
             continue
-        settled.append(group.with_replays(names[i] for i in ranked(values, config.select)[: group.k]))
+        settled.append(group.with_replayed(names[i] for i in ranked(values, config.select)[: group.n_replayed]))
     for name, reason in failed.items():
         log.warning("candidates of %s were not scored (%s): the stored choice is trained", name, reason)
-    return ReplayChoice(tuple(settled), frozenset(failed), len(sequences))
+    return ReplayChoice(tuple(settled), frozenset(failed), len(indices))
 
 
 def needs_scores(groups: Sequence[Group], config: ReplayConfig) -> bool:
-    """Whether :func:`choose_replays` asks for entropies under today's weights."""
+    """True where :func:`choose_replays` asks for entropies under the current weights."""
     scored = config.entropy == "current" and config.select != "random"
     return scored and not all(group.settled for group in groups)
 
 
 def ranked(entropies: Sequence[float | None], select: str) -> list[int]:
-    """Places in order of preference; unknown entropies come last, ties keep their order.
+    """Indices in order of preference; unknown entropies come last, ties keep their order.
 
     >>> ranked([0.5, None, 0.2, 0.9], "argmin"), ranked([0.5, None, 0.2, 0.9], "argmax")
     ([2, 0, 3, 1], [3, 0, 2, 1])
     """
     sign = -1.0 if select == "argmax" else 1.0
 
-    def key(place: int) -> tuple[bool, float]:
-        value = entropies[place]
-        known = value is not None and math.isfinite(value)
-        return (not known, sign * value if known and value is not None else 0.0)
+    def key(index: int) -> tuple[bool, float]:
+        value = entropies[index]
+        return (True, 0.0) if value is None or not math.isfinite(value) else (False, sign * value)
 
     return sorted(range(len(entropies)), key=key)

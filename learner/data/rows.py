@@ -1,7 +1,8 @@
-"""From complete groups to training rows: one row per branch of a trajectory, arrays aligned by position.
+"""Training rows of complete groups, the batch of an update, and scores by token.
 
-A branch is a sequence that the engine saw; where a trajectory's lessons are discarded, what it would have seen without
-them. Context, and whatever an earlier branch sampled, is never trained.
+A row is one branch of a trajectory, a token sequence that the engine saw; where a trajectory's retrieved memory is
+discarded, the sequence that it would have seen without. Context, and whatever an earlier branch sampled, is not
+trained. Dimensions: T tokens of a row, S sampled tokens of all rows of an update, in the order of its rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from learner.data.groups import Group, StoredRollout
 from pipeline.errors import TrainingError
 from pipeline.schema import FlatTokens, TokenSpan, Trajectory
 
+TokenArray = npt.NDArray[np.float32]
+"""``[S]``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -25,8 +29,8 @@ class Row:
     """
 
     trajectory_id: str
-    sequence: int
-    """Number of the trajectory in its batch: branches of one trajectory share it."""
+    trajectory_index: int
+    """Index of the trajectory in its batch: branches of one trajectory share it."""
     environment: str
     token_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
@@ -40,13 +44,13 @@ class Row:
     advantages: npt.NDArray[np.float32]
     """``[n_sampled]``, of the tokens that are trained, in order; 0 until they are estimated."""
     replayed: bool = False
-    """Taken from the pool: ``replay_mask`` is ``loss_mask`` on this row."""
+    """From the experience pool: ``replay_mask`` is ``loss_mask`` on this row."""
     guided: bool = False
     """Its prompt held retrieved experience: ``guided_mask`` is ``loss_mask`` on this row."""
     discarded: bool = False
-    """Guided, and trained on the prompt without the lessons: log μ was recorded under another prompt."""
+    """Guided, and trained on the prompt without that experience: log μ was recorded under another prompt."""
     recorded: bool = True
-    """False: a demonstration; ``behaviour_logprobs`` are 0 and mean nothing."""
+    """log μ was recorded. False: a demonstration, whose ``behaviour_logprobs`` are 0 and mean nothing."""
     replay_weight: float = 1.0
     """Multiplies the loss of its tokens; denominators do not change."""
     whole: bool = True
@@ -84,23 +88,23 @@ class Row:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any of its tokens has an advantage that counts."""
+        """True where a token has an advantage other than 0, and the row a weight."""
         return self.replay_weight != 0 and bool((self.advantages != 0).any())
 
     @property
     def replay_mask(self) -> npt.NDArray[np.bool_]:
-        """bool ``[T]``: sampled tokens that come from the pool. They keep ``loss_mask``."""
+        """bool ``[T]``: sampled tokens of a row from the pool. They are in ``loss_mask`` too."""
         return self.loss_mask if self.replayed else np.zeros_like(self.loss_mask)
 
     @property
     def guided_mask(self) -> npt.NDArray[np.bool_]:
-        """bool ``[T]``: sampled tokens whose prompt held lessons."""
+        """bool ``[T]``: sampled tokens whose prompt held retrieved experience."""
         return self.loss_mask if self.guided else np.zeros_like(self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one update is made of."""
+    """Groups of one update, and their rows."""
 
     update: int
     groups: tuple[Group, ...]
@@ -108,7 +112,7 @@ class Batch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All, by the number that ``Row.sequence`` tells."""
+        """All, in the order of ``Row.trajectory_index``."""
         return [t for group in self.groups for t in group.trajectories]
 
     @property
@@ -124,40 +128,61 @@ class Batch:
         return sum(row.n_sampled for row in self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Scores of an update's tokens before its first optimizer step, float32 ``[S]`` each (``token_offsets``).
+
+    None where neither estimator nor loss needs them: the trainer makes only the passes that are needed.
+    """
+
+    logprobs: TokenArray | None = None
+    """log π_old: of the weights before the update."""
+    entropies: TokenArray | None = None
+    """Entropy of those weights, nats."""
+    reference: TokenArray | None = None
+    """log π of the reference policy."""
+    values: TokenArray | None = None
+    """The critic's value of the state before each token."""
+    returns: TokenArray | None = None
+    """The critic's targets, from the estimator."""
+    hinted: TokenArray | None = None
+    """log π of the weights before the update, with a hint or the solution in the prompt."""
+
+
 def build_batch(update: int, groups: Sequence[Group]) -> Batch:
     """Rows of the groups, in the order of groups, trajectories and branches, without advantages.
 
     Raises :class:`TrainingError`, also for a group that holds more candidates than are trained.
     """
     rows: list[Row] = []
-    sequence = 0
+    trajectory_index = 0
     for group in groups:
         if not group.settled:
             raise TrainingError(
                 f"expected {group.plan.n_rollout} trajectories of {group.group_id}, got {len(group.trajectories)}: "
-                "choose its replays first"
+                "choose its stored rollouts first"
             )
         for trajectory in group.trajectories:
-            replay = group.replay(trajectory) if group.replayed(trajectory) else None
-            rows += trajectory_rows(trajectory, sequence, replay=replay)
-            sequence += 1
+            stored = group.stored_rollout(trajectory) if group.is_replayed(trajectory) else None
+            rows += trajectory_rows(trajectory, trajectory_index, stored)
+            trajectory_index += 1
     return Batch(update, tuple(groups), tuple(rows))
 
 
-def trajectory_rows(trajectory: Trajectory, sequence: int, *, replay: StoredRollout | None = None) -> list[Row]:
-    """One row per branch that has something to train, advantages 0.
+def trajectory_rows(trajectory: Trajectory, trajectory_index: int, stored: StoredRollout | None = None) -> list[Row]:
+    """One row per branch that has sampled tokens, advantages 0.
 
-    ``replay``: it comes from the pool; with a turn, only that turn's completion is trained and everything else is
-    context. Raises :class:`TrainingError` when that turn sampled nothing, or a row cannot be trained.
+    ``stored``: facts of a trajectory from the pool; with a turn, only that turn's completion is trained and everything
+    else is context. Raises :class:`TrainingError` when that turn sampled nothing, or a row cannot be trained.
     """
     guidance = trajectory.guidance
     discarded = guidance is not None and not guidance.keep
     temperatures = np.asarray([turn.temperature for turn in trajectory.turns], dtype=np.float32)
-    turn = replay.turn if replay is not None else None
+    turn = stored.turn if stored is not None else None
     rows = [
         Row(
             trajectory_id=trajectory.trajectory_id,
-            sequence=sequence,
+            trajectory_index=trajectory_index,
             environment=trajectory.task.environment,
             token_ids=tokens.token_ids,
             loss_mask=tokens.loss_mask,
@@ -168,11 +193,11 @@ def trajectory_rows(trajectory: Trajectory, sequence: int, *, replay: StoredRoll
             temperatures=temperatures[tokens.turn_index],
             turns=tokens.turn_index,
             advantages=np.zeros(int(tokens.loss_mask.sum()), dtype=np.float32),
-            replayed=replay is not None,
+            replayed=stored is not None,
             guided=guidance is not None,
             discarded=discarded,
             recorded=trajectory.recorded,
-            replay_weight=replay.weight if replay is not None else 1.0,
+            replay_weight=stored.weight if stored is not None else 1.0,
             whole=turn is None,
         )
         for branch in (without_lessons(trajectory) if discarded else trajectory).branches()
@@ -187,7 +212,7 @@ def trajectory_rows(trajectory: Trajectory, sequence: int, *, replay: StoredRoll
 
 
 def without_lessons(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with the contexts that ``guidance.plain_contexts`` names by turn in place of the played ones.
+    """The trajectory with the contexts that ``guidance.plain_contexts`` names by turn in place of those sampled after.
 
     Completions and their positions after the context stay. Raises :class:`TrainingError` for a turn that is not there.
     """
@@ -196,7 +221,7 @@ def without_lessons(trajectory: Trajectory) -> Trajectory:
 
 
 def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]]) -> Trajectory:
-    """The trajectory with these context ids, by turn, in place of the played ones; completions stay. Raises
+    """The trajectory with these context ids, by turn, in place of its own; completions stay. Raises
     :class:`TrainingError` for a turn that is not there."""
     missing = [turn for turn in contexts if turn >= len(trajectory.turns)]
     if missing:
@@ -211,7 +236,7 @@ def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]
 
 
 def _only_turn(tokens: FlatTokens, turn: int) -> FlatTokens:
-    """With ``loss_mask`` on that turn's completion only."""
+    """The tokens with ``loss_mask`` on that turn's completion only."""
     return replace(tokens, loss_mask=tokens.loss_mask & (tokens.turn_index == turn))
 
 

@@ -1,4 +1,4 @@
-"""What CONSUMED tells the stage of an update beside its group ids: plain JSON values, also in checkpoints."""
+"""Facts of a trained update that CONSUMED carries beside its group ids; plain JSON values, also in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """What was trained of one group."""
+    """Facts of one trained group."""
 
     replayed: tuple[str, ...] = ()
     """Trajectory ids."""
@@ -58,7 +58,7 @@ class Trained:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Trained:
-        """The inverse of :meth:`as_json`. Raises KeyError, TypeError or ValueError where it is not understood."""
+        """The inverse of :meth:`as_json`. Raises KeyError, TypeError or ValueError where it is malformed."""
         groups = {
             str(name): TrainedGroup(
                 tuple(g.get("replayed", ())), dict(g.get("entropy", {})), bool(g.get("choice_failed", False))

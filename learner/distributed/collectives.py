@@ -1,9 +1,8 @@
-"""The ranks of a distributed learner: collectives over small numpy arrays and over shards.
+"""Rank group of a distributed learner: rendezvous, and collectives over small numpy arrays and over shards.
 
 Arrays travel over gloo from the CPU, weights and gradients over the backend of the device. Every collective ends within
-the group's timeout, and at once when gloo sees that a peer's connection closed.
-
-Which rank this process is, by the environment that torchrun sets, and how it meets the others.
+the group's timeout, and at once when gloo sees that a peer's connection closed. Rank and size of this process come from
+the environment that torchrun sets.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from learner.data.evidence import TokenScores
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenScores
 from learner.distributed.messages import pack, pack_order, unpack
 from learner.distributed.ranks import divide, resolve_device
 from learner.observability.statistics import TokenValues, Weights
@@ -40,9 +38,9 @@ _STOP = 1 << 32
 
 
 class RankGroup:
-    """See :class:`learner.distributed.ranks.Ranks`. ``interrupt``: what this rank is asked to stop by.
+    """Implements :class:`learner.distributed.ranks.Ranks`. ``interrupt`` is set to stop this rank.
 
-    ``torch.distributed`` must be initialised (``learner.ranks.joining``).
+    ``torch.distributed`` must be initialised (:func:`join`).
     """
 
     def __init__(self, device: torch.device, interrupt: threading.Event, timeout_seconds: float) -> None:
@@ -55,7 +53,7 @@ class RankGroup:
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("ranks",))
         self._arrays = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
-        """For the thread that writes checkpoints while training goes on."""
+        """Group of the threads that write checkpoints during training."""
 
     def mine(self, rows: Sequence[Row]) -> list[int]:
         return divide([len(row) for row in rows], self.size)[self.rank]
@@ -63,10 +61,10 @@ class RankGroup:
     @contextmanager
     def together(
         self,
-        order: str,
+        command: str,
         rows: Sequence[Row] = (),
         facts: Mapping[str, Any] | None = None,
-        evidence: TokenScores | None = None,
+        scores: TokenScores | None = None,
     ) -> Iterator[None]:
         if self.rank or self._busy:
             yield
@@ -74,21 +72,21 @@ class RankGroup:
         with self._lock:
             self._busy = True
             try:
-                self._tell(pack_order(order, rows, facts or {}, evidence))
+                self._send(pack_order(command, rows, facts or {}, scores))
                 yield
             finally:
                 self._busy = False
 
     def end(self) -> None:
-        """Rank 0: send the others home."""
+        """Rank 0: end the others."""
         with self.together("end"):
             pass
 
     def beat(self) -> None:
-        """Rank 0: show the others that it is there, unless it is at work with them, or another thread is."""
+        """Rank 0: send a heartbeat, unless it is at work with the others, or another thread is."""
         if self._lock.acquire(blocking=False):
             try:
-                self._tell(pack_order("beat"))
+                self._send(pack_order("beat"))
             finally:
                 self._lock.release()
 
@@ -135,16 +133,16 @@ class RankGroup:
         """Header and arrays of every rank, in order of rank."""
         return [unpack(message) for message in self._everyones(pack(header, arrays))]
 
-    def told(self, name: str) -> str:
-        """``name`` of rank 0, on all ranks. Goes by the connections of the checkpoint writers."""
-        message = np.frombuffer(bytearray(name.encode()), np.uint8)
+    def broadcast_text(self, text: str) -> str:
+        """``text`` of rank 0, on all ranks, over the connections of the checkpoint writers."""
+        message = np.frombuffer(bytearray(text.encode()), np.uint8)
         return _broadcast(None if self.rank else message, self.saving).tobytes().decode()
 
-    def _tell(self, message: npt.NDArray[np.uint8]) -> None:
+    def _send(self, message: npt.NDArray[np.uint8]) -> None:
         _broadcast(message, self._arrays)
 
     def hear(self) -> npt.NDArray[np.uint8]:
-        """The next order of rank 0, for the others. Raises :class:`RuntimeError` when it is gone or silent for the
+        """The next command of rank 0, for the others. Raises :class:`RuntimeError` when it is gone or silent for the
         timeout."""
         return _broadcast(None, self._arrays)
 
@@ -183,7 +181,7 @@ def sum_gradients(root: torch.nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a process among those of a learner."""
+    """Rank of a process among those of a learner."""
 
     rank: int = 0
     size: int = 1
@@ -192,8 +190,8 @@ class Place:
 
 
 def place_of(config: LearnerConfig, environment: dict[str, str] | None = None) -> Place:
-    """As RANK, WORLD_SIZE and LOCAL_RANK say; without them one process. Raises :class:`ConfigurationError` where they
-    contradict ``learner.ranks``."""
+    """The place by RANK, WORLD_SIZE and LOCAL_RANK; without them one process. Raises :class:`ConfigurationError` where
+    they contradict ``learner.ranks``."""
     values = dict(os.environ) if environment is None else environment
     try:
         rank, size = int(values.get("RANK", "0")), int(values.get("WORLD_SIZE", "1"))

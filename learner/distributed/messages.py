@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from learner.data.evidence import TokenScores
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenScores
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 _LENGTH = 8

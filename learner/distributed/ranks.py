@@ -1,6 +1,6 @@
-"""What the trainer asks of the ranks; :data:`ALONE` answers for a learner of one process, at no cost.
+"""Interface between trainer and ranks, the division of rows among ranks, and the device of a rank.
 
-Which rank computes which rows. Pure.
+:data:`ALONE` implements the interface for a learner of one process, at no cost.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.data.evidence import TokenScores
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenScores
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.errors import ConfigurationError
 
 BEAT_SECONDS = 5.0
-"""How often rank 0 shows that it is there while it waits for groups."""
+"""Interval at which rank 0 sends a heartbeat while it waits for groups."""
 
 
 T = TypeVar("T")
@@ -39,13 +38,13 @@ class Ranks(Protocol):
 
     def together(
         self,
-        order: str,
+        command: str,
         rows: Sequence[Row] = (),
         facts: Mapping[str, Any] | None = None,
-        evidence: TokenScores | None = None,
+        scores: TokenScores | None = None,
     ) -> AbstractContextManager[None]:
-        """Around work that all ranks must do. Rank 0 tells the others, which are waiting for orders, what it begins;
-        elsewhere, and within other work, it does nothing. Not a collective by itself."""
+        """Around work that all ranks must do. Rank 0 sends ``command`` to the others, which wait for one; on them, and
+        within other work, it does nothing. Not a collective by itself."""
         ...
 
     def agree(self, code: int = 0) -> int:
@@ -66,11 +65,11 @@ class Ranks(Protocol):
         ...
 
     def ratios(self, weights: Weights) -> Weights:
-        """Of all ranks together."""
+        """Weights of all ranks together."""
         ...
 
     def values(self, values: list[TokenValues]) -> list[TokenValues]:
-        """Of all ranks, in order of rank; the same on all of them."""
+        """Values of all ranks, in order of rank; the same on all of them."""
         ...
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """The one rank there is."""
+    """The only rank of a learner."""
 
     rank = 0
     size = 1
@@ -93,10 +92,10 @@ class Alone:
 
     def together(
         self,
-        order: str,
+        command: str,
         rows: Sequence[Row] = (),
         facts: Mapping[str, Any] | None = None,
-        evidence: TokenScores | None = None,
+        scores: TokenScores | None = None,
     ) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -146,7 +145,7 @@ def divide(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 IDLE = Row(
     trajectory_id="idle",
-    sequence=0,
+    trajectory_index=0,
     environment="",
     token_ids=np.zeros(2, np.int32),
     loss_mask=np.asarray([False, True]),
@@ -156,8 +155,8 @@ IDLE = Row(
     turns=np.zeros(2, np.int32),
     advantages=np.zeros(1, np.float32),
 )
-"""What a rank passes through the model when it has fewer micro-batches than another: every rank must take part in the
-collectives of every layer. Its values are thrown away and its gradient is multiplied with 0."""
+"""Row that a rank passes through the model when it has fewer micro-batches than another: every rank must take part in
+the collectives of every layer. Its values are thrown away and its gradient is multiplied with 0."""
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

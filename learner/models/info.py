@@ -1,4 +1,4 @@
-"""What a prepared model folder holds, and the check that it is one."""
+"""Manifest of a prepared model folder, and the check that a folder can be used."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ModelInfo:
 
 
 def request_of(config: RunConfig) -> dict[str, Any]:
-    """What of the run file decides the folder's content, as JSON."""
+    """Options of the run file that decide the folder's content, as JSON."""
     model = config.model
     template = None
     if model.chat_template is not None:

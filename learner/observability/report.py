@@ -10,8 +10,7 @@ from typing import Literal
 
 import torch
 
-from learner.data.evidence import TokenScores
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenScores
 from learner.observability.statistics import BatchStatistics
 
 Stage = Literal["prepare", "choose", "forward", "backward", "optimize"]

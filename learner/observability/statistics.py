@@ -119,7 +119,7 @@ class TokenValues:
     """Estimate of KL(π‖π_ref) at the token; NaN where there is none."""
     advantages: FloatArray
     numbers: npt.NDArray[np.int64]
-    """Number of the token among all sampled tokens of the update (``MicroBatch.tokens_S``)."""
+    """Number of the token among all sampled tokens of the update (``MicroBatch.token_index_S``)."""
 
     @classmethod
     def join(cls, parts: list[TokenValues]) -> TokenValues:
@@ -233,7 +233,7 @@ class BatchStatistics:
     off_share: float = 0.0
     """Tokens with the off-policy loss among all response tokens, rejected ones included."""
     entropy_by_sequence: dict[int, float] = field(default_factory=dict)
-    """Exact entropy, mean over the trajectory's tokens in the batch, by ``Row.sequence``."""
+    """Exact entropy, mean over the trajectory's tokens in the batch, by ``Row.trajectory_index``."""
     values: TokenValues | None = None
     """The tokens that all of it was counted from."""
 

@@ -3,11 +3,9 @@
 On a GPU in half precision one call of torch's variable-length flash attention does all runs (its causal mask is aligned
 to the last key, as runs that begin later than their keys need it); elsewhere one call of scaled dot-product attention
 per run. It reaches the layers of a model through transformers' attention interface, with the runs as an argument that
-every layer hands on.
+every layer hands on. :func:`choose_form` decides if a model's rows may be packed: by its config, then by trying.
 
 Dimensions: N tokens laid, K keys read, R runs, H query heads, G key heads, D head size.
-
-Whether a model's rows may be packed: by what its config says of its layers, then by trying.
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ from learner.data.packing import SHARED_TOKENS_MIN, Form, Layout, lay_out
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
+log = logging.getLogger(__name__)
 NAME = "afterplay_packed"
 _VARLEN_HEAD_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What attention needs of a layout, on its device."""
+    """Runs of a layout, on the device of attention."""
 
     query_lengths: list[int]
     key_lengths: list[int]
@@ -136,7 +135,7 @@ class _Gather(torch.autograd.Function):
 
 
 def can_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether torch's variable-length attention does it: a GPU, 16 bits, heads of at most 256."""
+    """True where torch's variable-length attention works: a GPU, 16 bits, heads of at most 256."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > _VARLEN_HEAD_MAX:
         return False
     if find_spec("torch.nn.attention.varlen") is None:
@@ -177,14 +176,12 @@ def _starts(lengths: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
-
-log = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative distance of hidden states and gradients of packed rows from those of the rows alone."""
 
 
 def packs_by_varlen(model: Any, device: torch.device, compute: torch.dtype) -> bool:
-    """Whether packed attention is one call of torch's variable-length attention."""
+    """True where packed attention is one call of torch's variable-length attention."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
@@ -200,14 +197,15 @@ def choose_form(
     *,
     varlen: bool,
 ) -> Form:
-    """How rows are laid out for ``model``; where packed, its attention is exchanged for
-    :func:`learner.policy.attention.packed_attention`. Raises :class:`ConfigurationError` where ``learner.packing`` is
-    ``packed`` and the model does not allow it."""
+    """Form of the rows for ``model``; where packed, its attention is exchanged for :func:`packed_attention`.
+
+    Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed`` and the model does not allow it.
+    """
     if config.packing == "padded":
         return Form()
     if config.packing == "auto" and device.type == "cuda" and not varlen:
         return Form()
-    reason = _unfit(model)
+    reason = _unsupported(model)
     if reason is None:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
@@ -222,7 +220,7 @@ def choose_form(
     return Form()
 
 
-def _unfit(model: Any) -> str | None:
+def _unsupported(model: Any) -> str | None:
     """Why the attention of this model cannot be exchanged; None: it can."""
     config, name = model.config.get_text_config(), type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
@@ -254,13 +252,13 @@ def _probe(
                 _passed(model, {"input_ids": torch.from_numpy(row[None, :-1].astype(np.int64)).to(device)})
                 for row in rows
             ]
-            places = [torch.from_numpy(at).to(device) for at in together.places]
-            hidden = torch.cat([packed.hidden.index_select(0, at) for at in places])
+            indices = [torch.from_numpy(at).to(device) for at in together.indices]
+            hidden = torch.cat([packed.hidden.index_select(0, at) for at in indices])
             distances = [_distance(hidden, torch.cat([one.hidden for one in alone]))]
         weights = torch.linspace(-1.0, 2.0, hidden.shape[-1], device=device)
         (gradient,) = torch.autograd.grad((hidden.float() * weights).sum(), packed.embedded)
         expected = torch.zeros_like(gradient)
-        for one, at in zip(alone, places, strict=True):
+        for one, at in zip(alone, indices, strict=True):
             (part,) = torch.autograd.grad((one.hidden.float() * weights).sum(), one.embedded)
             expected.index_add_(1, at, part)
         distances.append(_distance(gradient, expected))

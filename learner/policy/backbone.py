@@ -26,7 +26,7 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 
 class Backbone:
-    """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`rest`).
+    """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`eval_mode`).
 
     ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
     within a layer's time. Several models may share one. Several ranks look at it between micro-batches only, together
@@ -46,7 +46,7 @@ class Backbone:
         self.device = device
         self.interrupt = interrupt or threading.Event()
         self.ranks: Ranks = ALONE
-        """Those that the weights are divided among."""
+        """The ranks that the weights are divided among."""
         self._run: Callable[[Callable[[], Any]], Any] = lambda work: work()
         self._config = config
         self._compute = DTYPES[config.compute_dtype]
@@ -58,11 +58,11 @@ class Backbone:
         self.form: Form = choose_form(
             self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen
         )
-        """How rows are to be laid out for :meth:`hidden`."""
+        """Form of the rows that :meth:`hidden` takes."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that are trained."""
+        """Trained parameters."""
         return [parameter for _, parameter in self.named_parameters]
 
     @property
@@ -75,7 +75,7 @@ class Backbone:
         hidden_SH: Tensor = self._run(lambda: self._hidden(batch))
         return hidden_SH
 
-    def rest(self) -> None:
+    def eval_mode(self) -> None:
         """Back to eval mode. With gradient checkpointing a pass with gradient leaves the model in train mode: there
         alone transformers makes checkpoints, and the backward pass must find the same mode. Generation in train mode
         would lose its cache and go wrong."""

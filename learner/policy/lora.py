@@ -38,7 +38,7 @@ _NAME = "default"
 class Adapters:
     """Freezes ``model`` and puts adapters into it; B begins at 0, so the policy begins unchanged.
 
-    ``folder`` holds saved ones to go on from. Raises :class:`ConfigurationError` where no layer has the names of
+    ``folder`` holds saved ones to resume from. Raises :class:`ConfigurationError` where no layer has the names of
     ``config.targets``, :class:`StoreError` when the saved ones belong to another model or rank.
     """
 
@@ -67,7 +67,7 @@ class Adapters:
             yield
 
     def owns(self, name: str) -> bool:
-        """Whether an entry of the model's state dict is part of an adapter."""
+        """True for an entry of the model's state dict that is part of an adapter."""
         return ".lora_" in name
 
     @torch.no_grad()

@@ -1,4 +1,7 @@
-"""Passes over an update's rows without gradient: one number, or several, for each sampled token."""
+"""Scoring passes over rows without gradient, and the micro-batches of a rank.
+
+Dimension: S sampled tokens of the rows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.data.microbatch import PADDED, MicroBatch, collate, plan_rows, token_numbers
+from learner.data.microbatch import PADDED, MicroBatch, collate, plan_rows, token_offsets
 from learner.data.packing import Form
 from learner.data.rows import Row
 from learner.distributed.ranks import ALONE, IDLE, Ranks
@@ -29,37 +32,37 @@ def token_pass(
     form: Form = PADDED,
     ranks: Ranks = ALONE,
 ) -> tuple[FloatArray, ...]:
-    """What ``score`` gives for all sampled tokens of ``rows``, float32 ``[S]`` each, rows in order.
+    """Outputs of ``score`` for all sampled tokens of ``rows``, float32 ``[S]`` each, rows in order.
 
-    ``tokens_max``: tokens of one forward pass, laid out as ``form`` says, padding included. ``ranks``: who shares the
-    rows; each gets the whole result.
+    ``tokens_max``: tokens of one forward pass, laid out as ``form`` says, padding included. ``ranks`` divide
+    the rows; each gets the whole result.
     """
     with watch.stage("prepare"):
-        parts = microbatches(rows, [0.0] * len(rows), token_numbers(rows), tokens_max, form, ranks)
+        parts = microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, form, ranks)
     outputs = tuple(np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32) for _ in range(n_outputs))
     with torch.no_grad(), watch.stage("forward"):
         for part in parts:
             ranks.agree()
             for output, values in zip(outputs, score(part or idle_part(form)), strict=True):
                 if part is not None:
-                    output[part.tokens_S] = values.float().cpu().numpy()
+                    output[part.token_index_S] = values.float().cpu().numpy()
     return ranks.merged(outputs)
 
 
 def microbatches(
     rows: Sequence[Row],
     weights: Sequence[float],
-    first: Sequence[int] | npt.NDArray[np.int64],
+    offsets: Sequence[int] | npt.NDArray[np.int64],
     tokens_max: int,
     form: Form,
     ranks: Ranks,
 ) -> list[MicroBatch | None]:
-    """Those of this rank; None: one without rows, because another rank has more. ``weights`` and ``first`` of each row
-    are as :func:`learner.data.microbatch.collate` takes them. Collective."""
+    """Micro-batches of this rank; None: one without rows, because another rank has more. ``weights`` and ``offsets`` of
+    each row are as :func:`learner.data.microbatch.collate` takes them. Collective."""
     mine = ranks.mine(rows)
     plans = [[mine[i] for i in chosen] for chosen in plan_rows([rows[i] for i in mine], tokens_max, form)]
     return ranks.padded(
-        [collate([rows[i] for i in p], [weights[i] for i in p], [int(first[i]) for i in p], form=form) for p in plans]
+        [collate([rows[i] for i in p], [weights[i] for i in p], [int(offsets[i]) for i in p], form=form) for p in plans]
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Policy(Backbone):
-    """A causal language model and how to score sampled tokens with it.
+    """A causal language model that scores sampled tokens.
 
     With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to go on from.
     """
@@ -73,8 +73,8 @@ class Policy(Backbone):
             yield
 
     def score(self, batch: MicroBatch, hidden_SH: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each. ``hidden_SH``: what
-        :meth:`hidden` gave of the batch, where that is known.
+        """log π of the sampled tokens and the entropy there, nats, float32 ``[S]`` each. ``hidden_SH``: of
+        :meth:`hidden`, where it was called before.
 
         Only positions that predict a sampled token pass the output layer. With gradient where gradients are enabled.
         """
@@ -109,10 +109,10 @@ class Policy(Backbone):
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
             divided = self.ranks.size > 1 and name in parameters
-            place = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
-            if tensor.numel() and place in seen:
+            storage = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
+            if tensor.numel() and storage in seen:
                 continue
-            seen[place] = name
+            seen[storage] = name
             kind = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
             if self.adapters is not None:
                 if self.adapters.owns(name):

@@ -1,10 +1,9 @@
-"""The reference policy: log π_ref of an update's tokens, by one of several ways to have it.
+"""The reference policy: log π_ref of an update's tokens.
 
-The reference policy behind HTTP: a vLLM (OpenAI-compatible) server that scores prompts.
-
+It is the policy without its adapters, a frozen copy, or a server. The server is a vLLM (OpenAI-compatible):
 ``POST /v1/completions`` with token ids as prompt and ``prompt_logprobs: 0`` answers with the log-probability of every
-prompt token, temperature 1. Called from the trainer's worker thread, which runs a small event loop of its own for the
-requests of one update.
+prompt token at temperature 1. It is called from the trainer's worker thread, which runs a small event loop of its own
+for the requests of one update. Dimension: S sampled tokens of the rows.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ import orjson
 import torch
 from torch import Tensor
 
-from learner.data.evidence import TokenArray
-from learner.data.microbatch import token_numbers
-from learner.data.rows import Row
+from learner.data.microbatch import token_offsets
+from learner.data.rows import Row, TokenArray
 from learner.observability.report import Stopwatch
 from learner.policy.passes import token_pass
 from learner.policy.policy import Policy
@@ -41,6 +39,8 @@ from pipeline.errors import (
 
 
 class Reference(Protocol):
+    """Interface of a reference policy."""
+
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """log π_ref of all sampled tokens of ``rows``, nats, float32 ``[S]``, rows in order. Blocks."""
         ...
@@ -50,16 +50,16 @@ class Reference(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor] | None:
-        """What a resumed learner cannot make anew; not copies. None: nothing."""
+        """State that a resumed learner cannot rebuild; not copies. None: there is none."""
         ...
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state. Raises :class:`StoreError`."""
+        """Resume from a saved state. Raises :class:`StoreError`."""
         ...
 
 
 class AdaptersOff:
-    """The weights in training without their adapters: no copy, and never another."""
+    """The policy without its adapters: no copy, never refreshed."""
 
     def __init__(self, policy: Policy, tokens_max: int) -> None:
         self._policy = policy
@@ -72,18 +72,18 @@ class AdaptersOff:
             return token_pass(rows, policy.score, 2, self._tokens_max, watch, policy.form, policy.ranks)[0]
 
     def updated(self, updates: int) -> None:
-        """It stays."""
+        """Never refreshed."""
 
     def state(self) -> dict[str, Tensor] | None:
-        """The weights are those of the model."""
+        """None: the weights are those of the model."""
         return None
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """There is nothing to load."""
+        """Nothing to load."""
 
 
 class FrozenCopy:
-    """A model of its own, which takes the weights of ``live`` every ``refresh_every`` updates, or never."""
+    """A second model, which takes the weights of ``live`` every ``refresh_every`` updates, or never."""
 
     def __init__(self, copy: Policy, live: Policy, tokens_max: int, refresh_every: int | None = None) -> None:
         self._copy = copy
@@ -109,7 +109,7 @@ class FrozenCopy:
             self._take(dict(self._live.model.state_dict()) if divided else self._live.snapshot("float32"))
 
     def state(self) -> dict[str, Tensor] | None:
-        """Its weights, where it was ever refreshed or may be."""
+        """Its weights where it is refreshed; else None."""
         return None if self._refresh_every is None else dict(self._copy.model.state_dict())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -132,21 +132,21 @@ class FrozenCopy:
 
 
 class AskedElsewhere:
-    """On ranks other than 0 where the reference is a server: rank 0 asks it, and sends what it says with the rows."""
+    """Used on ranks other than 0 where the reference is a server: rank 0 asks it and sends the scores with the rows."""
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
-        """Nothing reads them."""
+        """Zeros, which nothing reads."""
         return np.zeros(sum(row.n_sampled for row in rows), np.float32)
 
     def updated(self, updates: int) -> None:
-        """It stays."""
+        """Never refreshed."""
 
     def state(self) -> dict[str, Tensor] | None:
-        """There is none."""
+        """None."""
         return None
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """There is nothing to load."""
+        """Nothing to load."""
 
 
 LOOK_SECONDS = 0.5
@@ -156,7 +156,7 @@ _TEXT_MAX = 300
 
 
 class ServerReference:
-    """Keeps the contract of :class:`learner.policy.reference.Reference`. ``interrupt`` gives the requests up."""
+    """A reference policy behind HTTP. ``interrupt`` cancels the requests."""
 
     def __init__(self, config: ReferenceConfig, interrupt: threading.Event) -> None:
         self._url = f"{(config.url or '').rstrip('/')}/v1/completions"
@@ -164,7 +164,7 @@ class ServerReference:
         self._interrupt = interrupt
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
-        """See :meth:`learner.policy.reference.Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
+        """See :meth:`Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
         not sampled with temperature 1, :class:`pipeline.errors.EngineError` when the server does not give all in
         ``attempts_max`` attempts each, :class:`Interrupted`."""
         for row in rows:
@@ -195,9 +195,9 @@ class ServerReference:
     async def _all(self, rows: Sequence[Row], out: TokenArray) -> None:
         limit = anyio.CapacityLimiter(self._config.concurrency)
 
-        async def one(row: Row, first: int) -> None:
+        async def one(row: Row, offset: int) -> None:
             async with limit:
-                out[first : first + row.n_sampled] = await self._row(session, row)
+                out[offset : offset + row.n_sampled] = await self._row(session, row)
 
         async def watch_interrupt() -> None:
             while not await anyio.to_thread.run_sync(self._interrupt.wait, LOOK_SECONDS, abandon_on_cancel=True):
@@ -207,8 +207,8 @@ class ServerReference:
         async with aiohttp.ClientSession() as session, anyio.create_task_group() as watching:
             watching.start_soon(watch_interrupt)
             async with anyio.create_task_group() as tasks:
-                for row, first in zip(rows, token_numbers(rows), strict=True):
-                    tasks.start_soon(one, row, int(first))
+                for row, offset in zip(rows, token_offsets(rows), strict=True):
+                    tasks.start_soon(one, row, int(offset))
             watching.cancel_scope.cancel()
 
     async def _row(self, session: aiohttp.ClientSession, row: Row) -> TokenArray:

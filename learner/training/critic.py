@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.data.evidence import TokenArray
 from learner.data.microbatch import MicroBatch
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenArray
 from learner.losses.value import value_loss
 from learner.observability.report import CriticReport, Stopwatch
 from learner.policy.backbone import Backbone
@@ -46,11 +45,11 @@ class Critic:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """What it has beside the policy."""
+        """Modules that the policy does not have."""
         return [*([self.backbone.model] if self.owns else []), self._head]
 
     def only_critic(self, update: int) -> bool:
-        """Whether the policy waits in this update."""
+        """True where the policy is not trained in this update."""
         return update < self._config.critic.warmup_updates
 
     def score(self, part: MicroBatch) -> Tensor:
@@ -66,7 +65,7 @@ class Critic:
         return values
 
     def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
-        """Of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
+        """Values of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
         budget, backbone = self._config.tokens_per_microbatch, self.backbone
         return token_pass(rows, lambda part: (self.score(part),), 1, budget, watch, backbone.form, backbone.ranks)[0]
 
@@ -80,9 +79,9 @@ class Critic:
     ) -> CriticReport:
         """One optimizer step over ``parts``: the mean over their tokens of the clipped value loss.
 
-        None among ``parts``: only another rank has rows there. ``values`` (before the update) and ``returns`` are read
-        by ``MicroBatch.tokens_S``. A step whose loss or gradient is not finite is skipped. Interrupted passes change
-        nothing.
+        None among ``parts``: only another rank has rows there. ``values`` (before the update) and ``returns`` are
+        indexed by ``MicroBatch.token_index_S``. A step whose loss or gradient is not finite is skipped. Interrupted
+        passes change nothing.
         """
         ranks = self.backbone.ranks
         total = int(ranks.summed([sum(part.n_sampled for part in parts if part is not None)])[0])
@@ -96,7 +95,9 @@ class Critic:
                     torch.where(torch.zeros_like(found) > 0, found, 0.0).sum().backward()  # type: ignore[no-untyped-call]
                     continue
                 with watch.stage("forward"):
-                    old, goal = (torch.from_numpy(a[part.tokens_S]).to(self.backbone.device) for a in (values, returns))
+                    old, goal = (
+                        torch.from_numpy(a[part.token_index_S]).to(self.backbone.device) for a in (values, returns)
+                    )
                     found = self.score(part)
                     weights, mask = torch.full_like(goal, 1.0 / total), torch.ones_like(goal, dtype=torch.bool)
                     terms = value_loss(found, old, goal, weights, mask, self._config.critic.clip)
@@ -122,11 +123,11 @@ class Critic:
         )
 
     def _tokens(self, parts: Sequence[MicroBatch | None], count: int) -> npt.NDArray[np.int64]:
-        """Numbers of the tokens in the parts of all ranks, ascending."""
+        """Indices of the tokens in the parts of all ranks, ascending."""
         chosen = np.zeros(count, np.float32)
         for part in parts:
             if part is not None:
-                chosen[part.tokens_S] = 1.0
+                chosen[part.token_index_S] = 1.0
         return np.flatnonzero(self.backbone.ranks.merged((chosen,))[0])
 
     def _apply(self, rate: float) -> float:
@@ -145,7 +146,7 @@ class Critic:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state. Raises :class:`StoreError` when it is of another model."""
+        """Resume from a saved state. Raises :class:`StoreError` when it is of another model."""
         try:
             if self.owns:
                 self.backbone.model.load_state_dict(state["backbone"])

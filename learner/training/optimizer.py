@@ -1,11 +1,8 @@
-"""Optimizers by configuration, and gradient clipping.
+"""Optimizers, gradient clipping, learning-rate schedule, and the moving average of the weights.
 
-AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with moments in float32, bfloat16 or 8 bits. Parameters are always
-float32.
-
-The learning rate of an update: a pure function, so there is no state to save.
-
-An exponential moving average of the trained weights: smoother than the last weights, saved with them.
+AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with moments in float32, bfloat16 or 8 bits; parameters are always
+float32. The learning rate is a pure function of the update, so there is no state to save. The exponential moving
+average is smoother than the last weights, and saved with them.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> fl
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
-    """AdamW whose moments are stored in bfloat16 and computed with in float32.
+    """AdamW with moments stored in bfloat16, and arithmetic in float32.
 
     bfloat16 has 8 significant bits: with β₂ = 0.999 one step changes the second moment by less than half of its last
     bit, so that rounding to nearest would keep it for ever. Stochastic rounding is right in expectation; it draws from
@@ -104,8 +101,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        moments = [_own(state[name]) for name in ("exp_avg", "exp_avg_sq")]
-        parameter, gradient = _own(parameter), _own(gradient)
+        moments = [_local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        parameter, gradient = _local(parameter), _local(gradient)
         first = moments[0].float().lerp_(gradient, 1.0 - beta1)
         second = moments[1].float().mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
@@ -124,7 +121,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
                     state[name] = state[name].to(torch.bfloat16)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor that is divided, which shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -182,7 +179,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights in."""
+        """Move the average towards the current weights."""
         weights = [p.detach() for p in self._parameters.values()]
         torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self._decay)
 
@@ -191,7 +188,7 @@ class WeightAverage:
         return dict(self._average)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved average. Raises :class:`StoreError` when it is of other parameters."""
+        """Resume from a saved average. Raises :class:`StoreError` when it is of other parameters."""
         if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in self._average.items()}:
             raise StoreError("the saved average of the weights belongs to another model: choose another run.name")
         for name, tensor in state.items():

@@ -1,55 +1,194 @@
-"""One optimizer step of the policy: gradients of a mini-batch, micro-batch by micro-batch, then the step.
+"""One optimizer step of the policy: inputs of the loss, gradients by micro-batch, ranks in agreement, the step.
 
-Gradients of the cross-entropy on demonstrations, beside those of RL.
+Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from learner.data.demonstrations import Demonstrations
-from learner.data.microbatch import MicroBatch, token_numbers, token_weights
+from learner.data.microbatch import MicroBatch, token_offsets, token_weights
 from learner.data.rows import Row
-from learner.losses.corrections import step_factor, token_weights_of
+from learner.distributed.ranks import Ranks
+from learner.losses.base import LossRules
+from learner.losses.corrections import second_moment_mask, step_factor, token_weights_of
 from learner.losses.supervised import cross_entropy, imported_share, is_imported
-from learner.losses.total import policy_loss
-from learner.observability.report import Stopwatch
-from learner.policy.passes import microbatches
+from learner.losses.total import LossTerms, LossTokens, policy_loss
+from learner.observability.report import NonFinite, Stopwatch
+from learner.observability.statistics import TokenValues
+from learner.policy.passes import idle_part, microbatches
 from learner.policy.policy import Policy
-from learner.training.agreement import NonFiniteStep, agree, idle
-from learner.training.loss_inputs import LossInputs, loss_tokens, values_of
 from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
 from learner.training.totals import Conditions, StepSums, StepTotals
 from pipeline.config import RunConfig
+from pipeline.config.algorithm import LossConfig
+
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+Score = Callable[[Sequence[Row]], FloatArray]
+"""log π of all sampled tokens of rows with the current weights, rows in order."""
 
 
-def add_gradients(policy: Policy, rows: Sequence[Row], weight: float, tokens_max: int, watch: Stopwatch) -> float:
-    """Add the gradient of ``weight`` times the mean cross-entropy over the sampled tokens of ``rows``; returns the
-    mean, nats. Raises as :func:`learner.training.agreement.agree`."""
-    n_tokens = sum(row.n_sampled for row in rows)
-    with watch.stage("prepare"):
-        parts = microbatches(rows, [0.0] * len(rows), token_numbers(rows), tokens_max, policy.form, policy.ranks)
-    total = 0.0
-    for part in parts:
-        if part is None:
-            idle(policy, learn=True)
-            continue
-        with watch.stage("forward"), torch.enable_grad():
-            logprobs, _ = policy.score(part)
-            loss = cross_entropy(logprobs, torch.ones_like(logprobs, dtype=torch.bool), 1.0 / n_tokens)
-            value = float(loss.detach())
-            agree(policy.ranks, None if np.isfinite(value) else "loss")
-        with watch.stage("backward"):
-            (weight * loss).backward()  # type: ignore[no-untyped-call]
-        total += value
-    return float(policy.ranks.summed([total])[0])
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Inputs of the policy loss beside a micro-batch, of all tokens of an update: by ``MicroBatch.token_index_S``."""
+
+    old_logprobs: FloatArray | None = None
+    """log π_old, of the weights before the first optimizer step; NaN where the loss does not read it. None: those are
+    the current weights."""
+    loss_mask: BoolArray | None = None
+    """False where the second-moment mask rejects the token. None: nothing is rejected."""
+    reference_logprobs: FloatArray | None = None
+    """log π of the reference policy."""
+
+
+def old_logprobs_of(rows: Sequence[Row], rules: LossRules, score: Score) -> FloatArray | None:
+    """log π_old, taken with the current weights, of the rows whose loss reads it, NaN elsewhere; None where no row's
+    does."""
+    anchored = [rules.anchored_today(replayed=row.replayed, recorded=row.recorded) for row in rows]
+    if not any(anchored):
+        return None
+    anchored_S = np.repeat(anchored, [row.n_sampled for row in rows])
+    old_logprobs = np.full(len(anchored_S), np.nan, dtype=np.float32)
+    old_logprobs[anchored_S] = score([row for row, wanted in zip(rows, anchored, strict=True) if wanted])
+    return old_logprobs
+
+
+def second_moment_loss_mask(
+    rows: Sequence[Row], offsets: Sequence[int], n_tokens: int, loss: LossConfig, score: Score
+) -> BoolArray | None:
+    """Second-moment mask over the off-policy tokens with recorded μ of one optimizer step; None without such tokens.
+
+    Rows without advantage count too: the mask is a property of the data, not of the rewards.
+    """
+    chosen = [
+        (row, offset)
+        for row, offset in zip(rows, offsets, strict=True)
+        if row.recorded and bool(off_policy(row.replayed, row.guided, row.discarded, loss))
+    ]
+    if not chosen:
+        return None
+    behaviour_logprobs = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row, _ in chosen])
+    indices = np.concatenate([np.arange(row.n_sampled) + offset for row, offset in chosen])
+    log_ratios = score([row for row, _ in chosen]).astype(np.float64) - behaviour_logprobs
+    finite = np.isfinite(log_ratios)
+    loss_mask = np.ones(n_tokens, dtype=np.bool_)
+    loss_mask[indices[finite]] = second_moment_mask(log_ratios[finite], loss.second_moment_max)
+    return loss_mask
+
+
+def loss_tokens(
+    part: MicroBatch, logprobs: Tensor, entropy: Tensor, inputs: LossInputs, loss: LossConfig
+) -> LossTokens:
+    """Inputs of the loss of one micro-batch, on the device of ``logprobs`` and ``entropy`` (float ``[S]``, with
+    gradient). Tokens whose μ is not finite, or that the second-moment mask rejects, are masked."""
+
+    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(logprobs.device)
+
+    loss_mask = np.isfinite(part.behaviour_logprobs_S)
+    if inputs.loss_mask is not None:
+        loss_mask &= inputs.loss_mask[part.token_index_S]
+    off = off_policy(part.replayed_S, part.guided_S, part.discarded_S, loss)
+    return LossTokens(
+        logprobs=logprobs,
+        entropy=entropy,
+        behaviour=tensor(part.behaviour_logprobs_S),
+        proximal=None if inputs.old_logprobs is None else tensor(inputs.old_logprobs[part.token_index_S]),
+        advantages=tensor(part.advantages_S),
+        weights=tensor(part.loss_weights_S),
+        loss_mask=tensor(loss_mask),
+        replay_mask=tensor(part.replayed_S),
+        off_policy=tensor(off),
+        rows=tensor(part.row_index_S),
+        reference=(
+            None if inputs.reference_logprobs is None else tensor(inputs.reference_logprobs[part.token_index_S])
+        ),
+        recorded=tensor(part.recorded_S),
+        factors=tensor(part.replay_weights_S),
+    )
+
+
+def off_policy(
+    replayed: npt.ArrayLike, guided: npt.ArrayLike, discarded: npt.ArrayLike, loss: LossConfig
+) -> npt.NDArray[np.bool_]:
+    """Mask of tokens, or rows, that have the off-policy loss: replayed, and guided ones as ``off_clip_guided`` says."""
+    off = np.asarray(replayed, dtype=np.bool_)
+    if loss.off_clip_guided == "none":
+        return off
+    return np.asarray(off | np.asarray(guided if loss.off_clip_guided == "all" else discarded, dtype=np.bool_))
+
+
+def token_values(part: MicroBatch, tokens: LossTokens, terms: LossTerms, inputs: LossInputs) -> TokenValues:
+    """Inputs of the statistics from one micro-batch."""
+
+    def array(tensor: Tensor) -> npt.NDArray[np.float32]:
+        return tensor.detach().float().cpu().numpy()
+
+    return TokenValues(
+        logprobs=array(tokens.logprobs),
+        behaviour=part.behaviour_logprobs_S,
+        entropy=array(tokens.entropy),
+        losses=array(terms.token_losses),
+        trained=(terms.trained & torch.isfinite(tokens.logprobs.detach())).cpu().numpy(),
+        clipped_low=terms.clipped_low.cpu().numpy(),
+        clipped_high=terms.clipped_high.cpu().numpy(),
+        versions=part.policy_versions_S,
+        sequences=part.trajectory_index_S,
+        replayed=part.replayed_S,
+        recorded=part.recorded_S,
+        discarded=part.discarded_S,
+        off_policy=tokens.off_policy.cpu().numpy(),
+        masked=(
+            np.zeros(part.n_sampled, np.bool_) if inputs.loss_mask is None else ~inputs.loss_mask[part.token_index_S]
+        ),
+        reasons=terms.reasons.cpu().numpy(),
+        truncated=terms.truncated.cpu().numpy(),
+        reference_kl=array(terms.reference_kl),
+        advantages=part.advantages_S,
+        numbers=part.token_index_S,
+    )
+
+
+_CODES: tuple[NonFinite, ...] = ("ratio", "loss")
+"""A rank reports its micro-batch by a code: 0 where everything is finite, else one more than the index here."""
+
+
+class NonFiniteStep(Exception):
+    """A value that must be finite is not: ``where``. The optimizer step is skipped and counted."""
+
+    def __init__(self, where: NonFinite) -> None:
+        super().__init__(where)
+        self.where = where
+
+
+def agree(ranks: Ranks, nonfinite: NonFinite | None = None) -> None:
+    """Raise :class:`NonFiniteStep` on every rank where one has a ``nonfinite`` value (``ratio`` or ``loss``),
+    :class:`pipeline.errors.Interrupted` where one is asked to stop. Collective."""
+    worst = ranks.agree(0 if nonfinite is None else _CODES.index(nonfinite) + 1)
+    if worst:
+        raise NonFiniteStep(_CODES[worst - 1])
+
+
+def idle_microbatch(policy: Policy, *, learn: bool) -> None:
+    """Take part in the collectives of another rank's micro-batch, with a gradient of 0. Raises as :func:`agree`."""
+    with torch.set_grad_enabled(learn):
+        logprobs, entropy = policy.score(idle_part(policy.form))
+        agree(policy.ranks)
+    if learn:
+        nothing = torch.zeros_like(logprobs)
+        torch.where(nothing > 0, logprobs + entropy, nothing).sum().backward()  # type: ignore[no-untyped-call]
 
 
 class OptimizerSteps:
-    """Changes the policy's weights, by ``optimizer``; ``average`` follows them. The caller drops the gradients.
+    """Optimizer steps of the policy; ``average`` follows its weights. The caller drops the gradients.
 
     Every method raises :class:`NonFiniteStep` before the weights are changed,
     :class:`pipeline.errors.Interrupted` when asked to stop.
@@ -72,26 +211,26 @@ class OptimizerSteps:
     def take(
         self,
         rows: Sequence[Row],
-        first: Sequence[int],
-        known: LossInputs,
+        offsets: Sequence[int],
+        inputs: LossInputs,
         conditions: Conditions,
-        tally: StepTotals,
+        totals: StepTotals,
         *,
         record: bool,
     ) -> None:
-        """Train ``rows``, whose tokens have the numbers from ``first`` on. Rows without advantage have gradient
+        """Train ``rows``, whose tokens have the indices from ``offsets`` on. Rows without advantage have gradient
         exactly 0: they are scored without a backward pass, and only for the statistics, where ``record`` asks for
         them."""
-        tally.begun += 1
-        tally.last = sums = StepSums()
+        totals.steps_begun += 1
+        totals.last_step = sums = StepSums()
         weights = token_weights(rows, self._config.loss.aggregation, self._config.loss.aggregation_length)
-        supervised, waits = self._config.loss.supervised, conditions.policy_waits
-        of_replayed = supervised.weight if supervised.source == "replayed" and not waits else 0.0
-        if of_replayed:
+        supervised, frozen = self._config.loss.supervised, conditions.critic_only
+        replayed_weight = supervised.weight if supervised.source == "replayed" and not frozen else 0.0
+        if replayed_weight:
             sums.supervised_tokens = sum(row.n_sampled for row in rows if is_imported(row))
-        share = imported_share(rows, of_replayed)
+        share = imported_share(rows, replayed_weight)
         with_signal = [
-            not waits and (row.has_signal or not conditions.rules.needs_signal or (share > 0 and is_imported(row)))
+            not frozen and (row.has_signal or not conditions.rules.needs_signal or (share > 0 and is_imported(row)))
             for row in rows
         ]
         guard = self._config.replay.ess_guard
@@ -99,75 +238,77 @@ class OptimizerSteps:
             chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
             if not chosen or not (learn or record or guard.enabled):
                 continue
-            with tally.watch.stage("prepare"):
+            with totals.watch.stage("prepare"):
                 parts = microbatches(
                     [rows[i] for i in chosen],
                     [weights[i] for i in chosen],
-                    [first[i] for i in chosen],
+                    [offsets[i] for i in chosen],
                     self._config.learner.tokens_per_microbatch,
                     self._policy.form,
                     self._policy.ranks,
                 )
             for part in parts:
                 if part is None:
-                    idle(self._policy, learn=learn)
+                    idle_microbatch(self._policy, learn=learn)
                 else:
-                    self._microbatch(part, known, share, conditions, tally, learn=learn, record=record)
+                    self._microbatch(part, inputs, share, conditions, totals, learn=learn, record=record)
         sums.add_ranks(self._policy.ranks)
         if guard.enabled:
             sums.ratios = self._policy.ranks.ratios(sums.ratios)
-        drawn = not waits and self._supervise(conditions.update, tally)
-        if any(with_signal) or drawn:
+        demonstrated = not frozen and self._supervise(conditions.update, totals)
+        if any(with_signal) or demonstrated:
             factor = step_factor(sums.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
-            self._apply(conditions.rate * factor, tally)
-            tally.factors.append(factor)
+            self._apply(conditions.learning_rate * factor, totals)
+            totals.lr_factors.append(factor)
 
-    def _apply(self, rate: float, tally: StepTotals) -> None:
-        """Step by the gradients that are there."""
-        set_rate(self._optimizer, rate)
-        with tally.watch.stage("optimize"):
+    def _apply(self, learning_rate: float, totals: StepTotals) -> None:
+        """Clip the gradients and step."""
+        set_rate(self._optimizer, learning_rate)
+        with totals.watch.stage("optimize"):
             norm = clip_gradients(self._policy.parameters, self._config.learner.grad_clip)
             if not np.isfinite(norm):
                 raise NonFiniteStep("gradient")
             self._optimizer.step()
             if self._average is not None:
                 self._average.update()
-        tally.last.grad_norm = norm
-        tally.optimizer_steps += 1
+        totals.last_step.grad_norm = norm
+        totals.optimizer_steps += 1
 
-    def _supervise(self, update: int, tally: StepTotals) -> bool:
+    def _supervise(self, update: int, totals: StepTotals) -> bool:
         """Add the gradient of the demonstrations that this optimizer step draws; whether there are any."""
         if self._demonstrations is None:
             return False
         learner, supervised = self._config.learner, self._config.loss.supervised
-        step = update * learner.epochs * learner.minibatches + tally.begun - 1
+        step = update * learner.epochs * learner.minibatches + totals.steps_begun - 1
         rows = self._demonstrations.draw((self._config.run.seed, 1), step, supervised.batch)
         budget = learner.tokens_per_microbatch
-        tally.last.supervised = add_gradients(self._policy, rows, supervised.weight, budget, tally.watch)
-        tally.last.supervised_tokens = sum(row.n_sampled for row in rows)
-        tally.last.loss += supervised.weight * tally.last.supervised
+        totals.last_step.supervised = add_supervised_gradients(
+            self._policy, rows, supervised.weight, budget, totals.watch
+        )
+        totals.last_step.supervised_tokens = sum(row.n_sampled for row in rows)
+        totals.last_step.loss += supervised.weight * totals.last_step.supervised
         return True
 
     def _microbatch(
         self,
         part: MicroBatch,
-        known: LossInputs,
+        inputs: LossInputs,
         supervised_share: float,
         conditions: Conditions,
-        tally: StepTotals,
+        totals: StepTotals,
         *,
         learn: bool,
         record: bool,
     ) -> None:
         """``supervised_share``: weight of a token of an imported demonstration; 0: there are none."""
-        rules, sums = conditions.rules, tally.last
-        with tally.watch.stage("forward"), torch.set_grad_enabled(learn):
+        rules, sums = conditions.rules, totals.last_step
+        with totals.watch.stage("forward"), torch.set_grad_enabled(learn):
             logprobs, entropy = self._policy.score(part)
-            tokens = loss_tokens(part, logprobs, entropy, known, self._config.loss)
+            tokens = loss_tokens(part, logprobs, entropy, inputs, self._config.loss)
             terms = policy_loss(tokens, rules)
-            values = values_of(part, tokens, terms, known)
+            values = token_values(part, tokens, terms, inputs)
             if record:
-                tally.values.append(values)
+                totals.values.append(values)
             if self._config.replay.ess_guard.enabled:
                 chosen = values.trained & values.recorded
                 sums.ratios += token_weights_of(values.logprobs, values.behaviour, chosen, rules.log_ratio_max)
@@ -181,12 +322,36 @@ class OptimizerSteps:
             finite = bool(torch.isfinite(tokens.logprobs.detach()).all())
             agree(self._policy.ranks, "ratio" if not finite else "loss" if not np.isfinite(value) else None)
         if learn:
-            with tally.watch.stage("backward"):
+            with totals.watch.stage("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
-        tally.microbatches += 1
-        tally.padding += part.n_padded - part.n_real
-        tally.shared += part.n_shared
+        totals.microbatches += 1
+        totals.tokens_padding += part.n_padded - part.n_real
+        totals.tokens_shared += part.n_shared
         sums.loss += value
         sums.policy_loss += float(terms.policy)
         sums.entropy += float(terms.entropy)
         sums.kl += float(terms.kl)
+
+
+def add_supervised_gradients(
+    policy: Policy, rows: Sequence[Row], weight: float, tokens_max: int, watch: Stopwatch
+) -> float:
+    """Add the gradient of ``weight`` times the mean cross-entropy over the sampled tokens of ``rows``; returns the
+    mean, nats. Raises as :func:`agree`."""
+    n_tokens = sum(row.n_sampled for row in rows)
+    with watch.stage("prepare"):
+        parts = microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, policy.form, policy.ranks)
+    total = 0.0
+    for part in parts:
+        if part is None:
+            idle_microbatch(policy, learn=True)
+            continue
+        with watch.stage("forward"), torch.enable_grad():
+            logprobs, _ = policy.score(part)
+            loss = cross_entropy(logprobs, torch.ones_like(logprobs, dtype=torch.bool), 1.0 / n_tokens)
+            value = float(loss.detach())
+            agree(policy.ranks, None if np.isfinite(value) else "loss")
+        with watch.stage("backward"):
+            (weight * loss).backward()  # type: ignore[no-untyped-call]
+        total += value
+    return float(policy.ranks.summed([total])[0])

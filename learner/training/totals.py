@@ -1,4 +1,4 @@
-"""What the optimizer steps of an update add up to, and the report of it."""
+"""Sums over the optimizer steps of an update, and its report."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from learner.data.evidence import TokenScores
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenScores
 from learner.distributed.ranks import Ranks
 from learner.losses.base import LossRules
 from learner.observability.report import CriticReport, NonFinite, SkippedBatch, SkippedStep, StepReport, Stopwatch
@@ -18,22 +17,22 @@ from learner.observability.statistics import TokenValues, Weights, batch_statist
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What holds for all optimizer steps of an update."""
+    """Constants of all optimizer steps of an update."""
 
     update: int
     policy_version: int
-    """Of the weights before the update."""
-    rate: float
-    """Learning rate, before the ESS guard."""
+    """Version of the weights before the update."""
+    learning_rate: float
+    """Before the ESS guard."""
     rules: LossRules
-    evidence: TokenScores = field(default_factory=TokenScores)
-    policy_waits: bool = False
+    scores: TokenScores = field(default_factory=TokenScores)
+    critic_only: bool = False
     """The critic warms up: the policy is scored for the statistics alone."""
 
 
 @dataclass(slots=True)
 class StepSums:
-    """Of one optimizer step, over its micro-batches."""
+    """Sums over the micro-batches of one optimizer step."""
 
     loss: float = 0.0
     policy_loss: float = 0.0
@@ -44,45 +43,45 @@ class StepSums:
     supervised_tokens: int = 0
     grad_norm: float = 0.0
     ratios: Weights = field(default_factory=Weights)
-    """For the ESS guard."""
+    """Token ratios that the ESS guard reads."""
 
     def add_ranks(self, ranks: Ranks) -> None:
-        """Bring together what the ranks have of the losses."""
+        """Sum the losses over ranks."""
         sums = [self.loss, self.policy_loss, self.entropy, self.kl, self.supervised]
         self.loss, self.policy_loss, self.entropy, self.kl, self.supervised = ranks.summed(sums)
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """Of one update."""
+    """Totals of one update."""
 
     watch: Stopwatch
     started_at: float = field(default_factory=time.time)
-    last: StepSums = field(default_factory=StepSums)
-    """Of the present optimizer step, or of the last one."""
+    last_step: StepSums = field(default_factory=StepSums)
+    """Sums of the optimizer step under way, else of the last one."""
     values: list[TokenValues] = field(default_factory=list)
-    """Of the micro-batches of the first epoch."""
-    begun: int = 0
-    """Optimizer steps, skipped ones too: each takes other demonstrations."""
+    """Values of the micro-batches of the first epoch."""
+    steps_begun: int = 0
+    """Optimizer steps, skipped ones too: each draws other demonstrations."""
     optimizer_steps: int = 0
-    """Those applied."""
+    """Optimizer steps applied."""
     microbatches: int = 0
-    padding: int = 0
-    shared: int = 0
-    factors: list[float] = field(default_factory=list)
-    """What the guard did to each optimizer step."""
+    tokens_padding: int = 0
+    tokens_shared: int = 0
+    lr_factors: list[float] = field(default_factory=list)
+    """Factor of the ESS guard in each optimizer step."""
     skipped: list[SkippedStep] = field(default_factory=list)
     critic: CriticReport | None = None
 
     def add_ranks(self, ranks: Ranks) -> None:
-        """Bring together what the ranks have seen of the update."""
+        """Merge the totals of all ranks."""
         self.values = ranks.values(self.values)
-        counts = ranks.summed([self.microbatches, self.padding, self.shared])
-        self.microbatches, self.padding, self.shared = (int(n) for n in counts)
+        counts = ranks.summed([self.microbatches, self.tokens_padding, self.tokens_shared])
+        self.microbatches, self.tokens_padding, self.tokens_shared = (int(n) for n in counts)
 
     def report(self, rows: Sequence[Row], conditions: Conditions) -> StepReport:
-        """The update that trained ``rows``, finished now."""
-        rules, last = conditions.rules, self.last
+        """Report of the update that trained ``rows``, finished now."""
+        rules, last = conditions.rules, self.last_step
         nonfinite: dict[NonFinite, int] = {"loss": 0, "gradient": 0, "ratio": 0, "value": 0}
         for step in self.skipped:
             nonfinite[step.where] += 1
@@ -100,17 +99,17 @@ class StepTotals:
             supervised_loss=last.supervised,
             supervised_tokens=last.supervised_tokens,
             grad_norm=last.grad_norm,
-            learning_rate=conditions.rate * (self.factors[-1] if self.factors else 1.0),
-            guard_lr_factor=float(np.mean(self.factors)) if self.factors else 1.0,
+            learning_rate=conditions.learning_rate * (self.lr_factors[-1] if self.lr_factors else 1.0),
+            guard_lr_factor=float(np.mean(self.lr_factors)) if self.lr_factors else 1.0,
             optimizer_steps=self.optimizer_steps,
             nonfinite=nonfinite,
             skipped=self._skipped_batch(rows, conditions),
             n_rows=len(rows),
             n_microbatches=self.microbatches,
             tokens_trained=trained,
-            tokens_masked=_tokens_of(rows) - trained,
-            tokens_padding=self.padding,
-            tokens_shared=self.shared,
+            tokens_masked=sum(len(row) for row in rows) - trained,
+            tokens_padding=self.tokens_padding,
+            tokens_shared=self.tokens_shared,
             tokens_without_signal=sum(row.n_sampled for row in rows if not row.has_signal),
             critic=self.critic,
             seconds=self.watch.seconds,
@@ -127,10 +126,5 @@ class StepTotals:
             conditions.rules.kl_coef,
             tuple(self.skipped),
             tuple(rows),
-            conditions.evidence,
+            conditions.scores,
         )
-
-
-def _tokens_of(rows: Sequence[Row]) -> int:
-    """All of them, context included."""
-    return sum(len(row) for row in rows)

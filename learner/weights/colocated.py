@@ -1,29 +1,24 @@
-"""Engines that share the learner's device: each is kept asleep in the learner's turn, and at the newest version else.
+"""Sleep mode of engines that share a GPU with the learner: arbitration, keepers, sleep before the learner loads.
 
-*Consumes* turns (:mod:`learner.weights.colocated`) and targets; *produces* sleep, wake and load calls of one engine,
-one after another; *waits for* the engine's answers; *unblocked by* a new turn, a new target, or the next look.
+:class:`DeviceArbiter` is a pure state machine without clock, socket or task::
 
-Waking an engine with new weights: weights memory, load, stamp, KV cache. vLLM samples only once both are there, so no
-token comes from weights that are half loaded, or from discarded ones. A load that fails on the way leaves the engine
-asleep, and it is tried again.
-
-Whose turn it is on a device that engines and learner share. A pure state machine: no clock, no socket, no task.
-
-::
-
-    ENGINES ──request──► ASKED ──last engine asleep──► LEARNER ──give_back──► ENGINES
+    ENGINES ──request──► ASKED ──last engine asleep──► LEARNER ──release──► ENGINES
        ▲                   │
        └─────withdraw──────┘
 
-An engine counts as asleep only when it said so in answer to an order of this turn. One that is down may be starting
-again, and then takes memory: it blocks the grant like one that is awake. One that comes up in the learner's turn (an
-*intruder*) is sent to sleep at once; training is not taken back.
+An engine counts as asleep only when it said so after the request. One that is down may be starting again, and then
+takes memory: it blocks the grant like one that is awake. One that comes up while the learner has the device (an
+*intruder*) is sent to sleep at once; training goes on.
 
 Invariants, property-tested: the learner is granted the device only in a moment when all engines are asleep; no engine
-is told to serve while the learner holds or asks; every grant follows one request and ends in at most one return; time
+is told to serve while the learner holds or asks; every grant follows one request and ends in at most one release; time
 asleep is counted once, whatever is repeated.
 
-Engines asleep before the learner has a publisher: at its start, on a device that they share.
+:class:`ColocatedKeeper` *consumes* changes of the holder and targets; *produces* sleep, wake and load calls of one
+engine, one after another; *waits for* the engine's answers; *unblocked by* a new holder, a new target, or the next
+look. It wakes an engine with new weights in this order: weights memory, load, stamp, KV cache. vLLM samples only once
+both are there, so no token comes from weights that are half loaded or discarded. A load that fails leaves the engine
+asleep and is tried again.
 """
 
 from __future__ import annotations
@@ -42,6 +37,8 @@ from pipeline.errors import EngineError, EngineProtocolError
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
 
+log = logging.getLogger(__name__)
+
 
 class Holder(StrEnum):
     ENGINES = "engines"
@@ -55,17 +52,17 @@ class Order(StrEnum):
     SLEEP = "sleep"
 
 
-class DeviceTurns:
-    """``engines`` by name. Times are seconds of any monotonic clock."""
+class DeviceArbiter:
+    """State of the shared device. ``engines`` by name; times are seconds of any monotonic clock."""
 
     def __init__(self, engines: Iterable[str]) -> None:
         self.holder = Holder.ENGINES
         self.grants = 0
         """Times that the learner got the device."""
-        self.returns = 0
-        """Times that it gave it back."""
+        self.releases = 0
+        """Times that it released it."""
         self.intruders = 0
-        """Times that an engine was awake in the learner's turn: it had restarted."""
+        """Times that an engine was awake while the learner had the device: it had restarted."""
         self._asleep_since: dict[str, float | None] = dict.fromkeys(engines)
 
     @property
@@ -78,22 +75,22 @@ class DeviceTurns:
         return tuple(name for name, since in self._asleep_since.items() if since is None)
 
     def order(self) -> Order:
-        """What every engine should do now."""
+        """The order for every engine."""
         return Order.SERVE if self.holder is Holder.ENGINES else Order.SLEEP
 
     def request(self) -> bool:
-        """The learner wants the device; whether it has it. Harmless when repeated."""
+        """The learner asks for the device; True where it has it. Idempotent."""
         if self.holder is Holder.ENGINES:
             self.holder = Holder.ASKED
         return self._grant()
 
     def withdraw(self) -> None:
-        """The learner does not want it any more. Changes nothing once it is granted."""
+        """The learner takes its request back. Changes nothing once it is granted."""
         if self.holder is Holder.ASKED:
             self.holder = Holder.ENGINES
 
     def fell_asleep(self, engine: str, now: float) -> bool:
-        """``engine`` sleeps; whether the learner has the device. Harmless when repeated."""
+        """``engine`` sleeps; True where the learner has the device. Idempotent."""
         if self._asleep_since[engine] is None:
             self._asleep_since[engine] = now
         return self._grant()
@@ -105,11 +102,11 @@ class DeviceTurns:
             self.intruders += 1
         return 0.0 if since is None else max(0.0, now - since)
 
-    def give_back(self) -> bool:
-        """The learner is through; whether it had the device."""
+    def release(self) -> bool:
+        """The learner releases the device; True where it had it."""
         had = self.granted
         if had:
-            self.returns += 1
+            self.releases += 1
         self.holder = Holder.ENGINES
         return had
 
@@ -120,64 +117,61 @@ class DeviceTurns:
         return self.granted
 
 
-log = logging.getLogger(__name__)
-
-
 class SharedDevice:
-    """The shell around :class:`DeviceTurns`, for the keepers and for the learner's loop."""
+    """Asynchronous shell of :class:`DeviceArbiter`, for the keepers and the learner's loop."""
 
     def __init__(
         self, engines: Iterable[str], metrics: LearnerMetrics, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.turns = DeviceTurns(engines)
+        self.arbiter = DeviceArbiter(engines)
         self.troubles: dict[str, str] = {}
         """Why an engine does not fall asleep."""
         self._metrics = metrics
         self._now = now
         self._changed = anyio.Event()
-        self._nudges: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
-    def follow(self, nudge: Callable[[], None]) -> None:
-        """Call ``nudge`` whenever the order changes."""
-        self._nudges.append(nudge)
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever the order changes."""
+        self._callbacks.append(callback)
 
-    async def taken(self, waiting: Callable[[str], None] = lambda why: None, look_seconds: float = 5.0) -> None:
+    async def acquire(self, waiting: Callable[[str], None] = lambda why: None, look_seconds: float = 5.0) -> None:
         """Ask for the device and wait until all engines sleep. Unbounded: without the device nothing can be trained;
-        ``waiting`` is told why, at least every ``look_seconds``. Cancelled on the way, the request is withdrawn."""
-        granted = self.turns.request()
-        self._tell()
+        ``waiting`` gets the reason, at least every ``look_seconds``. Where cancelled, the request is withdrawn."""
+        granted = self.arbiter.request()
+        self._notify()
         try:
             while not granted:
                 waiting(self.waiting_for())
                 with anyio.move_on_after(look_seconds):
                     await self._changed.wait()
-                granted = self.turns.granted
+                granted = self.arbiter.granted
         finally:
             if not granted:
-                self.turns.withdraw()
-                self._tell()
+                self.arbiter.withdraw()
+                self._notify()
         self._metrics.device_handovers_total.labels(to="learner").inc()
 
-    def give_back(self) -> None:
-        """The engines' turn: they wake with the next target. Harmless when the learner does not have it."""
-        if self.turns.give_back():
+    def release(self) -> None:
+        """Return the device to the engines, which wake with the next target. Harmless when the learner has it not."""
+        if self.arbiter.release():
             self._metrics.device_handovers_total.labels(to="engines").inc()
-        self._tell()
+        self._notify()
 
     def waiting_for(self) -> str:
         """``engine http://… to sleep (no answer)``."""
         return ", ".join(
             f"engine {name} to sleep" + (f" ({self.troubles[name]})" if name in self.troubles else "")
-            for name in self.turns.awake
+            for name in self.arbiter.awake
         )
 
     def fell_asleep(self, engine: str) -> None:
         self.troubles.pop(engine, None)
-        self.turns.fell_asleep(engine, self._now())
-        self._tell()
+        self.arbiter.fell_asleep(engine, self._now())
+        self._notify()
 
     def woke(self, engine: str) -> None:
-        self._metrics.engine_sleep_seconds_total.inc(self.turns.woke(engine, self._now()))
+        self._metrics.engine_sleep_seconds_total.inc(self.arbiter.woke(engine, self._now()))
 
     def failed(self, operation: str, engine: str, why: str) -> None:
         """``operation``: sleep or wake."""
@@ -187,15 +181,15 @@ class SharedDevice:
                 log.warning("engine %s does not sleep: %s", engine, why)
             self.troubles[engine] = why
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
-        for nudge in self._nudges:
-            nudge()
+        for callback in self._callbacks:
+            callback()
 
 
 class ColocatedKeeper(EngineKeeper):
-    """A keeper that follows the turns of ``device``."""
+    """Keeper that keeps its engine asleep while the learner has or asks for ``device``."""
 
     def __init__(
         self,
@@ -209,12 +203,12 @@ class ColocatedKeeper(EngineKeeper):
         super().__init__(control, loader, timeout_seconds, on_failure)
         self._device = device
         self._level = sleep_level
-        self._rests = False
+        self._asleep = False
         """It was put to sleep by this process and not woken since."""
-        device.follow(self.nudge)
+        device.subscribe(self.look_soon)
 
     async def _look(self, target: Target | None) -> None:
-        if self._device.turns.order() is Order.SLEEP:
+        if self._device.arbiter.order() is Order.SLEEP:
             await self._keep_asleep()
         else:
             await super()._look(target)
@@ -223,40 +217,40 @@ class ColocatedKeeper(EngineKeeper):
         url = self.control.url
         try:
             with anyio.fail_after(self._timeout_seconds):
-                if not self._rests or not await self.control.is_sleeping():
+                if not self._asleep or not await self.control.is_sleeping():
                     self._device.woke(url)
-                    self.state.live, self._rests = None, False
+                    self.state.live, self._asleep = None, False
                     await self.control.sleep(self._level)
                     if not await self.control.is_sleeping():
                         raise EngineProtocolError(f"expected {url} to sleep after /sleep, but it says that it does not")
         except (TimeoutError, EngineError) as error:
             why = str(error) or f"took longer than publish.timeout_seconds={self._timeout_seconds:g}"
             self._device.woke(url)
-            self._rests = False
+            self._asleep = False
             self._device.failed("sleep", url, why)
         else:
-            if not self._rests:
-                self._rests = True
+            if not self._asleep:
+                self._asleep = True
                 self._device.fell_asleep(url)
 
     @property
-    def _well(self) -> bool:
-        """A keeper whose engine does not do as it is told looks again soon."""
-        asked = self._device.turns.order() is Order.SLEEP
-        return self._rests if asked else super()._well
+    def _healthy(self) -> bool:
+        """True where the engine follows the order; else the keeper looks again soon."""
+        sleep = self._device.arbiter.order() is Order.SLEEP
+        return self._asleep if sleep else super()._healthy
 
     async def _bring_to(self, target: Target) -> None:
         served = await self.control.version()
         asleep = await self.control.is_sleeping()
-        if asleep or load_needed(served, target, known=self._known):
+        if asleep or load_needed(served, target, seen=self._seen):
             await (self._wake_with(target) if asleep else self._load(target))
         elif served != target.stamp:
             await self.control.stamp(target.stamp)
-        self._known = True
+        self._seen = True
 
     async def _wake_with(self, target: Target) -> None:
-        """With the weights of ``target``. Whatever fails, an engine without whole weights does not go on."""
-        self.state.live, self._rests = None, False
+        """Wake the engine with the weights of ``target``. Without whole weights it stays asleep, whatever fails."""
+        self.state.live, self._asleep = None, False
         self._device.woke(self.control.url)
         start = time.perf_counter()
         self.loading = target
@@ -282,9 +276,9 @@ class ColocatedKeeper(EngineKeeper):
 RETRY_SECONDS = 1.0
 
 
-async def sleeping_engines(ctx: RoleContext) -> None:
+async def put_engines_to_sleep(ctx: RoleContext) -> None:
     """Put the engines to sleep before the learner loads its models: vLLM measures the device when it starts, and must
-    find it empty. Waits until the engines are up; also takes up what a learner that died has left behind. Returns when
+    find it empty. Waits until the engines are up, whatever state a learner that died has left them in. Returns when
     they sleep or the process is asked to stop."""
     config = ctx.config
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:

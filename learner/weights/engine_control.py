@@ -11,7 +11,7 @@ import orjson
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 
 WATCH_SECONDS_MAX = 10.0
-"""An engine that does not tell its version in this time is taken to be down."""
+"""An engine that does not report its version within this time counts as down."""
 RESUME_SECONDS_MAX = 30.0
 _TEXT_MAX = 300
 
@@ -52,7 +52,7 @@ class EngineControl:
         return answer.get("status") == "awake"
 
     async def is_sleeping(self) -> bool:
-        """Whether it does not sample: asleep, or paused."""
+        """True while it does not sample: asleep, or paused."""
         answer = await self._call("GET", "/is_sleeping", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
         if not isinstance(answer.get("is_sleeping"), bool):
             raise EngineProtocolError(f"expected is_sleeping of {self.url}, got {str(answer)[:_TEXT_MAX]}")
@@ -65,7 +65,7 @@ class EngineControl:
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Serve the adapters of a folder under ``name``: the first time by vLLM's own route, from then on in place in
-        the workers (``actors.engine.servers.vllm_adapters`` says why)."""
+        the workers (``actors.servers.vllm_plugins`` says why)."""
         listed = await self._call("GET", "/v1/models", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
         served = {model.get("id") for model in listed.get("data", ()) if isinstance(model, dict)}
         path = str(folder.absolute())

@@ -1,10 +1,8 @@
-"""One engine kept at the newest version.
+"""Keeps one engine at the newest published version; the interfaces of weight publication.
 
-Consumes: targets (the newest replaces older ones) and the engine's own word about what it serves.
-Produces: ``state``, and an attempt for every new target and whenever the engine says it has something else.
-Waits for: a new target, or the next look at the engine. Never blocks anybody: an engine that is down or slow only lags.
-
-The contract of weight publication, whatever carries the bytes.
+*consumes* targets (the newest replaces older ones) and the version that the engine reports; *produces* ``state``, and
+an attempt for every new target and whenever the engine reports another version; *waits for* a new target, or the next
+look at the engine. It blocks nobody: an engine that is down or slow only lags.
 """
 
 from __future__ import annotations
@@ -24,8 +22,9 @@ from pipeline.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
 UNSTAMPED = "default"
-"""What an engine calls the weights it was started with."""
+"""An engine's stamp of the weights that it was started with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What became of one version."""
+    """Outcome of the publication of one version."""
 
     version: int
     live: tuple[str, ...]
     """Engines that serve it."""
     lagging: Mapping[str, str] = field(default_factory=dict)
-    """Engines that do not yet, and why; they are kept being tried."""
+    """Engines that do not yet, and why; their keepers go on trying."""
     seconds: float = 0.0
     n_bytes: int = 0
 
@@ -62,7 +61,7 @@ class WeightLoader(Protocol):
     """Puts the weights of a target into one engine that is paused."""
 
     reads_memory: bool
-    """Whether it needs ``Target.tensors``; else they are not kept once they are written."""
+    """True where it needs ``Target.tensors``; else they are dropped once they are written."""
 
     async def load(self, engine: EngineControl, target: Target) -> None:
         """Raises :class:`pipeline.errors.EngineError`. Cancelled when it takes too long."""
@@ -85,17 +84,15 @@ class WeightPublisher(Protocol):
         ...
 
 
-log = logging.getLogger(__name__)
-
 WATCH_SECONDS = 1.0
-"""How often an engine that is well is asked for its version: bounds how long a restarted one serves old weights."""
+"""Interval at which a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
 RETRY_SECONDS = 0.5
 RETRY_SECONDS_MAX = 5.0
 
 
 @dataclass(slots=True)
 class EngineState:
-    """What is known of one engine."""
+    """State of one engine as last seen."""
 
     live: int | None = None
     """Version it serves, as last confirmed."""
@@ -104,25 +101,27 @@ class EngineState:
     trouble: str = "not asked yet"
     """Why it does not serve the newest version; empty when it does."""
     loads: int = 0
-    left_behind: bool = False
-    """It took longer than a publication waits; nobody waits for it until it serves the newest version."""
+    lagging: bool = False
+    """It took longer than a publication waits: no publication waits for it until it serves the newest version."""
     failures: int = 0
     load_seconds: float = 0.0
     """Pause to resume of the last load."""
 
 
-def load_needed(served: str, target: Target, *, known: bool) -> bool:
-    """Whether an engine that says it serves ``served`` must load ``target``.
+def load_needed(served: str, target: Target, *, seen: bool) -> bool:
+    """True where an engine that reports ``served`` must load ``target``.
 
-    An engine not seen before by this process may carry an equal stamp from another life: it loads, except when it is
-    fresh and the target is what it was started with.
+    An engine not ``seen`` before by this process may carry an equal stamp of an earlier run: it loads, except when it
+    is fresh and the target is the model that it was started with.
     """
     if served == UNSTAMPED:
         return not target.initial
-    return served != target.stamp or not known
+    return served != target.stamp or not seen
 
 
 class EngineKeeper:
+    """Watches one engine and brings it to its target."""
+
     def __init__(
         self,
         control: EngineControl,
@@ -138,30 +137,30 @@ class EngineKeeper:
         self._timeout_seconds = timeout_seconds
         self._on_failure = on_failure
         self._target: Target | None = None
-        self._known = False
+        self._seen = False
         self._wake = anyio.Event()
         self._changed = anyio.Event()
 
-    def aim(self, target: Target) -> None:
-        """Make ``target`` what the engine should serve."""
+    def set_target(self, target: Target) -> None:
+        """The engine shall serve ``target``."""
         self._target = target
-        self.nudge()
+        self.look_soon()
 
-    def nudge(self) -> None:
+    def look_soon(self) -> None:
         """Look at once."""
         self._wake.set()
 
     @property
-    def prompt(self) -> bool:
-        """Whether a publication should wait for it: it was well until now, or was never asked."""
-        return not self.state.left_behind and (self.state.attempted < 0 or not self.state.trouble)
+    def responsive(self) -> bool:
+        """True where a publication should wait for it: it was healthy until now, or was never asked."""
+        return not self.state.lagging and (self.state.attempted < 0 or not self.state.trouble)
 
-    async def settled(self, version: int) -> None:
+    async def until_attempted(self, version: int) -> None:
         """Wait until ``version`` (or a newer one) was tried."""
         while self.state.attempted < version:
             await self._changed.wait()
 
-    async def served(self, version: int) -> None:
+    async def until_served(self, version: int) -> None:
         """Wait until the engine serves ``version`` (or a newer one)."""
         while self.state.live is None or self.state.live < version:
             await self._changed.wait()
@@ -172,14 +171,14 @@ class EngineKeeper:
         while True:
             wake, target = self._wake, self._target
             await self._look(target)
-            retry = RETRY_SECONDS if self._well else min(RETRY_SECONDS_MAX, retry * 2)
+            retry = RETRY_SECONDS if self._healthy else min(RETRY_SECONDS_MAX, retry * 2)
             if target is self._target:
-                with anyio.move_on_after(WATCH_SECONDS if self._well else retry):
+                with anyio.move_on_after(WATCH_SECONDS if self._healthy else retry):
                     await wake.wait()
             self._wake = anyio.Event() if wake.is_set() else wake
 
     @property
-    def _well(self) -> bool:
+    def _healthy(self) -> bool:
         return not self.state.trouble
 
     async def _look(self, target: Target | None) -> None:
@@ -198,16 +197,16 @@ class EngineKeeper:
             if self.state.trouble:
                 log.info("engine %s serves version %d", self.control.url, target.version)
             self.state.live, self.state.trouble = target.version, ""
-            self.state.left_behind = self.state.left_behind and target is not self._target
-            self._tell(target)
+            self.state.lagging = self.state.lagging and target is not self._target
+            self._attempted(target)
 
     async def _bring_to(self, target: Target) -> None:
         served = await self.control.version()
-        if load_needed(served, target, known=self._known):
+        if load_needed(served, target, seen=self._seen):
             await self._load(target)
         elif served != target.stamp:
             await self.control.stamp(target.stamp)
-        self._known = True
+        self._seen = True
 
     async def _load(self, target: Target) -> None:
         """Pause, load, stamp; resume in any case, cancellation included."""
@@ -230,19 +229,19 @@ class EngineKeeper:
             await self.control.resume()
         except EngineError as error:
             log.warning("engine %s could not be resumed: %s", self.control.url, error)
-            self._known = False
+            self._seen = False
 
     def _failed(self, target: Target, why: str) -> None:
         if self.state.trouble != why:
             log.warning("engine %s does not serve version %d: %s", self.control.url, target.version, why)
         self.state.live, self.state.trouble = None, why
         self.state.failures += 1
-        self._known = False
+        self._seen = False
         if target.version > self.state.attempted:
             self._on_failure()
-        self._tell(target)
+        self._attempted(target)
 
-    def _tell(self, target: Target) -> None:
+    def _attempted(self, target: Target) -> None:
         self.state.attempted = max(self.state.attempted, target.version)
         changed, self._changed = self._changed, anyio.Event()
         changed.set()

@@ -1,7 +1,4 @@
-"""All engines together: write a version once, aim every keeper at it, wait a bounded time.
-
-The publisher of a run file.
-"""
+"""Publication of weights to all engines: write a version once, set it as every keeper's target, wait a bounded time."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class AdapterLoader:
 
 
 class Publisher:
-    """Keeps the contract of :class:`learner.weights.engine_keeper.WeightPublisher`. Use as an async context manager."""
+    """Implements :class:`learner.weights.engine_keeper.WeightPublisher`. Use as an async context manager."""
 
     def __init__(
         self,
@@ -82,7 +79,7 @@ class Publisher:
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession | None = None
         self.device = device
-        """Where engines and learner take turns."""
+        """Set where engines and learner take turns on one device."""
         self._sleep_level = sleep_level
         self.keepers: dict[str, EngineKeeper] = {}
 
@@ -120,17 +117,17 @@ class Publisher:
             folder = self._directory.weights(version)
             n_bytes = await anyio.to_thread.run_sync(self._write, folder, tensors)
             target = Target(version, folder, tensors=tensors if self._loader.reads_memory else None)
-        prompt = [keeper for keeper in self.keepers.values() if keeper.prompt]
+        responsive = [keeper for keeper in self.keepers.values() if keeper.responsive]
         for keeper in self.keepers.values():
-            keeper.aim(target)
+            keeper.set_target(target)
         if self.device is not None:
-            self.device.give_back()
+            self.device.release()
         with anyio.move_on_after(self._config.timeout_seconds):
-            for keeper in prompt:
-                await keeper.settled(version)
-        for keeper in prompt:
-            keeper.state.left_behind = keeper.state.attempted < version
-        await anyio.to_thread.run_sync(self._forget_old)
+            for keeper in responsive:
+                await keeper.until_attempted(version)
+        for keeper in responsive:
+            keeper.state.lagging = keeper.state.attempted < version
+        await anyio.to_thread.run_sync(self._delete_old)
         return self._publication(version, time.perf_counter() - start, n_bytes)
 
     async def until_live(self, version: int) -> None:
@@ -139,7 +136,7 @@ class Publisher:
         async with anyio.create_task_group() as group:
 
             async def watch(keeper: EngineKeeper) -> None:
-                await keeper.served(version)
+                await keeper.until_served(version)
                 group.cancel_scope.cancel()
 
             for keeper in self.keepers.values():
@@ -162,7 +159,7 @@ class Publisher:
         }
         return Publication(version, live, lagging, seconds, n_bytes)
 
-    def _forget_old(self) -> None:
+    def _delete_old(self) -> None:
         """Keep the newest ``publish.keep`` folders, and any that an engine is reading."""
         used = {keeper.loading.folder for keeper in self.keepers.values() if keeper.loading is not None}
         for version in published_versions(self._directory)[: -self._config.keep]:
@@ -217,7 +214,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
 
 
 def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tensor]:
-    """Copies of what ``publish.lora`` says: whole weights, or the adapters alone."""
+    """Copies of the whole weights, or of the adapters alone, as ``publish.lora`` says."""
     if config.lora == "adapter" and policy.adapters is not None:
         return policy.adapter_snapshot(DTYPES[config.dtype]) or {}
     return policy.snapshot(config.dtype)

@@ -29,7 +29,7 @@ from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
 
 
 class VllmTransferLoader:
-    """Keeps the contract of :class:`learner.weights.engine_keeper.WeightLoader`."""
+    """Implements :class:`learner.weights.engine_keeper.WeightLoader`."""
 
     reads_memory = True
 

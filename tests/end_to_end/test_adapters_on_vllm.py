@@ -77,7 +77,7 @@ def row_of(ids: list[int], sampled: list[int]) -> Row:
     n, mask = len(ids) + len(sampled), np.arange(len(ids) + len(sampled)) >= len(ids)
     return Row(
         trajectory_id="t",
-        sequence=0,
+        trajectory_index=0,
         environment="toy",
         token_ids=np.asarray([*ids, *sampled], np.int32),
         loss_mask=mask,

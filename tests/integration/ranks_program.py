@@ -39,12 +39,12 @@ def train(trainer: Trainer, case, updates) -> dict:
     found = []
     for update in updates:
         rows = rows_of(case, update)
-        evidence = trainer.gather(rows)
+        evidence = trainer.token_scores(rows)
         if evidence.values is not None:
             from dataclasses import replace
 
             evidence = replace(evidence, returns=np.sin(np.arange(len(evidence.values))).astype(np.float32))
-        report = trainer.step(Batch(update, (), rows), policy_version=update, evidence=evidence)
+        report = trainer.step(Batch(update, (), rows), policy_version=update, scores=evidence)
         s = report.statistics
         found.append({
             "loss": report.loss, "grad_norm": report.grad_norm, "entropy": s.all.entropy.value,

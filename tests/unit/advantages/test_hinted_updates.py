@@ -60,12 +60,12 @@ def test_a_trajectory_in_two_branches_and_a_replay_of_one_turn_keep_their_token_
     alone = replace(long, trajectory_id="stored")
     plan = GroupPlan("g", Task("t", "toy", 0), 2, 1, ("stored",))
     batch = build_batch(0, [Group(plan, (forked, alone), {"stored": StoredRollout(turn=1)})])
-    assert [row.sequence for row in batch.rows] == [0, 0, 1]
+    assert [row.trajectory_index for row in batch.rows] == [0, 0, 1]
     hinted = counterfactual_logprobs(batch, trainer.score)
     expected = trainer.score(
         [
             *trajectory_rows(with_contexts(forked, forked.hinted_contexts), 0),
-            *trajectory_rows(with_contexts(alone, alone.hinted_contexts), 1, replay=StoredRollout(turn=1)),
+            *trajectory_rows(with_contexts(alone, alone.hinted_contexts), 1, StoredRollout(turn=1)),
         ]
     )
     np.testing.assert_allclose(hinted, expected, atol=1e-5)
@@ -86,7 +86,7 @@ def test_the_gradient_of_a_failed_group_is_the_signal_times_that_of_log_pi():
         {"grad_clip": 1e9}, advantage={"estimator": "cpo"}, importance={"anchor": "proximal"}, **options
     )
     batch = build_batch(0, groups)
-    evidence = trainer.gather(batch.rows)
+    evidence = trainer.token_scores(batch.rows)
     evidence = replace(evidence, hinted=counterfactual_logprobs(batch, trainer.score))
     advantages = np.concatenate(estimate(played_of(batch, evidence), trainer._config.advantage).advantages)
     g, o, h = (np.asarray(a, np.float64) for a in (evidence.hinted, evidence.logprobs, evidence.entropies))

@@ -9,9 +9,8 @@ from hypothesis import given
 
 from learner.advantages.apply import played_of, with_advantages
 from learner.advantages.rewards import overlong_count, overlong_loss, shaped
-from learner.data.evidence import TokenScores
 from learner.data.groups import Group, StoredRollout
-from learner.data.rows import build_batch
+from learner.data.rows import TokenScores, build_batch
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError, SchemaError, TrainingError
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn

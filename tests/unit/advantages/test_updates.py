@@ -8,9 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.advantages.apply import with_advantages
-from learner.data.evidence import TokenScores
 from learner.data.groups import Group
-from learner.data.rows import build_batch
+from learner.data.rows import TokenScores, build_batch
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
@@ -109,12 +108,12 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     rng = np.random.default_rng(1)
     today, reference = (-rng.uniform(0.1, 3, batch.n_sampled).astype(np.float32) for _ in range(2))
     evidence = TokenScores(logprobs=today, reference=reference)
-    penalties = trainer._gathering.penalties(evidence, trainer.kl.coefficient)
+    penalties = trainer._scoring_passes.kl_penalties(evidence, trainer.kl.coefficient)
     np.testing.assert_allclose(penalties, 0.5 * (today - reference), rtol=1e-5, atol=1e-6)
     config = trainer._config.advantage
     with_kl, _ = with_advantages(batch, evidence, config, penalties)
     without, _ = with_advantages(batch, evidence, config)
-    sequences = [row.sequence for row in batch.rows]
+    sequences = [row.trajectory_index for row in batch.rows]
     assert sequences == list(range(8)), "one row each"
     first = 0
     for a, b in zip(with_kl.rows, without.rows, strict=True):

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from aiohttp import web
 
-from learner.weights.colocated import SharedDevice, sleeping_engines
+from learner.weights.colocated import SharedDevice, put_engines_to_sleep
 from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
@@ -134,7 +134,7 @@ class Learner:
 
     async def take(self):
         with anyio.fail_after(10):
-            await self.device.taken(look_seconds=0.05)
+            await self.device.acquire(look_seconds=0.05)
 
     async def publish(self, version):
         with anyio.fail_after(10):
@@ -174,7 +174,7 @@ async def test_an_engine_that_does_not_fall_asleep_is_waited_for_and_named(engin
     said = []
     async with Learner(engine, kit, tmp_path) as learner:
         with anyio.fail_after(10):
-            await learner.device.taken(said.append, look_seconds=0.02)
+            await learner.device.acquire(said.append, look_seconds=0.02)
         assert engine.asleep
         assert learner.count("device_handover_failures_total", operation="sleep") == 3
         assert any(engine.url in why and "500" in why for why in said)
@@ -199,8 +199,8 @@ async def test_an_engine_that_restarts_in_the_learners_turn_is_put_to_sleep_agai
         await learner.take()
         engine.restart()
         await settled(lambda: engine.asleep)
-        assert learner.device.turns.granted
-        assert learner.device.turns.intruders == 1
+        assert learner.device.arbiter.granted
+        assert learner.device.arbiter.intruders == 1
         assert engine.version == "default"
         await learner.publish(1)
         assert (engine.version, engine.serves) == ("1", True)
@@ -212,9 +212,9 @@ async def test_an_engine_that_is_down_blocks_the_turn_until_it_is_back(kit, tmp_
         pass
     async with Learner(engine, kit, tmp_path) as learner:
         with anyio.move_on_after(0.2) as early:
-            await learner.device.taken(look_seconds=0.05)
+            await learner.device.acquire(look_seconds=0.05)
         assert early.cancelled_caught
-        assert not learner.device.turns.granted
+        assert not learner.device.arbiter.granted
         async with engine.serving():
             await learner.take()
             assert engine.asleep
@@ -248,7 +248,7 @@ async def test_a_request_that_is_cancelled_lets_the_engine_serve_again(engine, k
         await learner.publish(1)
         engine.faults["/sleep"] = 1_000_000
         with anyio.move_on_after(0.2):
-            await learner.device.taken(look_seconds=0.05)
+            await learner.device.acquire(look_seconds=0.05)
         engine.faults.clear()
         calls = len(engine.calls)
         await settled(lambda: "/weight_info" in engine.calls[calls:])
@@ -265,5 +265,5 @@ async def test_engines_are_quiet_before_the_models_are_loaded(engine, tmp_path):
         }
     )
     with anyio.fail_after(10):
-        await sleeping_engines(RoleContext("learner", 0, config))
+        await put_engines_to_sleep(RoleContext("learner", 0, config))
     assert engine.asleep == {"weights", "kv_cache"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from learner.weights.colocated import DeviceTurns, Holder, Order
+from learner.weights.colocated import DeviceArbiter, Holder, Order
 
 ENGINES = ("a", "b")
 
@@ -17,7 +17,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = DeviceTurns(ENGINES)
+        self.arbiter = DeviceArbiter(ENGINES)
         self.now = 0.0
         self.asleep: dict[str, float] = {}
         self.slept = self.told = 0.0
@@ -29,51 +29,51 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def request(self) -> None:
-        had = self.turns.granted
-        if self.turns.holder is Holder.ENGINES:
+        had = self.arbiter.granted
+        if self.arbiter.holder is Holder.ENGINES:
             self.requested += 1
-        granted = self.turns.request()
-        assert granted == self.turns.granted
+        granted = self.arbiter.request()
+        assert granted == self.arbiter.granted
         if granted and not had:
             assert set(self.asleep) == set(ENGINES)
 
     @rule()
     def withdraw(self) -> None:
-        had = self.turns.granted
-        self.turns.withdraw()
-        assert self.turns.granted == had
+        had = self.arbiter.granted
+        self.arbiter.withdraw()
+        assert self.arbiter.granted == had
 
     @rule(engine=st.sampled_from(ENGINES))
     def falls_asleep(self, engine: str) -> None:
-        had = self.turns.granted
-        granted = self.turns.fell_asleep(engine, self.now)
+        had = self.arbiter.granted
+        granted = self.arbiter.fell_asleep(engine, self.now)
         self.asleep.setdefault(engine, self.now)
         if granted and not had:
             assert set(self.asleep) == set(ENGINES)
 
     @rule(engine=st.sampled_from(ENGINES))
     def wakes_or_restarts(self, engine: str) -> None:
-        had, intruders = self.turns.granted, self.turns.intruders
-        self.told += self.turns.woke(engine, self.now)
+        had, intruders = self.arbiter.granted, self.arbiter.intruders
+        self.told += self.arbiter.woke(engine, self.now)
         was_asleep = engine in self.asleep
         self.slept += self.now - self.asleep.pop(engine, self.now)
-        assert self.turns.granted == had
-        assert self.turns.intruders == intruders + (had and was_asleep)
+        assert self.arbiter.granted == had
+        assert self.arbiter.intruders == intruders + (had and was_asleep)
 
     @rule()
-    def give_back(self) -> None:
-        had = self.turns.granted
-        assert self.turns.give_back() is had
-        assert self.turns.holder is Holder.ENGINES
+    def release(self) -> None:
+        had = self.arbiter.granted
+        assert self.arbiter.release() is had
+        assert self.arbiter.holder is Holder.ENGINES
 
     @invariant()
     def every_grant_follows_a_request_and_ends_once(self) -> None:
-        assert self.turns.returns <= self.turns.grants <= self.requested
-        assert self.turns.grants - self.turns.returns == self.turns.granted
+        assert self.arbiter.releases <= self.arbiter.grants <= self.requested
+        assert self.arbiter.grants - self.arbiter.releases == self.arbiter.granted
 
     @invariant()
     def no_engine_serves_while_the_learner_holds_or_asks(self) -> None:
-        assert (self.turns.order() is Order.SERVE) == (self.turns.holder is Holder.ENGINES)
+        assert (self.arbiter.order() is Order.SERVE) == (self.arbiter.holder is Holder.ENGINES)
 
     @invariant()
     def time_asleep_is_counted_once(self) -> None:
@@ -81,35 +81,35 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_learner_waits_only_for_engines_that_are_awake(self) -> None:
-        assert set(self.turns.awake) == set(ENGINES) - set(self.asleep)
-        assert self.turns.holder is not Holder.ASKED or self.turns.awake
+        assert set(self.arbiter.awake) == set(ENGINES) - set(self.asleep)
+        assert self.arbiter.holder is not Holder.ASKED or self.arbiter.awake
 
 
 TestAnyOrder = AnyOrder.TestCase
 
 
 def test_the_last_engine_to_fall_asleep_gives_the_device() -> None:
-    turns = DeviceTurns(ENGINES)
-    assert not turns.request()
-    assert not turns.fell_asleep("a", 1.0)
-    assert turns.fell_asleep("b", 2.0)
-    assert turns.give_back()
-    assert (turns.woke("a", 5.0), turns.woke("b", 5.0)) == (4.0, 3.0)
-    assert not turns.granted
+    arbiter = DeviceArbiter(ENGINES)
+    assert not arbiter.request()
+    assert not arbiter.fell_asleep("a", 1.0)
+    assert arbiter.fell_asleep("b", 2.0)
+    assert arbiter.release()
+    assert (arbiter.woke("a", 5.0), arbiter.woke("b", 5.0)) == (4.0, 3.0)
+    assert not arbiter.granted
 
 
 @given(st.lists(st.sampled_from(ENGINES), max_size=8))
 def test_an_engine_that_never_answers_blocks_the_grant(answers: list[str]) -> None:
-    turns = DeviceTurns((*ENGINES, "silent"))
-    turns.request()
+    arbiter = DeviceArbiter((*ENGINES, "silent"))
+    arbiter.request()
     for engine in answers:
-        assert not turns.fell_asleep(engine, 0.0)
-    assert turns.holder is Holder.ASKED
+        assert not arbiter.fell_asleep(engine, 0.0)
+    assert arbiter.holder is Holder.ASKED
 
 
 def test_an_intruder_is_told_to_sleep_and_takes_nothing_back() -> None:
-    turns = DeviceTurns(("a",))
-    turns.request()
-    turns.fell_asleep("a", 0.0)
-    turns.woke("a", 1.0)
-    assert (turns.granted, turns.intruders, turns.order()) == (True, 1, Order.SLEEP)
+    arbiter = DeviceArbiter(("a",))
+    arbiter.request()
+    arbiter.fell_asleep("a", 0.0)
+    arbiter.woke("a", 1.0)
+    assert (arbiter.granted, arbiter.intruders, arbiter.order()) == (True, 1, Order.SLEEP)

@@ -83,16 +83,16 @@ def keeper_of(root: Path, keep: str | None = "score") -> tuple[BestKeeper, Check
 async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -> None:
     keeper, writer, metrics = keeper_of(tmp_path)
     await keeper.apply({"evaluating": 10, "last": None, "best": None})
-    assert writer.spare == {10}
+    assert writer.protected == {10}
     told = {"evaluating": None, "last": {"environments": {"a": 0.25}}, "best": best_of(10)}
     await keeper.apply(told)
-    assert writer.spare == {10} and not (tmp_path / "best").exists(), "its checkpoint is still to be written"
+    assert writer.protected == {10} and not (tmp_path / "best").exists(), "its checkpoint is still to be written"
     write(tmp_path, 10)
     await keeper.apply(told)
     assert is_complete(tmp_path / "best")
     assert metrics.evaluation_score.labels(env="a")._value.get() == 0.25
     await keeper.apply({**told, "evaluating": 15})
-    assert writer.spare == {15}
+    assert writer.protected == {15}
 
 
 async def test_a_checkpoint_that_is_gone_leaves_the_best_as_it_was(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ async def test_without_keep_best_only_the_score_is_told(tmp_path: Path) -> None:
     keeper, writer, _ = keeper_of(tmp_path, None)
     write(tmp_path, 10)
     await keeper.apply({"evaluating": 10, "best": best_of(10)})
-    assert writer.spare == frozenset() and not (tmp_path / "best").exists()
+    assert writer.protected == frozenset() and not (tmp_path / "best").exists()
 
 
 def test_the_last_weights_are_evaluated_when_nothing_plays_any_more() -> None:

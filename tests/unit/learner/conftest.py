@@ -113,7 +113,7 @@ def make_rows(
         rows.append(
             Row(
                 trajectory_id=f"t{i}",
-                sequence=i,
+                trajectory_index=i,
                 environment="toy",
                 token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
                 loss_mask=mask,

@@ -75,11 +75,11 @@ def test_one_group_too_many_for_an_update_is_an_error():
         a.plan(plan_of("h"), 4)
 
 
-def test_two_trajectories_in_one_place_are_an_error(kit):
+def test_two_trajectories_of_one_index_are_an_error(kit):
     a = GroupAssembler(1)
     a.plan(plan_of("g"), 0)
     deliver(a, kit, "g", 0)
-    with pytest.raises(TrainingError, match="place 0"):
+    with pytest.raises(TrainingError, match="index 0"):
         deliver(a, kit, "g", 0, trajectory=kit.make_trajectory("other", group="g", reward=None))
     with pytest.raises(TrainingError, match="index"):
         deliver(a, kit, "g", 3, trajectory=kit.make_trajectory("other", group="g", reward=None))

@@ -145,7 +145,7 @@ def test_counters_survive(kit, tmp_path, initial):
 
 def test_torn_weights_are_never_saved(kit, tmp_path, initial):
     trainer = trainer_of(kit)
-    trainer.torn = True
+    trainer.mid_update = True
     with pytest.raises(TrainingError, match="whole updates"):
         save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
 
@@ -186,5 +186,5 @@ def test_resuming_drops_the_lines_that_will_be_made_again(tmp_path):
     ],
 )
 def test_a_version_names_one_set_of_weights_for_ever(restored, recorded, written, version):
-    standing = LearnerProgress() if restored is None else LearnerProgress(*restored)
-    assert choose_version(standing, recorded, written) == version
+    progress = LearnerProgress() if restored is None else LearnerProgress(*restored)
+    assert choose_version(progress, recorded, written) == version

@@ -136,7 +136,9 @@ def test_every_pass_takes_every_trajectory_once_and_a_step_depends_on_its_number
         assert max(Counter(drawn[start : start + n]).values()) == 1
     again = found.draw((seed, 0), 3, batch)
     assert [row.trajectory_id for row in again] == drawn[3 * batch : 4 * batch]
-    assert [row.sequence for row in again] == list(np.arange(batch)), "the branches of a trajectory share a number"
+    assert [row.trajectory_index for row in again] == list(np.arange(batch)), (
+        "the branches of a trajectory share a number"
+    )
 
 
 def test_a_resolved_run_file_finds_its_demonstrations_from_any_folder(game, monkeypatch) -> None:

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 
 from learner.advantages.apply import estimate, with_advantages
 from learner.advantages.base import Played
-from learner.data.evidence import TokenScores
-from learner.data.microbatch import collate, plan_microbatches, token_numbers, token_weights
-from learner.data.rows import build_batch, trajectory_rows
+from learner.data.microbatch import collate, plan_microbatches, token_offsets, token_weights
+from learner.data.rows import TokenScores, build_batch, trajectory_rows
 from learner.observability.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics
 from learner.training.optimizer import learning_rate
 from pipeline.config.algorithm import AdvantageConfig
@@ -222,12 +221,12 @@ def test_greedy_tokens_are_refused(kit):
 
 def test_predictors_point_at_the_position_before_each_sampled_token(kit):
     rows = kit.make_rows(3)
-    part = collate(rows, [1.0] * 3, token_numbers(rows).tolist())
+    part = collate(rows, [1.0] * 3, token_offsets(rows).tolist())
     flat = part.token_ids_BT.reshape(-1)
     np.testing.assert_array_equal(flat[part.predictors_S + 1], part.targets_S)
     expected = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
     np.testing.assert_array_equal(part.targets_S, expected)
-    assert part.tokens_S.tolist() == list(range(len(expected)))
+    assert part.token_index_S.tolist() == list(range(len(expected)))
 
 
 def test_replayed_trajectories_share_the_advantage_group_and_keep_their_mask(kit):

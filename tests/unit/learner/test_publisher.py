@@ -157,11 +157,11 @@ async def test_a_failing_engine_is_resumed_and_left_behind_in_bounded_time(engin
             done = await publisher.publish(1, weights[1])
             assert done.live == (engines[0].url,)
             if fault == "hang":
-                await publisher.keepers[engines[1].url].settled(1)
+                await publisher.keepers[engines[1].url].until_attempted(1)
             assert "/resume" in engines[1].calls
             assert not engines[1].paused
             engines[1].faults.clear()
-            await publisher.keepers[engines[1].url].served(1)
+            await publisher.keepers[engines[1].url].until_served(1)
     assert engines[1].version == "1"
 
 
@@ -189,7 +189,7 @@ async def test_an_engine_that_restarts_gets_the_newest_version(engines, weights,
                 await keeper._changed.wait()
             reborn = await FakeEngine().start(port)
             try:
-                await keeper.served(1)
+                await keeper.until_served(1)
             finally:
                 await reborn.stop()
     assert reborn.version == "1"
@@ -255,7 +255,7 @@ def test_a_killed_write_leaves_no_folder_that_an_engine_could_take(kit, tmp_path
     ],
 )
 def test_load_is_needed_unless_the_engine_surely_has_the_weights(served, initial, known, needed, tmp_path):
-    assert load_needed(served, Target(7, tmp_path, initial), known=known) is needed
+    assert load_needed(served, Target(7, tmp_path, initial), seen=known) is needed
 
 
 async def test_control_errors_say_what_came(engines):

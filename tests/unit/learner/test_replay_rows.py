@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from learner.advantages.apply import with_advantages
 from learner.checkpoints.checkpoint import CheckpointState
 from learner.data.assembler import GroupAssembler
-from learner.data.evidence import TokenScores
 from learner.data.groups import Group, StoredRollout
 from learner.data.replay_choice import choose_replays, ranked
-from learner.data.rows import build_batch, trajectory_rows
+from learner.data.rows import TokenScores, build_batch, trajectory_rows
 from learner.data.trained import Trained, TrainedGroup
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.config.replay import ReplayConfig
@@ -41,7 +40,7 @@ def scorer(values, calls=None):
     def score(rows):
         if calls is not None:
             calls.append(rows)
-        return {row.sequence: values[row.sequence] for row in rows}
+        return {row.trajectory_index: values[row.trajectory_index] for row in rows}
 
     return score
 
@@ -64,16 +63,16 @@ def test_a_group_is_complete_with_all_delivered_in_any_order_and_keeps_its_facts
     assert [t.trajectory_id for t in group.trajectories] == names
     assert [t.trajectory_id for t in group.fresh] == names[: n - k]
     assert [t.reward for t in group.trajectories] == list(map(float, range(plan.delivered)))
-    assert {name: fact.weight for name, fact in group.replays.items()} == {
+    assert {name: fact.weight for name, fact in group.stored_rollouts.items()} == {
         name: 0.5 + i for i, name in enumerate(names) if i >= n - k
     }
-    assert [t.trajectory_id for t in group.as_stored().candidates] == list(pool[:k])
+    assert [t.trajectory_id for t in group.with_planned_replays().candidates] == list(pool[:k])
 
 
 def test_a_candidate_in_another_place_is_an_error(kit):
     assembler = GroupAssembler(1)
     assembler.plan(plan_of(), 0)
-    with pytest.raises(TrainingError, match="stored a at place 2"):
+    with pytest.raises(TrainingError, match="stored a at index 2"):
         assembler.deliver("g", 2, kit.make_trajectory("b"), 1.0, {})
 
 
@@ -94,7 +93,7 @@ def test_unknown_entropy_ranks_worst_in_both_directions(values):
 
 @slow
 @given(values=st.lists(st.floats(0, 5), min_size=6, max_size=6), select=st.sampled_from(["argmin", "argmax"]))
-def test_todays_policy_chooses_k_of_each_group_in_one_pass(kit, values, select):
+def test_the_current_policy_chooses_k_of_each_group_in_one_pass(kit, values, select):
     groups, calls = [group_of(kit, "g", k=2, n=4), group_of(kit, "h"), kit.make_group("i", [1.0, 0.0])], []
     choice = choose_replays(groups, ReplayConfig(select=select), scorer(values, calls))
     assert len(calls) == 1
@@ -103,7 +102,7 @@ def test_todays_policy_chooses_k_of_each_group_in_one_pass(kit, values, select):
     sign = 1 if select == "argmin" else -1
     for group, part in zip(choice.groups, (values[:3], values[3:]), strict=False):
         order = sorted(range(3), key=lambda i: sign * part[i])
-        names = [f"{group.group_id}.{'abc'[i]}" for i in order[: group.k]]
+        names = [f"{group.group_id}.{'abc'[i]}" for i in order[: group.n_replayed]]
         assert [t.trajectory_id for t in group.candidates] == names
         assert group.settled
     assert choice.groups[2] is groups[2]
@@ -163,7 +162,7 @@ def test_an_unsettled_group_is_not_trained(kit):
 
 
 def test_fresh_and_chosen_share_one_advantage_group_with_the_stored_reward(kit):
-    group = group_of(kit, weight=0.25).as_stored()
+    group = group_of(kit, weight=0.25).with_planned_replays()
     batch, _ = with_advantages(build_batch(0, [group]), TokenScores(), AdvantageConfig())
     assert [row.replayed for row in batch.rows] == [False, False, True]
     assert [row.replay_weight for row in batch.rows] == [1.0, 1.0, 0.25]
@@ -183,7 +182,7 @@ def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, d
     plain = {i: (7,) * int(rng.integers(1, 4)) for i in range(n_turns) if rng.random() < 0.5} or {0: (7, 7)}
     guidance = data.draw(st.sampled_from([None, Guidance(("l",), keep, {} if keep else plain)]))
     t = replace(kit.make_trajectory("t", turns=turns), guidance=guidance)
-    rows = trajectory_rows(t, 0, replay=StoredRollout(turn=only) if replayed else None)
+    rows = trajectory_rows(t, 0, StoredRollout(turn=only) if replayed else None)
     trained = [i for i in range(n_turns) if only is None or i == only]
     for name, field in (("token_ids", "token_ids"), ("behaviour_logprobs", "behaviour_logprobs")):
         came = np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])
@@ -207,7 +206,7 @@ def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, d
 
 def test_a_turn_that_is_not_there_is_an_error(kit):
     with pytest.raises(TrainingError, match="turn 7"):
-        trajectory_rows(kit.make_trajectory(), 0, replay=StoredRollout(turn=7))
+        trajectory_rows(kit.make_trajectory(), 0, StoredRollout(turn=7))
 
 
 def test_facts_survive_a_checkpoint_and_json():

@@ -137,15 +137,15 @@ def test_several_optimizer_steps_anchor_demonstrations_at_the_policy_before_the_
     seen = []
     real = learner.training.optimizer_step.loss_tokens
 
-    def watch(part, logprobs, entropy, known, loss):
-        seen.append(known.today)
-        return real(part, logprobs, entropy, known, loss)
+    def watch(part, logprobs, entropy, inputs, loss):
+        seen.append(inputs.old_logprobs)
+        return real(part, logprobs, entropy, inputs, loss)
 
     monkeypatch.setattr(learner.training.optimizer_step, "loss_tokens", watch)
     trainer.step(Batch(0, (), tuple(rows)), 0)
     assert len(seen) == 3
-    for today in seen:
-        np.testing.assert_allclose(today, before, atol=1e-6)
+    for old in seen:
+        np.testing.assert_allclose(old, before, atol=1e-6)
 
 
 def test_unrecorded_tokens_are_in_no_ratio_statistic(kit):
@@ -159,7 +159,7 @@ def test_unrecorded_tokens_are_in_no_ratio_statistic(kit):
     assert s.off_share == pytest.approx(1 - count[0] / sum(count.values()))
     assert s.on_loss + s.off_loss == pytest.approx(s.all.loss, abs=1e-6)
     assert (len(s.staleness), len(s.replay_ages)) == (5, 2)
-    assert set(s.entropy_by_sequence) == {row.sequence for row in rows}
+    assert set(s.entropy_by_sequence) == {row.trajectory_index for row in rows}
 
 
 def test_the_guard_scales_the_step_by_the_ess_of_all_microbatches(kit):

@@ -49,9 +49,9 @@ class Wire:
         self._queue.put_nowait(Event(EventKind.MESSAGE, "hub", WireMessage(kind, header, frames)))
 
 
-def session_on(wire, standing=None):
+def session_on(wire, progress=None):
     return LearnerSession(
-        wire, GroupsConfig(n_rollout=2, groups_per_step=1), 2, standing or LearnerProgress(), Limits()
+        wire, GroupsConfig(n_rollout=2, groups_per_step=1), 2, progress or LearnerProgress(), Limits()
     )
 
 
@@ -74,7 +74,7 @@ async def test_facts_are_repeated_in_hello_until_acknowledged(kit):
         with anyio.fail_after(60):
             (group,) = await session.ready(0)
         assert group.trajectories[1].reward == 0.75
-        fact = group.replay(group.trajectories[1])
+        fact = group.stored_rollout(group.trajectories[1])
         assert (fact.weight, fact.entropy, fact.turn, fact.age) == (0.5, None, 1, 3)
         await session.consumed(0, FACTS)
         assert wire.sent[-1].header == {"update": 0, "group_ids": ["g"], **TOLD}

@@ -8,8 +8,7 @@ import torch
 
 import learner.training.trainer
 from learner.checkpoints.skipped_steps import KEPT_MAX, read_skipped, write_skipped
-from learner.data.evidence import TokenScores
-from learner.data.rows import Batch, Row
+from learner.data.rows import Batch, Row, TokenScores
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import StoreError

@@ -17,7 +17,7 @@ from learner.distributed.ranks import Alone, divide
 from learner.losses.supervised import cross_entropy, imported_share
 from learner.observability.report import Stopwatch
 from learner.policy.policy import Policy
-from learner.training.optimizer_step import add_gradients
+from learner.training.optimizer_step import add_supervised_gradients
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from tests.unit.learner.test_learner_role import world
@@ -63,7 +63,7 @@ def test_the_gradient_is_that_of_the_token_mean_however_it_is_split(kit, tokens)
     rows = ones(kit.make_rows(7))
     policy = trainer_of(kit).policy
     shuffled = [rows[i] for i in np.random.default_rng(tokens).permutation(7)]
-    found = add_gradients(policy, shuffled, 1.0, tokens, Stopwatch(policy.device))
+    found = add_supervised_gradients(policy, shuffled, 1.0, tokens, Stopwatch(policy.device))
     loss, expected = slow_reference(kit, rows)
     assert found == pytest.approx(loss, rel=1e-5)
     for name, p in policy.named_parameters:
@@ -204,7 +204,7 @@ def test_the_shares_of_all_ranks_add_up_to_the_gradient_of_one(kit, size) -> Non
     policy, total = trainer_of(kit).policy, 0.0
     for rank in range(size):
         policy.ranks = _OneOf(rank, size)
-        total += add_gradients(policy, rows, 1.0, 20, Stopwatch(policy.device))
+        total += add_supervised_gradients(policy, rows, 1.0, 20, Stopwatch(policy.device))
     loss, expected = slow_reference(kit, rows)
     assert total == pytest.approx(loss, rel=1e-5)
     for name, p in policy.named_parameters:

@@ -29,7 +29,7 @@ def batch_of(kit):
     plain = kit.make_group("g0", [1.0, 0.0, 0.0, 1.0])
     branched = replace(plain.trajectories[2], turns=tuple(turns))
     replayed = replace(
-        kit.make_group("g1", [1.0, 0.0, 0.0, 1.0], seed=1, replay=[3]), replays={"g1.3": StoredRollout(turn=1)}
+        kit.make_group("g1", [1.0, 0.0, 0.0, 1.0], seed=1, replay=[3]), stored_rollouts={"g1.3": StoredRollout(turn=1)}
     )
     first = Group(plain.plan, (*plain.trajectories[:2], branched, plain.trajectories[3]))
     return build_batch(0, (first, replayed))
@@ -38,7 +38,7 @@ def batch_of(kit):
 @pytest.mark.parametrize("learner", [{}, {"minibatches": 2}, {"packing": "padded"}])
 def test_every_token_has_its_own_value(kit, learner):
     batch, trainer = batch_of(kit), trainer_of(kit, **learner)
-    alone = {s: [row for row in batch.rows if row.sequence == s] for s in range(len(batch.trajectories))}
+    alone = {s: [row for row in batch.rows if row.trajectory_index == s] for s in range(len(batch.trajectories))}
     before = {s: trainer.score(rows) for s, rows in alone.items()}
     report = trainer.train(batch, policy_version=0)
     for sequence, rows in alone.items():

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from learner.advantages.apply import with_advantages
-from learner.data.evidence import TokenScores
-from learner.data.rows import Batch, build_batch, trajectory_rows
+from learner.data.rows import Batch, TokenScores, build_batch, trajectory_rows
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config.algorithm import AdvantageConfig
@@ -198,7 +197,7 @@ def test_interrupt_leaves_the_weights_untouched_and_the_update_unmade(kit):
     trainer.policy.interrupt.set()
     with pytest.raises(Interrupted):
         trainer.step(Batch(0, (), kit.make_rows(3)), 0)
-    assert (trainer.updates, trainer.torn) == (0, False)
+    assert (trainer.updates, trainer.mid_update) == (0, False)
     assert all(torch.equal(before[n], t) for n, t in trainer.policy.snapshot("float32").items())
     trainer.policy.interrupt.clear()
     assert trainer.step(Batch(0, (), kit.make_rows(3)), 0).optimizer_steps == 1
@@ -217,7 +216,7 @@ def test_interrupt_between_optimizer_steps_is_marked_torn(kit):
     trainer.optimizer.register_step_post_hook(lambda *_: trainer.policy.interrupt.set())
     with pytest.raises(Interrupted):
         trainer.step(Batch(0, (), kit.make_rows(4)), 0)
-    assert trainer.torn
+    assert trainer.mid_update
 
 
 def test_a_batch_of_another_update_is_refused(kit):

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.evidence import TokenScores
 from learner.data.microbatch import token_weights
-from learner.data.rows import Batch
+from learner.data.rows import Batch, TokenScores
 from learner.losses.corrections import REASONS
 from learner.losses.registry import LOSSES
 from learner.observability.timing import StepTimes
@@ -47,11 +46,11 @@ def rows_of(kit, n=7):
         kind = i % 4
         advantages = rng.normal(size=row.n_sampled).astype(np.float32)
         mu = np.zeros_like(row.behaviour_logprobs) if kind == 2 else row.behaviour_logprobs
-        sequence = 0 if i == 4 else i
+        trajectory_index = 0 if i == 4 else i
         out.append(
             replace(
                 row,
-                sequence=sequence,
+                trajectory_index=trajectory_index,
                 advantages=advantages,
                 replayed=kind in (1, 2),
                 recorded=kind != 2,
@@ -181,7 +180,7 @@ def test_the_step_line_tells_the_kl_and_what_each_mask_took(kit):
 
 def test_sums_over_sequences_divide_by_sequences_and_by_the_constant(kit):
     rows = rows_of(kit)
-    n = len({row.sequence for row in rows})
+    n = len({row.trajectory_index for row in rows})
     assert n == len(rows) - 1
     assert token_weights(rows, "sequence_sum") == pytest.approx([1 / n] * len(rows))
     assert token_weights(rows, "sequence_sum_norm", 16) == pytest.approx([1 / (16 * n)] * len(rows))

@@ -15,8 +15,7 @@ import torch
 import learner.checkpoints.checkpoint as checkpoints
 from learner.build import make_trainer
 from learner.checkpoints.checkpoint import find_checkpoints, restore_training
-from learner.data.evidence import TokenScores
-from learner.data.rows import Batch
+from learner.data.rows import Batch, TokenScores
 from learner.policy.policy import Policy
 from pipeline.config.learner import LoraConfig
 from tests.unit.learner.conftest import _one_thread, kit, learner_config, make_rows, run_config, tiny_model
@@ -60,15 +59,17 @@ def resume():
 
 @pytest.fixture
 def train():
-    """``count`` updates; which rows depends on the update only. Returns are 1 for even sequences, else 0."""
+    """``count`` updates; which rows depends on the update only. Returns are 1 for even trajectories, else 0."""
 
     def run(trainer, count):
         reports = []
         for _ in range(count):
             u = trainer.updates
             rows = make_rows(6, seed=u)
-            evidence = trainer.gather(rows)
-            returns = np.concatenate([np.full(row.n_sampled, row.sequence % 2 == 0, np.float32) for row in rows])
+            evidence = trainer.token_scores(rows)
+            returns = np.concatenate(
+                [np.full(row.n_sampled, row.trajectory_index % 2 == 0, np.float32) for row in rows]
+            )
             if evidence.values is not None:
                 evidence = TokenScores(
                     evidence.logprobs, evidence.entropies, evidence.reference, evidence.values, returns

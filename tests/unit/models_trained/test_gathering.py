@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.data.microbatch import PADDED, token_numbers
+from learner.data.microbatch import PADDED, token_offsets
 from learner.data.rows import Batch
 from learner.distributed.ranks import ALONE
 from learner.observability.report import Stopwatch
@@ -28,8 +28,8 @@ def needs(monkeypatch):
     """Makes estimator and loss ask for what the test wants."""
 
     def ask(*names):
-        monkeypatch.setattr("learner.training.evidence_passes.needed_scores", lambda config: frozenset(names))
-        monkeypatch.setattr("learner.build.needed_by", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.training.scoring_passes.needed_scores", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset(names))
 
     return ask
 
@@ -49,7 +49,7 @@ def test_logprobs_and_entropies_are_one_pass_and_none_is_made_unasked(needs, mon
     trainer = Trainer(tiny_policy(), run_config())
     rows = make_rows(5)
     calls = count_passes(trainer.policy, monkeypatch)
-    evidence = trainer.gather(rows)
+    evidence = trainer.token_scores(rows)
     assert len(calls) == passes
     assert (evidence.logprobs is None) == (evidence.entropies is None) == (passes == 0)
     assert evidence.reference is None
@@ -80,7 +80,7 @@ def test_what_is_asked_for_and_not_there_is_an_error(needs):
     for name, word in (("reference", "reference policy"), ("values", "critic")):
         needs(name)
         with pytest.raises(ConfigurationError, match=word):
-            trainer.gather(make_rows(1))
+            trainer.token_scores(make_rows(1))
 
 
 def test_parts_that_nothing_asks_for_are_not_loaded(needs, config_of, initial, resume):
@@ -95,10 +95,10 @@ def test_the_reference_stays_the_initial_policy_while_the_policy_learns(needs, c
     trainer = resume(config_of({"lora": {"rank": lora}}), initial)
     assert isinstance(trainer.reference, AdaptersOff if lora else FrozenCopy)
     rows = make_rows(6, seed=0)
-    first = trainer.gather(rows).reference
+    first = trainer.token_scores(rows).reference
     np.testing.assert_array_equal(first, trainer.score(rows))
     train(trainer, 3)
-    np.testing.assert_array_equal(trainer.gather(rows).reference, first)
+    np.testing.assert_array_equal(trainer.token_scores(rows).reference, first)
     assert not np.allclose(trainer.score(rows), first, atol=1e-4)
 
 
@@ -110,7 +110,7 @@ def test_a_refreshed_reference_is_the_policy_of_the_last_refresh(needs, config_o
         train(trainer, 2)
         at_refresh = trainer.score(rows)
         train(trainer, 1)
-        np.testing.assert_allclose(trainer.gather(rows).reference, at_refresh, atol=1e-5)
+        np.testing.assert_allclose(trainer.token_scores(rows).reference, at_refresh, atol=1e-5)
 
 
 def test_a_reference_of_another_model_is_refused():
@@ -124,11 +124,11 @@ def test_a_copy_in_bfloat16_is_near_the_float32_one(needs, config_of, initial, r
     rows = make_rows(6)
     half = resume(config_of({"compute_dtype": "bfloat16", "reference": {"dtype": "bfloat16"}}), initial)
     whole = resume(config_of(), initial)
-    np.testing.assert_allclose(half.gather(rows).reference, whole.gather(rows).reference, atol=0.15)
+    np.testing.assert_allclose(half.token_scores(rows).reference, whole.token_scores(rows).reference, atol=0.15)
 
 
 def parts_of(rows, tokens_max):
-    return microbatches(rows, [0.0] * len(rows), token_numbers(rows), tokens_max, PADDED, ALONE)
+    return microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, PADDED, ALONE)
 
 
 def critic_of(seed=0, **critic):
@@ -181,7 +181,7 @@ def test_a_head_alone_has_its_values_from_the_pass_of_the_logprobs(needs, config
     rows, calls = make_rows(5), []
     hidden = trainer.policy.hidden
     monkeypatch.setattr(trainer.policy, "hidden", lambda part: calls.append(1) or hidden(part))
-    evidence = trainer.gather(rows)
+    evidence = trainer.token_scores(rows)
     assert len(calls) == 1
     np.testing.assert_array_equal(evidence.values, trainer.critic.values(rows, WATCH))
     np.testing.assert_array_equal(evidence.logprobs, trainer.score(rows))
@@ -235,7 +235,7 @@ def test_a_value_step_that_is_not_finite_is_skipped_and_counted(needs, config_of
     needs("values")
     trainer = resume(config_of(), initial)
     rows = make_rows(3)
-    evidence = trainer.gather(rows)
+    evidence = trainer.token_scores(rows)
     evidence = replace(evidence, returns=np.full_like(evidence.values, np.inf))
     before = [p.detach().clone() for p in trainer.critic.parameters]
     report = trainer.step(Batch(0, (), rows), 0, evidence)

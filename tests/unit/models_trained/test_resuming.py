@@ -38,8 +38,8 @@ def test_resumed_training_equals_uninterrupted_bit_for_bit(
     kind, config_of, initial, resume, train, tmp_path, monkeypatch
 ):
     learner_section, names = KINDS[kind]
-    monkeypatch.setattr("learner.training.evidence_passes.needed_scores", lambda config: frozenset(names))
-    monkeypatch.setattr("learner.build.needed_by", lambda config: frozenset(names))
+    monkeypatch.setattr("learner.training.scoring_passes.needed_scores", lambda config: frozenset(names))
+    monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset(names))
     adaptive = {"kl": "loss", "kl_controller": "adaptive", "kl_horizon": 10, "kl_coef": 0.1}
     loss = adaptive if kind == "adaptive KL" else {}
     config = config_of({"minibatches": 2, "schedule": "cosine", **learner_section}, loss=loss)

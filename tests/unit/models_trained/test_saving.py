@@ -27,7 +27,7 @@ def image_of(trainer):
 
 
 async def submit(writer, trainer):
-    async with writer.place(trainer.updates) as take:
+    async with writer.slot(trainer.updates) as take:
         take(image_of(trainer))
 
 
@@ -127,9 +127,9 @@ async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_pat
 
 
 def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, train, monkeypatch):
-    monkeypatch.setattr("learner.build.needed_by", lambda config: frozenset({"reference", "values"}))
+    monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset({"reference", "values"}))
     monkeypatch.setattr(
-        "learner.training.evidence_passes.needed_scores", lambda config: frozenset({"reference", "values"})
+        "learner.training.scoring_passes.needed_scores", lambda config: frozenset({"reference", "values"})
     )
     learner_section = {"lora": {"rank": 2}, "ema_decay": 0.9, "reference": {"refresh_every": 1}}
     trainer = resume(config_of(learner_section), initial)
@@ -151,7 +151,7 @@ def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, 
 
 
 def test_torn_weights_give_no_image(trainer):
-    trainer.torn = True
+    trainer.mid_update = True
     with pytest.raises(TrainingError, match="whole updates"):
         image_of(trainer)
 
@@ -172,7 +172,7 @@ async def test_who_waits_for_the_writer_waits_for_an_image_that_is_being_taken(t
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
-            async with writer.place(1) as take:
+            async with writer.slot(1) as take:
                 tasks.start_soon(stop)
                 await asked.wait()
                 take(image_of(trainer))
@@ -188,7 +188,7 @@ async def test_a_place_without_an_image_is_given_back(trainer, train, initial, t
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
             with pytest.raises(TrainingError):
-                async with writer.place(1):
+                async with writer.slot(1):
                     raise TrainingError("no image")
             assert writer.writing is None
             await submit(writer, trainer)

@@ -13,12 +13,12 @@ __all__ = ["_one_thread", "kit"]
 PACKED, SHARED = Form(packed=True), Form(packed=True, shared_min=2)
 
 
-def row_of(ids, mask, sequence=0, advantage=1.0) -> Row:
+def row_of(ids, mask, trajectory_index=0, advantage=1.0) -> Row:
     ids, mask = np.asarray(ids, np.int32), np.asarray(mask, bool)
     rng = np.random.default_rng(int(ids.sum()) + len(ids))
     return Row(
-        trajectory_id=f"t{sequence}",
-        sequence=sequence,
+        trajectory_id=f"t{trajectory_index}",
+        trajectory_index=trajectory_index,
         environment="toy",
         token_ids=ids,
         loss_mask=mask,
@@ -40,14 +40,14 @@ def grouped_rows(seed, groups=2, members=3, prompt=9, longest=60) -> tuple[Row, 
         for m in range(members):
             length = (1, longest)[m > 0] if m in (0, members - 1) else int(rng.integers(2, 12))
             answer = rng.integers(0, VOCABULARY, length)
-            sequence = g * members + m
+            trajectory_index = g * members + m
             advantage = float(rng.normal())
             mask = np.arange(len(start) + length) >= len(start)
-            rows.append(row_of([*start, *answer], mask, sequence, advantage))
+            rows.append(row_of([*start, *answer], mask, trajectory_index, advantage))
             if m == members - 1:
                 half = [*start, *answer[: length // 2]]
                 more = rng.integers(0, VOCABULARY, 5)
-                rows.append(row_of([*half, *more], np.arange(len(half) + 5) >= len(half), sequence, advantage))
+                rows.append(row_of([*half, *more], np.arange(len(half) + 5) >= len(half), trajectory_index, advantage))
     return tuple(rows[i] for i in rng.permutation(len(rows)))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.microbatch import collate, token_numbers
+from learner.data.microbatch import collate, token_offsets
 from learner.data.packing import Form
 from learner.data.rows import Batch
 from learner.policy.attention import can_varlen
@@ -18,7 +18,7 @@ PADDED = Form()
 
 
 def part_of(rows, form):
-    return collate(rows, [1.0] * len(rows), token_numbers(rows).tolist(), form=form)
+    return collate(rows, [1.0] * len(rows), token_offsets(rows).tolist(), form=form)
 
 
 def scores(policy, rows):
@@ -105,7 +105,7 @@ def test_a_changed_neighbour_changes_nothing(policy_of, form):
     policy.score(part)[0][: mine.n_sampled].sum().backward()
     hook.remove()
     touched = set(np.flatnonzero(seen["hidden"].grad[0].abs().sum(-1).numpy()).tolist())
-    assert touched and touched <= set(part.layout.places[0].tolist())
+    assert touched and touched <= set(part.layout.indices[0].tolist())
 
 
 def test_a_row_that_is_the_beginning_of_another_and_equal_rows_are_scored_alike(policy_of):

@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.microbatch import collate, plan_rows, token_numbers
-from learner.data.packing import SHARED_KEYS_MAX, Form, common_beginning, lay_out, plan_packs
+from learner.data.microbatch import collate, plan_rows, token_offsets
+from learner.data.packing import SHARED_KEYS_MAX, Form, common_prefix, lay_out, plan_packs
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9).map(lambda x: np.array(x, np.int32)), min_size=1)
@@ -14,7 +14,7 @@ SHARED_MIN = st.sampled_from([None, 1, 3])
 @given(ROWS, SHARED_MIN)
 def test_each_row_finds_its_tokens_its_positions_and_the_keys_of_itself(rows, shared_min):
     layout = lay_out(rows, shared_min)
-    for row, places in zip(rows, layout.places, strict=True):
+    for row, places in zip(rows, layout.indices, strict=True):
         np.testing.assert_array_equal(layout.token_ids_N[places], row[:-1])
         np.testing.assert_array_equal(layout.positions_N[places], np.arange(len(row) - 1))
     laid = len(layout.token_ids_N)
@@ -25,7 +25,7 @@ def test_each_row_finds_its_tokens_its_positions_and_the_keys_of_itself(rows, sh
     for run, read in zip(runs, np.split(keys, np.cumsum(layout.key_lengths_R)[:-1]), strict=True):
         np.testing.assert_array_equal(read[len(read) - len(run) :], run)
         np.testing.assert_array_equal(layout.positions_N[read], np.arange(len(read)))
-        assert any(np.array_equal(places, read) for places in layout.places)
+        assert any(np.array_equal(places, read) for places in layout.indices)
     if shared_min is None:
         assert laid == sum(len(row) - 1 for row in rows)
     if shared_min == 1:
@@ -57,8 +57,8 @@ def test_predictors_point_at_the_token_before_the_target():
 
 def test_a_group_lays_its_prompt_once():
     rows = grouped_rows(1, groups=1, members=4, prompt=50, longest=5)
-    whole, shared = (collate(rows, [1.0] * 5, token_numbers(rows).tolist(), form=f) for f in (PACKED, SHARED))
+    whole, shared = (collate(rows, [1.0] * 5, token_offsets(rows).tolist(), form=f) for f in (PACKED, SHARED))
     answers = sum(len(row) - 1 for row in rows) - 5 * 50
     assert whole.n_real == 5 * 50 + answers
     assert shared.n_real <= 50 + answers
-    assert common_beginning(rows[0].token_ids, rows[1].token_ids) >= 50
+    assert common_prefix(rows[0].token_ids, rows[1].token_ids) >= 50

@@ -11,10 +11,10 @@ __all__ = ["world"]
 
 async def test_an_update_that_is_delivered_in_time_is_built_while_the_one_before_trains(world, monkeypatch):
     built, taken = {u: threading.Event() for u in range(4)}, []
-    ahead, take, train = Prefetcher.ahead, Prefetcher.take, Trainer.train
+    prefetch, take, train = Prefetcher.prefetch, Prefetcher.take, Trainer.train
 
-    async def watched_ahead(self, update):
-        await ahead(self, update)
+    async def watched_prefetch(self, update):
+        await prefetch(self, update)
         built[update].set()
 
     def watched_take(self, update, groups):
@@ -26,7 +26,7 @@ async def test_an_update_that_is_delivered_in_time_is_built_while_the_one_before
         assert batch.update == 3 or built[batch.update + 1].wait(30), f"update {batch.update + 1} was not built"
         return train(self, batch, version)
 
-    monkeypatch.setattr(Prefetcher, "ahead", watched_ahead)
+    monkeypatch.setattr(Prefetcher, "prefetch", watched_prefetch)
     monkeypatch.setattr(Prefetcher, "take", watched_take)
     monkeypatch.setattr(Trainer, "train", held_train)
     async with world(total_steps=4, learner={"prefetch_batches": 2}) as w:

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from learner.data.replay_choice import needs_scores
-from learner.prefetch import Prefetcher, prepare
+from learner.prefetch import Prefetcher, make_batch
 from pipeline.config.replay import ReplayConfig
 
 CONFIG = ReplayConfig()
@@ -18,7 +18,7 @@ class Session:
         if complete:
             self.complete.set()
 
-    async def foreseen(self, update):
+    async def peek(self, update):
         await self.complete.wait()
         return self.groups
 
@@ -33,19 +33,19 @@ def groups_of(kit, seed=0):
 
 async def test_the_batch_built_ahead_is_the_one_built_at_its_time(kit):
     groups = groups_of(kit)
-    preparer = Prefetcher(Session(groups), CONFIG)
-    await preparer.ahead(3)
-    made, expected = preparer.take(3, groups), prepare(3, groups, CONFIG, scores)
+    prefetcher = Prefetcher(Session(groups), CONFIG)
+    await prefetcher.prefetch(3)
+    made, expected = prefetcher.take(3, groups), make_batch(3, groups, CONFIG, scores)
     assert made is not None and made.batch.update == 3 and made.batch.groups == expected.batch.groups
     assert [row.trajectory_id for row in made.batch.rows] == [row.trajectory_id for row in expected.batch.rows]
-    assert made.build_seconds == 0 and preparer.take(3, groups) is None
+    assert made.build_seconds == 0 and prefetcher.take(3, groups) is None
 
 
 @pytest.mark.parametrize("change", ["update", "fewer", "another group", "another trajectory"])
 async def test_a_batch_of_other_groups_is_not_taken(kit, change):
     groups = groups_of(kit)
-    preparer = Prefetcher(Session(groups), CONFIG)
-    await preparer.ahead(3)
+    prefetcher = Prefetcher(Session(groups), CONFIG)
+    await prefetcher.prefetch(3)
     others = groups_of(kit, seed=50)
     planned = {
         "update": (4, groups),
@@ -53,17 +53,17 @@ async def test_a_batch_of_other_groups_is_not_taken(kit, change):
         "another group": (3, (groups[0], others[1])),
         "another trajectory": (3, (groups[0], type(groups[1])(groups[1].plan, others[1].trajectories))),
     }
-    assert preparer.take(*planned[change]) is None
+    assert prefetcher.take(*planned[change]) is None
 
 
 async def test_nothing_is_kept_of_groups_that_did_not_come_in_time(kit):
     session = Session(groups_of(kit), complete=False)
-    preparer = Prefetcher(session, CONFIG)
+    prefetcher = Prefetcher(session, CONFIG)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(preparer.ahead, 1)
+        tasks.start_soon(prefetcher.prefetch, 1)
         await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
-    assert preparer.take(1, session.groups) is None
+    assert prefetcher.take(1, session.groups) is None
 
 
 async def test_a_choice_that_needs_the_weights_waits_for_them(kit):
@@ -72,14 +72,14 @@ async def test_a_choice_that_needs_the_weights_waits_for_them(kit):
     groups = (type(whole)(plan, whole.trajectories),)
     config = ReplayConfig(entropy="current", select="argmin")
     assert needs_scores(groups, config) and not needs_scores(groups, ReplayConfig(entropy="stored"))
-    preparer = Prefetcher(Session(groups), config)
-    await preparer.ahead(0)
-    assert preparer.take(0, groups) is None
+    prefetcher = Prefetcher(Session(groups), config)
+    await prefetcher.prefetch(0)
+    assert prefetcher.take(0, groups) is None
 
 
 async def test_a_batch_that_cannot_be_built_fails_at_its_time_only(kit):
     whole = kit.make_group("g", [1.0, 0.0])
     groups = (type(whole)(whole.plan, whole.trajectories[:1]),)
-    preparer = Prefetcher(Session(groups), CONFIG)
-    await preparer.ahead(0)
-    assert preparer.take(0, groups) is None
+    prefetcher = Prefetcher(Session(groups), CONFIG)
+    await prefetcher.prefetch(0)
+    assert prefetcher.take(0, groups) is None

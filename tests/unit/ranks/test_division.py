@@ -46,4 +46,4 @@ def test_one_rank_has_all_rows_and_changes_nothing(kit):
 def test_the_idle_row_samples_one_token_and_teaches_nothing(kit):
     part = idle_part(kit.tiny_policy().form)
     assert part.n_sampled == IDLE.n_sampled == 1
-    assert not IDLE.has_signal and float(np.sum(part.weights_S)) == 0.0
+    assert not IDLE.has_signal and float(np.sum(part.loss_weights_S)) == 0.0

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from learner.data.evidence import TokenScores
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenScores
 from learner.distributed.messages import pack, pack_order, unpack, unpack_order
 
 kinds = st.sampled_from([np.float32, np.float64, np.int8, np.int32, np.int64, np.bool_, np.uint8])

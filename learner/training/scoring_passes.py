@@ -1,4 +1,7 @@
-"""Passes over an update's rows before its first optimizer step: those that estimator and loss ask for, and no other."""
+"""Scoring passes over an update's rows before its first optimizer step: those that estimator and loss need.
+
+Dimensions: S sampled tokens of the update, H hidden size.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from learner.advantages.registry import needed_scores as needed_by_estimator
-from learner.data.evidence import TokenArray, TokenScores
 from learner.data.microbatch import MicroBatch
-from learner.data.rows import Row
+from learner.data.rows import Row, TokenArray, TokenScores
 from learner.losses.kl import kl_penalty
 from learner.losses.registry import needed_scores as needed_by_loss
 from learner.observability.report import Stopwatch
@@ -23,12 +25,12 @@ from pipeline.errors import ConfigurationError
 
 
 def needed_scores(config: RunConfig) -> frozenset[str]:
-    """Passes before an update that estimator and loss ask for: names of fields of :class:`TokenScores`."""
+    """Scores that estimator and loss read: names of fields of :class:`TokenScores`."""
     return needed_by_estimator(config.advantage) | needed_by_loss(config.loss, config.importance)
 
 
 class ScoringPasses:
-    """Reads policy, reference policy and critic; changes none of them."""
+    """Scores rows with policy, reference policy and critic; changes none of them."""
 
     def __init__(self, policy: Policy, config: RunConfig, reference: Reference | None, critic: Critic | None) -> None:
         self._policy = policy
@@ -36,39 +38,39 @@ class ScoringPasses:
         self._reference = reference
         self._critic = critic
 
-    def gather(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
-        """What the configured estimator and loss need. log π and entropy come out of the same pass, and values too
+    def token_scores(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
+        """Scores that the configured estimator and loss need. log π and entropy come from the same pass, values too
         where the critic reads the policy's hidden states.
 
         Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
         """
         with self._policy.ranks.together("gather", rows):
-            return self._gather(rows, watch)
+            return self._token_scores(rows, watch)
 
-    def scores(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[TokenArray, TokenArray]:
-        """log π and entropy of all sampled tokens of ``rows`` with today's weights, float32 ``[S]`` each."""
+    def logprobs_and_entropies(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[TokenArray, TokenArray]:
+        """log π and entropy of all sampled tokens of ``rows`` with the current weights, float32 ``[S]`` each."""
         policy, budget = self._policy, self._config.learner.tokens_per_microbatch
         with policy.ranks.together("score", rows):
             logprobs, entropies = token_pass(rows, policy.score, 2, budget, watch, policy.form, policy.ranks)
         return logprobs, entropies
 
     def mean_entropies(self, rows: Sequence[Row], watch: Stopwatch) -> dict[int, float]:
-        """Exact entropy with today's weights, nats, mean over the sampled tokens of each ``Row.sequence``; not finite
-        where a token's is not."""
-        entropies = self.scores(rows, watch)[1].astype(np.float64)
-        sequences = np.repeat([row.sequence for row in rows], [row.n_sampled for row in rows])
-        return {int(s): float(entropies[sequences == s].mean()) for s in np.unique(sequences)}
+        """Exact entropy with the current weights, nats, mean over the sampled tokens of each ``Row.trajectory_index``;
+        not finite where a token's is not."""
+        entropies = self.logprobs_and_entropies(rows, watch)[1].astype(np.float64)
+        indices = np.repeat([row.trajectory_index for row in rows], [row.n_sampled for row in rows])
+        return {int(i): float(entropies[indices == i].mean()) for i in np.unique(indices)}
 
-    def penalties(self, evidence: TokenScores, coefficient: float) -> TokenArray | None:
-        """What ``loss.kl: reward`` takes off the rewards, float32 ``[S]``; None where it takes nothing."""
+    def kl_penalties(self, scores: TokenScores, coefficient: float) -> TokenArray | None:
+        """Penalties that ``loss.kl: reward`` takes off the rewards, float32 ``[S]``; None without."""
         loss = self._config.loss
-        if loss.kl != "reward" or evidence.logprobs is None or evidence.reference is None:
+        if loss.kl != "reward" or scores.logprobs is None or scores.reference is None:
             return None
         maximum, estimator = self._config.importance.log_ratio_max, loss.kl_estimator or "k1"
-        penalties = kl_penalty(evidence.logprobs, evidence.reference, coefficient, estimator, maximum)
+        penalties = kl_penalty(scores.logprobs, scores.reference, coefficient, estimator, maximum)
         return penalties.astype(np.float32)
 
-    def _gather(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
+    def _token_scores(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
         needed = needed_scores(self._config)
         logprobs = entropies = reference = values = None
         if "values" in needed and self._critic is None:
@@ -77,7 +79,7 @@ class ScoringPasses:
             if self._critic is not None and not self._critic.owns and "values" in needed:
                 logprobs, entropies, values = self._scores_and_values(rows, self._critic, watch)
             else:
-                logprobs, entropies = self.scores(rows, watch)
+                logprobs, entropies = self.logprobs_and_entropies(rows, watch)
         if "reference" in needed:
             if self._reference is None:
                 raise ConfigurationError("estimator or loss need a reference policy, and the trainer was given none")
