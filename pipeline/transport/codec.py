@@ -41,7 +41,8 @@ from pipeline.schema import (
 )
 from pipeline.transport import protocol
 from pipeline.transport.codec_turns import decode_turns
-from pipeline.transport.protocol import Buffer, Frames, Kind, Limits, array_frame
+from pipeline.transport.frames import array_bytes, json_object, n_bytes
+from pipeline.transport.protocol import Buffer, Frames, Kind, Limits
 
 Record = TypeVar("Record")
 
@@ -139,20 +140,20 @@ def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -
     kind = _KINDS.get(bytes(frames[0][:32]))
     if kind is None:
         raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}")
-    return protocol.WireMessage(kind, _json_object(frames[1], "message header"), tuple(frames[2:]))
+    return protocol.WireMessage(kind, json_object(frames[1], "message header"), tuple(frames[2:]))
 
 
 def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
     """Raise :class:`LimitExceeded` naming the limit that ``[kind, header, frame …]`` breaks."""
     if len(frames) - 2 > limits.frames_max:
         raise LimitExceeded(f"message has {len(frames) - 2} frames, more than transport.frames_max={limits.frames_max}")
-    if len(frames) > 1 and _size(frames[1]) > limits.header_bytes_max:
+    if len(frames) > 1 and n_bytes(frames[1]) > limits.header_bytes_max:
         raise LimitExceeded(
-            f"header has {_size(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
+            f"header has {n_bytes(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
         )
     total = 0
     for frame in frames:
-        total += len(frame) if type(frame) is bytes else _size(frame)
+        total += len(frame) if type(frame) is bytes else n_bytes(frame)
     if total > limits.message_bytes_max:
         raise LimitExceeded(
             f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}"
@@ -198,9 +199,9 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
         raise SchemaError(f"trajectory {trajectory.trajectory_id} holds something that is not JSON: {error}") from error
     return (
         json,
-        array_frame(_joined(ids, np.int32)),
-        array_frame(_joined(logprobs, np.float32)),
-        array_frame(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
+        array_bytes(_joined(ids, np.int32)),
+        array_bytes(_joined(logprobs, np.float32)),
+        array_bytes(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
     )
 
 
@@ -212,7 +213,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
     """
     if len(frames) != 4:
         raise WireError(f"expected 4 payload frames of a trajectory, got {len(frames)}")
-    header = _json_object(frames[0], "trajectory header")
+    header = json_object(frames[0], "trajectory header")
     version = header.get("schema_version")
     if version != SCHEMA_VERSION:
         raise VersionMismatch(
@@ -308,18 +309,4 @@ def _array(frame: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
     try:
         return np.frombuffer(frame, dtype=dtype)
     except ValueError as error:
-        raise WireError(f"{what}: {_size(frame)} bytes are no array of {dtype}") from error
-
-
-def _json_object(frame: Buffer, what: str) -> dict[str, Any]:
-    try:
-        value = orjson.loads(frame)
-    except orjson.JSONDecodeError as error:
-        raise WireError(f"{what} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WireError(f"expected {what} to be a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _size(frame: Buffer) -> int:
-    return len(frame) if isinstance(frame, bytes) else frame.nbytes
+        raise WireError(f"{what}: {n_bytes(frame)} bytes are no array of {dtype}") from error

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-import numpy as np
-
 Buffer = bytes | memoryview
 Frames = tuple[Buffer, ...]
 
@@ -168,10 +166,3 @@ class Link(Protocol):
         ...
 
     def statistics(self) -> TransportStatistics: ...
-
-
-def array_frame(array: np.ndarray[Any, Any]) -> memoryview:
-    """The bytes of a contiguous array, without copying."""
-    if not array.size:
-        return memoryview(b"")  # a view with a zero in its shape cannot be cast
-    return np.ascontiguousarray(array).data.cast("B")

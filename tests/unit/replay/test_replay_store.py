@@ -18,7 +18,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.core import StageCore
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import ReplayStore, store_path
-from pipeline.store.tables import STORE_VERSION
+from pipeline.store.tables import STORE
 
 CHILD = """
 import sys
@@ -92,7 +92,7 @@ def foreign_sqlite(path: Path) -> None:
 def other_version(path: Path) -> None:
     ReplayStore(path).close()
     connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {STORE_VERSION + 1}")
+    connection.execute(f"PRAGMA user_version = {STORE.version + 1}")
     connection.close()
 
 
