@@ -81,7 +81,7 @@ def write_archive(path: Path, header: Header, records: Iterable[ArchivedTrajecto
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file begins like an archive, of any format. Raises :class:`StoreError` when it cannot be read."""
+    """True if a file begins like an archive, of any format. Raises :class:`StoreError` when it cannot be read."""
     try:
         with path.open("rb") as file:
             return KIND.recognises(file.read(_START_BYTES))

@@ -1,4 +1,5 @@
-"""Checkpoint of a trajectory buffer, and recovery of a buffer from its checkpoint and what became durable after it.
+"""Checkpoint of a trajectory buffer, recovery of a buffer from it and from what became durable after it, and whole
+copies of a buffer.
 
 The file ``checkpoint`` is one record of :mod:`pipeline.transport.frames`: counters and the random state as JSON, the
 rows of the index as ``<i8 [n, 7]``. It is replaced as a whole: a reader sees the old file or the new one.
@@ -16,11 +17,16 @@ import orjson
 
 from pipeline.errors import SchemaError, StoreError, WireError
 from pipeline.runtime.rundir import FileLock, sync, write_bytes_atomically
-from pipeline.store.buffer_index import COLUMNS, Ints, Layout
-from pipeline.store.segments import START_BYTES, Record, SegmentReader, segment_file, segment_numbers
+from pipeline.store.buffer_index import COLUMNS, Ints
+from pipeline.store.buffer_payloads import Layout
+from pipeline.store.segments import START_BYTES, Record, SegmentReader, SegmentWriter, segment_file, segment_numbers
 from pipeline.transport import frames
 
 NAME = "checkpoint"
+_GROUP = 64
+"""Trajectories of a copy that are written at once."""
+_ATTEMPTS = 5
+"""Of opening a checkpoint that its buffer replaces meanwhile."""
 KIND = frames.FileKind(
     "buffer checkpoint", 2, "a checkpoint of a trajectory buffer",
     "open it with the Afterplay that wrote it, or use another directory",
@@ -235,3 +241,62 @@ def _cut(directory: Path, reader: SegmentReader, number: int, size: int) -> Call
             frames.truncate(segment_file(directory, number), size)
 
     return repair
+
+
+def write_copy(directory: Path, state: Checkpoint, payload: Callable[[Ints], bytes | memoryview]) -> None:
+    """Write ``state`` and its payloads beside what the directory holds, then let the checkpoint name the new ones and
+    remove the others. Killed at any moment, one of the two is whole."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = lock_directory(directory)
+    try:
+        old = segment_numbers(directory)
+        state = replace(state, generation=new_generation())
+        writer = SegmentWriter(directory, max(old, default=-1) + 1, state.generation)
+        try:
+            rows = state.rows.copy()
+            evicted = state.added - len(rows)
+            for at in range(0, len(rows), _GROUP):
+                records = [
+                    Record(
+                        int(row[0]),
+                        evicted + at + i + 1,
+                        evicted,
+                        state.draws,
+                        int(row[1]),
+                        state.layouts[int(row[3])].encode(),
+                        memoryview(payload(row)),
+                    )
+                    for i, row in enumerate(rows[at : at + _GROUP])
+                ]
+                placed = writer.append(records)
+                rows[at : at + _GROUP, 4:7] = [(r.segment, r.offset, r.crc) for r in placed]
+            writer.sync()
+            write_checkpoint(directory, replace(state, rows=rows, end=(writer.number, writer.size)))
+        except BaseException:
+            segment_file(directory, writer.number).unlink(missing_ok=True)
+            raise
+        finally:
+            writer.close()
+        for number in old:
+            segment_file(directory, number).unlink(missing_ok=True)
+    finally:
+        lock.release()
+
+
+def open_checkpoint(source: Path) -> tuple[Checkpoint, SegmentReader]:
+    """The checkpoint with all its segments open: a writer may remove their names from here on."""
+    seen = None
+    for _ in range(_ATTEMPTS):
+        state = read_checkpoint(source)
+        if state is None:
+            raise StoreError(f"expected a saved trajectory buffer in {source}, got no checkpoint")
+        reader = SegmentReader(source)
+        try:
+            check_places(reader, state)
+            return state, reader
+        except StoreError:
+            reader.close()
+            if seen is not None and (seen.end, seen.draws, seen.added) == (state.end, state.draws, state.added):
+                raise
+            seen = state
+    raise StoreError(f"{source} is saved faster than it can be read: try again")

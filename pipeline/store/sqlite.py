@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.errors import StoreError
 
 BUSY_SECONDS_MAX = 10.0
-"""How long a connection waits for another process that writes to the same file."""
+"""Longest wait of a connection for another process that writes to the same file."""
 PAGE_BYTES = 4096
 """Small pages write least: 1.25 times the payload at 16 trajectories a transaction (16 KiB pages: 1.62)."""
 _HEADER_BYTES = 100
@@ -42,7 +42,7 @@ class Database:
         return f"Move it away (with its -wal) to start with an empty {self.short}, or set {self.option} to another file"
 
     def exists(self, path: Path) -> bool:
-        """Whether ``path`` is one of ours (False: there is nothing yet). Reads 100 bytes and changes nothing.
+        """True if ``path`` is one of ours, False if there is nothing yet. Reads 100 bytes and changes nothing.
 
         Raises :class:`StoreError` that names the remedy when it is anything else.
         """

@@ -32,7 +32,7 @@ FloatArray = npt.NDArray[np.floating]
 
 
 class Flag(IntFlag):
-    """How the loss treated a token."""
+    """Treatment of a token by the loss."""
 
     SEEN = 1
     """A row of the update held it."""
@@ -238,7 +238,7 @@ def _rewind(directory: Path, name: str, updates: int) -> None:
 
 
 def _is_current(path: Path) -> bool:
-    """Whether this Afterplay can append to a file: it is of our format, or just being made."""
+    """True if a writer can append to the file: it is of our format, or just being made."""
     with path.open("rb") as file:
         return KIND.magic.startswith(file.read(len(KIND.magic)))
 

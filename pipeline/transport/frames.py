@@ -161,7 +161,7 @@ class FileKind:
     noun: str
     """In messages, with its article."""
     remedy: str
-    """What to do with a file of another format."""
+    """Advice for a file of another format, to end a sentence."""
 
     @property
     def magic(self) -> bytes:
@@ -169,7 +169,7 @@ class FileKind:
         return f"Afterplay {self.name} {self.version}\n".encode()
 
     def recognises(self, start: bytes) -> bool:
-        """Whether a file that begins so is of this kind, of whatever format."""
+        """True if a file that begins so is of this kind, in whatever format."""
         return self._version(start) is not None
 
     def check(self, path: Path, start: bytes) -> None:

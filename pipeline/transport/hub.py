@@ -1,6 +1,6 @@
-"""The hub over any wire: reads it, keeps heartbeats, hands events to the stage.
+"""The hub over any wire: reads it, sends heartbeats, and hands events to the replay stage.
 
-The hub's view of its connections: who said HELLO on which, who left, what is no message. Pure; owns no socket.
+Its view of the connections (who said HELLO on which, who left, what is no message) is pure and owns no socket.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HubCounters:
 
 @dataclass(slots=True)
 class Reaction:
-    """What one incoming message leads to: at most one event for the user, at most one reply."""
+    """Result of one incoming message: at most one event for the user, at most one reply."""
 
     event: Event | None = None
     reply: WireMessage | None = None

@@ -1,6 +1,6 @@
-"""The link over any wire: says HELLO, keeps heartbeats, reconnects by itself.
+"""The link over any wire: says HELLO, sends heartbeats, and reconnects by itself.
 
-The link's view of its connection to the hub. Pure; owns no socket.
+Its view of the connection to the hub is pure and owns no socket.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class WireLink(Endpoint):
 
     @property
     def connected(self) -> bool:
-        """Whether WELCOME came and the connection holds, as far as we know."""
+        """True if WELCOME came and the connection holds, as far as we know."""
         return self._session.state is State.CONNECTED
 
     @property

@@ -47,11 +47,11 @@ class Kind(StrEnum):
     CHECKPOINTED = "checkpointed"
     """l → r. Everything up to ``updates`` updates is durable at the learner: its trajectories may be forgotten."""
     EVALUATION = "evaluation"
-    """r → l. What is evaluated now, the last result and the best one: header: evaluating, begun, last, best."""
+    """r → l. State of the evaluations; header: evaluating, begun, last, best."""
     RECALL = "recall"
-    """a → r. Which lessons fit a task? header: order_id, query, top_k. Answered by LESSONS, but not always."""
+    """a → r. Asks for lessons for a task; header: order_id, query, top_k. Answered by LESSONS, but not always."""
     LESSONS = "lessons"
-    """r → a. What was found for an order, perhaps nothing: header: order_id, lessons [{id, text}]."""
+    """r → a. Lessons found for an order, perhaps none; header: order_id, lessons [{id, text}]."""
     BYE = "bye"
     """Both ways. The sender leaves on purpose and wants nothing more."""
     REFUSED = "refused"
@@ -101,7 +101,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What ``receive`` yields. ``peer`` is the name the peer gave in HELLO (always ``"hub"`` on a link)."""
+    """An event that ``receive`` yields. ``peer`` is the name the peer gave in HELLO (always ``"hub"`` on a link)."""
 
     kind: EventKind
     peer: str
@@ -131,7 +131,7 @@ class Hub(Protocol):
 
     @property
     def address(self) -> str:
-        """Where links connect; with port 0 in the configuration, the port that was taken."""
+        """Address that links connect to; with port 0 in the configuration, the port that was taken."""
         ...
 
     async def receive(self) -> Event:

@@ -31,7 +31,7 @@ from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
 from pipeline.store import tables
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.open import limits_of
+from pipeline.transport.zeromq import limits_of
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.run_handle import RunHandle, start_run
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import NotEnough, SchemaError, StoreError
 from pipeline.store import buffer_checkpoint, segments
-from pipeline.store.buffer_index import join_steps
+from pipeline.store.buffer_payloads import join_steps
 from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
 
