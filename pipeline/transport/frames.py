@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -43,8 +43,7 @@ _VECTORS_MAX = 512
 _MAGIC = re.compile(rb"Afterplay ([a-z ]+?)(?: (\d+))?\r?\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A record whose header is whole; its body is not read yet."""
 
     json: bytes

@@ -109,9 +109,9 @@ class Event:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransportStatistics:
-    """For ``/metrics`` and tests."""
+    """Counts of one end, for ``/metrics`` and tests."""
 
     messages_sent: int = 0
     messages_received: int = 0
