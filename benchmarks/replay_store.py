@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.store.buffer_index import join_steps
+from pipeline.store.buffer_payloads import join_steps
 from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
 T, B = 64, 8

@@ -1,7 +1,7 @@
 """Updates with optimizer steps that were skipped because a value was not finite, written out for inspection.
 
-A file holds rows with their advantages and the evidence, so that the step can be tried again with the weights of a
-checkpoint::
+A file holds one message of :mod:`learner.distributed.messages`: rows with their advantages and the evidence. So the
+step can be tried again with the weights of a checkpoint::
 
     found = read_skipped(Path("runs/mine/skipped/u000012.batch"))
     trainer.step(Batch(found.update, (), found.rows), found.policy_version, found.evidence)
@@ -19,10 +19,14 @@ import numpy as np
 
 from learner.distributed.messages import pack_order, unpack_order
 from learner.observability.report import SkippedBatch, SkippedStep
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, WireError
 from pipeline.runtime.rundir import write_bytes_atomically
+from pipeline.transport.frames import FileKind
 
 log = logging.getLogger(__name__)
+KIND = FileKind(
+    "skipped batch", 2, "a batch that the learner wrote out", "read it with the Afterplay that wrote it, or delete it"
+)
 KEPT_MAX = 8
 """Files in a folder; those of the lowest updates go first. A file takes some thirty bytes a token."""
 
@@ -38,7 +42,8 @@ def write_skipped(folder: Path, batch: SkippedBatch) -> Path | None:
         "steps": [asdict(step) for step in batch.steps],
     }
     try:
-        write_bytes_atomically(path, pack_order("skipped", batch.rows, facts, batch.evidence).tobytes())
+        message = pack_order("skipped", batch.rows, facts, batch.evidence)
+        write_bytes_atomically(path, KIND.magic + message.tobytes())
         for old in sorted(folder.glob("u*.batch"))[:-KEPT_MAX]:
             old.unlink(missing_ok=True)
     except OSError as error:
@@ -49,13 +54,15 @@ def write_skipped(folder: Path, batch: SkippedBatch) -> Path | None:
 
 
 def read_skipped(path: Path) -> SkippedBatch:
-    """The inverse of :func:`write_skipped`. Raises :class:`StoreError` where the file is none of its."""
+    """The inverse of :func:`write_skipped`. Raises :class:`StoreError` for another file."""
     try:
-        facts, rows, evidence = unpack_order(np.fromfile(path, np.uint8))
+        data = path.read_bytes()
+        KIND.check(path, data)
+        facts, rows, evidence = unpack_order(np.frombuffer(data, np.uint8, offset=len(KIND.magic)))
         steps = tuple(SkippedStep(step["where"], tuple(step["rows"])) for step in facts["steps"])
         return SkippedBatch(facts["update"], facts["policy_version"], facts["kl_coefficient"], steps, rows, evidence)
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        raise StoreError(f"expected a batch that the learner wrote out, got {path} ({error})") from error
+    except (OSError, WireError, KeyError, ValueError, TypeError) as error:
+        raise StoreError(f"expected {path} to be {KIND.noun}, got {error}: {KIND.remedy}") from error
 
 
 def _words(batch: SkippedBatch) -> str:

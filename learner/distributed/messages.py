@@ -1,4 +1,4 @@
-"""Orders and rows as bytes: an orjson header and raw arrays, as in ``pipeline.codec``; nothing is pickled."""
+"""Messages between the ranks of a learner: commands, rows and token scores as one uint8 array."""
 
 from __future__ import annotations
 
@@ -8,57 +8,44 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from learner.data.rows import Row, TokenScores
+from pipeline.transport import frames
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-_LENGTH = 8
 _PER_TOKEN = ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions", "temperatures", "turns")
 _EVIDENCE = tuple(f.name for f in fields(TokenScores))
 _PER_ROW = tuple(f.name for f in fields(Row) if f.name not in (*_PER_TOKEN, "advantages"))
 
 
 def pack(header: Mapping[str, Any], arrays: Arrays) -> npt.NDArray[np.uint8]:
-    """uint8 ``[N]``: length of the header (8 bytes), the header, the arrays one after the other."""
-    parts = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    shapes = [[name, array.dtype.str, list(array.shape)] for name, array in parts.items()]
-    head = orjson.dumps([dict(header), shapes], option=orjson.OPT_SERIALIZE_NUMPY)
-    whole = b"".join([len(head).to_bytes(_LENGTH, "little"), head, *(array.tobytes() for array in parts.values())])
-    return np.frombuffer(bytearray(whole), dtype=np.uint8)
+    """uint8 ``[N]``: a record of :mod:`pipeline.transport.frames` with an array in each part."""
+    shapes = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+    buffers = frames.pack({"facts": header, "arrays": shapes}, [frames.array_bytes(a) for a in arrays.values()])
+    return np.frombuffer(bytearray().join(buffers), dtype=np.uint8)
 
 
 def unpack(message: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """The inverse of :func:`pack`; the arrays share one buffer."""
-    whole = bytearray(message.tobytes())
-    at = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
-    header, shapes = orjson.loads(whole[_LENGTH:at])
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, kind, shape in shapes:
-        dtype = np.dtype(kind)
-        count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(whole, dtype=dtype, count=count, offset=at).reshape(shape)
-        at += count * dtype.itemsize
-    return header, arrays
+    """The inverse of :func:`pack`; the arrays share one buffer of their own. Raises :class:`WireError`."""
+    header, parts = frames.unpack(bytearray(message.data))
+    return header["facts"], {
+        name: np.frombuffer(part, dtype=dtype).reshape(shape)
+        for (name, dtype, shape), part in zip(header["arrays"], parts, strict=True)
+    }
 
 
 def pack_rows(rows: Sequence[Row]) -> tuple[list[list[Any]], dict[str, npt.NDArray[Any]]]:
-    """What a rank needs of rows: facts of each, and the arrays of all, one row after the other."""
+    """Facts of each row, and the arrays of all, one row after the other."""
     facts = [[getattr(row, name) for name in _PER_ROW] for row in rows]
     arrays = {name: _joined([getattr(row, name) for row in rows]) for name in (*_PER_TOKEN, "advantages")}
     arrays["lengths"] = np.asarray([len(row) for row in rows], dtype=np.int64)
     return facts, arrays
 
 
-def unpack_rows(facts: Sequence[Sequence[Any]], arrays: Arrays) -> tuple[Row, ...]:
-    """The inverse of :func:`pack_rows`. Raises :class:`pipeline.errors.TrainingError` for rows that do not fit."""
-    return tuple(_rows(facts, arrays))
-
-
 def pack_order(
     order: str, rows: Sequence[Row] = (), facts: Mapping[str, Any] | None = None, evidence: TokenScores | None = None
 ) -> npt.NDArray[np.uint8]:
-    """What rank 0 tells the others to do, with what."""
+    """A command of rank 0 to the other ranks, with its data."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     header: dict[str, Any] = {"order": order, **(facts or {})}
     if rows:
@@ -71,13 +58,14 @@ def pack_order(
 
 
 def unpack_order(message: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], tuple[Row, ...], TokenScores]:
-    """Facts (``order`` says which), rows and evidence."""
+    """The inverse of :func:`pack_order`: facts (``order`` among them), rows and token scores."""
     header, arrays = unpack(message)
-    rows = unpack_rows(header.pop("rows"), arrays) if "rows" in header else ()
+    rows = tuple(_rows(header.pop("rows"), arrays)) if "rows" in header else ()
     return header, rows, TokenScores(**{name: arrays.get(f"evidence/{name}") for name in _EVIDENCE})
 
 
 def _rows(facts: Sequence[Sequence[Any]], arrays: Arrays) -> Iterator[Row]:
+    """The inverse of :func:`pack_rows`. Raises :class:`pipeline.errors.TrainingError` for rows that do not fit."""
     at = trained = 0
     for of_row, length in zip(facts, arrays["lengths"].tolist(), strict=True):
         of_token: dict[str, Any] = {name: arrays[name][at : at + length] for name in _PER_TOKEN}

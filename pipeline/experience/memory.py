@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import sqlite3
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +22,7 @@ import anyio
 
 from pipeline.errors import PlugInError, StoreError, WireError, boundary
 from pipeline.schema import Message, Trajectory
-
-APPLICATION_ID = 0x41464C4D
-"""``AFLM`` in the SQLite header (bytes 68-71)."""
-MEMORY_VERSION = 1
-"""``user_version`` in the SQLite header (bytes 60-63)."""
-BUSY_SECONDS_MAX = 10.0
-"""Longest wait for another stage that writes to the same file."""
+from pipeline.store.sqlite import Database
 
 TABLES = """
 CREATE TABLE lessons (
@@ -48,6 +40,8 @@ CREATE TRIGGER lessons_removed AFTER DELETE ON lessons BEGIN
     INSERT INTO lessons_text (lessons_text, rowid, task, lesson) VALUES ('delete', old.id, old.task, old.lesson);
 END;
 """
+MEMORY = Database("memory of lessons", "memory", "lessons.store", application_id=0x41464C4D, version=1, tables=TABLES)
+"""Its application id is ``AFLM``."""
 
 
 def open_memory(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -55,90 +49,25 @@ def open_memory(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
     Raises :class:`StoreError` that names the remedy. Usable from any one thread at a time.
     """
-    remedy = "Move it away (with its -wal) to start with an empty memory, or set lessons.store to another file"
-    if not _is_ours(path, remedy):
-        _create(path)
-    mode = "ro" if read_only else "rw"
+    if not MEMORY.exists(path):
+        MEMORY.create(path)
     try:
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-            timeout=BUSY_SECONDS_MAX,
-        )
-    except sqlite3.Error as error:
-        raise StoreError(f"the memory of lessons {path} cannot be opened: {error}. {remedy}") from error
-    try:
-        if not read_only:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                raise StoreError(f"the memory of lessons {path} is damaged: {found}. {remedy}")
-            connection.execute("INSERT INTO lessons_text (lessons_text) VALUES ('integrity-check')")
-        connection.execute("SELECT id FROM lessons LIMIT 1").fetchone()
-    except sqlite3.Error as error:
-        connection.close()
-        raise StoreError(f"the memory of lessons {path} is damaged: {error}. {remedy}") from error
-    except StoreError:
-        connection.close()
-        raise
-    return connection
-
-
-def _is_ours(path: Path, remedy: str) -> bool:
-    """True if ``path`` is a memory (False: there is nothing yet). Reads 100 bytes and changes nothing."""
-    try:
-        with path.open("rb") as file:
-            header = file.read(100)
-    except FileNotFoundError:
-        log = path.with_name(path.name + "-wal")
-        if log.exists() and log.stat().st_size:
-            raise StoreError(
-                f"{log} belongs to a memory of lessons, but {path} is not there: move it back, or {log} away too"
-            ) from None
-        return False
-    except OSError as error:
-        raise StoreError(f"the memory of lessons {path} cannot be read: {error}. {remedy}") from error
-    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
-        raise StoreError(f"expected {path} to be a memory of lessons (an SQLite file), got something else. {remedy}")
-    version, application = struct.unpack(">I", header[60:64])[0], struct.unpack(">I", header[68:72])[0]
-    if application != APPLICATION_ID:
-        raise StoreError(
-            f"expected {path} to be a memory of lessons of Afterplay, got an SQLite file of something else. {remedy}"
-        )
-    if version != MEMORY_VERSION:
-        raise StoreError(
-            f"{path} was written by another Afterplay (memory version {version}, this one reads {MEMORY_VERSION}). "
-            f"{remedy}"
-        )
-    return True
-
-
-def _create(path: Path) -> None:
-    """Make an empty memory. Of several processes that try at once, one succeeds and all use its file."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        connection = sqlite3.connect(part, isolation_level=None)
+        connection = MEMORY.connect(path, read_only=read_only, synchronous="NORMAL")
         try:
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {MEMORY_VERSION}")
-            connection.executescript(f"BEGIN; {TABLES} COMMIT;")
-        finally:
+            if not read_only:
+                found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+                if found != "ok":
+                    raise sqlite3.DatabaseError(found)
+                connection.execute("INSERT INTO lessons_text (lessons_text) VALUES ('integrity-check')")
+            connection.execute("SELECT id FROM lessons LIMIT 1").fetchone()
+        except sqlite3.Error:
             connection.close()
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            pass
-        finally:
-            part.unlink(missing_ok=True)
-    except (OSError, sqlite3.Error) as error:
+            raise
+    except sqlite3.Error as error:
         raise StoreError(
-            f"the memory of lessons {path} cannot be made: {error}. Set lessons.store to a place that can be written"
+            f"the memory of lessons {path} is damaged or cannot be opened: {error}. {MEMORY.remedy}"
         ) from error
+    return connection
 
 
 QUERY_CHARACTERS_MAX = 4096

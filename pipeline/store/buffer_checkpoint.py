@@ -1,15 +1,12 @@
-"""The index, the counters and the random state as one file that is replaced as a whole.
+"""Checkpoint of a trajectory buffer, recovery of a buffer from it and from what became durable after it, and whole
+copies of a buffer.
 
-``checkpoint`` = ``b"Afterplay buffer checkpoint 1\\n"``, SHA-256 of what follows (32 bytes), length of the JSON
-(8 bytes, little-endian), the JSON, then the rows of the index as ``<i8 [n, 7]``. A reader sees the old file or the new
-one.
-
-What a buffer starts from: its checkpoint, and what became durable after it.
+The file ``checkpoint`` is one record of :mod:`pipeline.transport.frames`: counters and the random state as JSON, the
+rows of the index as ``<i8 [n, 7]``. It is replaced as a whole: a reader sees the old file or the new one.
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,13 +15,22 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from pipeline.errors import SchemaError, StoreError
+from pipeline.errors import SchemaError, StoreError, WireError
 from pipeline.runtime.rundir import FileLock, sync, write_bytes_atomically
-from pipeline.store.buffer_index import COLUMNS, Ints, Layout
-from pipeline.store.segments import FILE_HEADER_BYTES, Record, SegmentReader, segment_file, segment_numbers, truncate
+from pipeline.store.buffer_index import COLUMNS, Ints
+from pipeline.store.buffer_payloads import Layout
+from pipeline.store.segments import START_BYTES, Record, SegmentReader, SegmentWriter, segment_file, segment_numbers
+from pipeline.transport import frames
 
 NAME = "checkpoint"
-_MAGIC = b"Afterplay buffer checkpoint 1\n"
+_GROUP = 64
+"""Trajectories of a copy that are written at once."""
+_ATTEMPTS = 5
+"""Of opening a checkpoint that its buffer replaces meanwhile."""
+KIND = frames.FileKind(
+    "buffer checkpoint", 2, "a checkpoint of a trajectory buffer",
+    "open it with the Afterplay that wrote it, or use another directory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,8 @@ def write_checkpoint(directory: Path, state: Checkpoint) -> None:
         "added": state.added,
         "end": list(state.end),
         "layouts": [layout.fields for layout in state.layouts],
-        "n": len(state.rows),
     }
-    json = orjson.dumps(header)
-    body = len(json).to_bytes(8, "little") + json + state.rows.astype("<i8").tobytes()
-    data = _MAGIC + hashlib.sha256(body).digest() + body
+    data = b"".join([KIND.magic, *frames.pack(header, [frames.array_bytes(state.rows.astype("<i8", copy=False))])])
     write_bytes_atomically(directory / NAME, data, durable=True)
 
 
@@ -81,15 +84,12 @@ def read_checkpoint(directory: Path) -> Checkpoint | None:
         return None
     except OSError as error:
         raise StoreError(f"the buffer checkpoint {path} cannot be read: {error}") from error
-    if not data.startswith(_MAGIC):
-        raise StoreError(f"expected {path} to be a checkpoint of a trajectory buffer (version 1), got something else")
-    digest, body = data[len(_MAGIC) : len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
-    if hashlib.sha256(body).digest() != digest:
-        raise StoreError(f"{path} is damaged: its checksum does not fit. Restore it from a copy")
+    KIND.check(path, data)
     try:
-        length = int.from_bytes(body[:8], "little")
-        header = orjson.loads(body[8 : 8 + length])
-        rows = np.frombuffer(body, "<i8", offset=8 + length).reshape(header["n"], COLUMNS).astype(np.int64)
+        header, (rows,) = frames.unpack(memoryview(data)[len(KIND.magic) :])
+    except (WireError, ValueError) as error:
+        raise StoreError(f"{path} is damaged: {error}. Restore it from a copy") from error
+    try:
         return Checkpoint(
             generation=header["generation"],
             seed=header["seed"],
@@ -99,7 +99,7 @@ def read_checkpoint(directory: Path) -> Checkpoint | None:
             added=header["added"],
             end=(header["end"][0], header["end"][1]),
             layouts=tuple(Layout.decode(orjson.dumps(fields)) for fields in header["layouts"]),
-            rows=rows,
+            rows=np.frombuffer(rows, "<i8").reshape(-1, COLUMNS).astype(np.int64),
         )
     except (KeyError, IndexError, TypeError, ValueError, SchemaError) as error:
         raise StoreError(f"{path} is not understood ({type(error).__name__}: {error})") from error
@@ -174,7 +174,7 @@ def _tail(
     """Segments that may hold what came after ``state``, and the removal of those that are of no use."""
     tail, repairs = [], []
     for number in numbers:
-        if segment_file(directory, number).stat().st_size < FILE_HEADER_BYTES and number == numbers[-1]:
+        if segment_file(directory, number).stat().st_size < START_BYTES and number == numbers[-1]:
             repairs.append(_cut(directory, reader, number, 0))  # it was being made
         elif reader.generation(number) != state.generation:
             repairs.append(_cut(directory, reader, number, 0))  # of a copy that was never finished
@@ -193,7 +193,7 @@ def _extended(
         last = number == tail[-1]
         start = state.end[1] if number == state.end[0] else 0
         size = segment_file(directory, number).stat().st_size
-        stop = max(start, FILE_HEADER_BYTES)
+        stop = max(start, START_BYTES)
         for record in reader.scan(number, start, payloads=last):
             records.append(record)
             stop = record.offset + record.n_bytes
@@ -214,15 +214,13 @@ def _extended(
     live = added - evicted
     if live > len(ordinals) or (live and ordinals[-live] != evicted + 1):
         raise StoreError(f"{directory} lacks a segment: some live trajectories are in none. Restore it from a copy")
-    rows = state.rows
-    if records:
-        new = []
-        for r in records:
-            if r.layout not in numbers:
-                numbers[r.layout] = len(layouts)
-                layouts.append(Layout.decode(r.layout))
-            new.append((r.id, r.units, r.n_bytes, numbers[r.layout], r.segment, r.offset, r.crc))
-        rows = np.concatenate([rows, np.asarray(new, np.int64)])
+    new = []
+    for r in records:
+        if r.layout not in numbers:
+            numbers[r.layout] = len(layouts)
+            layouts.append(Layout.decode(r.layout))
+        new.append((r.id, r.units, r.n_bytes, numbers[r.layout], r.segment, r.offset, r.crc))
+    rows = np.concatenate([state.rows, np.asarray(new, np.int64)])
     return replace(
         state,
         draws=max(state.draws, records[-1].draws),
@@ -236,10 +234,69 @@ def _extended(
 
 def _cut(directory: Path, reader: SegmentReader, number: int, size: int) -> Callable[[], None]:
     def repair() -> None:
-        if size <= FILE_HEADER_BYTES:
+        if size <= START_BYTES:
             reader.forget(number)
             segment_file(directory, number).unlink(missing_ok=True)
         else:
-            truncate(directory, number, size)
+            frames.truncate(segment_file(directory, number), size)
 
     return repair
+
+
+def write_copy(directory: Path, state: Checkpoint, payload: Callable[[Ints], bytes | memoryview]) -> None:
+    """Write ``state`` and its payloads beside what the directory holds, then let the checkpoint name the new ones and
+    remove the others. Killed at any moment, one of the two is whole."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = lock_directory(directory)
+    try:
+        old = segment_numbers(directory)
+        state = replace(state, generation=new_generation())
+        writer = SegmentWriter(directory, max(old, default=-1) + 1, state.generation)
+        try:
+            rows = state.rows.copy()
+            evicted = state.added - len(rows)
+            for at in range(0, len(rows), _GROUP):
+                records = [
+                    Record(
+                        int(row[0]),
+                        evicted + at + i + 1,
+                        evicted,
+                        state.draws,
+                        int(row[1]),
+                        state.layouts[int(row[3])].encode(),
+                        memoryview(payload(row)),
+                    )
+                    for i, row in enumerate(rows[at : at + _GROUP])
+                ]
+                placed = writer.append(records)
+                rows[at : at + _GROUP, 4:7] = [(r.segment, r.offset, r.crc) for r in placed]
+            writer.sync()
+            write_checkpoint(directory, replace(state, rows=rows, end=(writer.number, writer.size)))
+        except BaseException:
+            segment_file(directory, writer.number).unlink(missing_ok=True)
+            raise
+        finally:
+            writer.close()
+        for number in old:
+            segment_file(directory, number).unlink(missing_ok=True)
+    finally:
+        lock.release()
+
+
+def open_checkpoint(source: Path) -> tuple[Checkpoint, SegmentReader]:
+    """The checkpoint with all its segments open: a writer may remove their names from here on."""
+    seen = None
+    for _ in range(_ATTEMPTS):
+        state = read_checkpoint(source)
+        if state is None:
+            raise StoreError(f"expected a saved trajectory buffer in {source}, got no checkpoint")
+        reader = SegmentReader(source)
+        try:
+            check_places(reader, state)
+            return state, reader
+        except StoreError:
+            reader.close()
+            if seen is not None and (seen.end, seen.draws, seen.added) == (state.end, state.draws, state.added):
+                raise
+            seen = state
+    raise StoreError(f"{source} is saved faster than it can be read: try again")

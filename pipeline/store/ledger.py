@@ -207,10 +207,10 @@ def read_ledger(path: Path, *, rows: bool = False) -> Ledger:
 
     Opens the file read-only, in one transaction. Raises :class:`StoreError` when there is none or it is not ours.
     """
-    if not tables.check_header(path):
+    if not tables.STORE.exists(path):
         raise StoreError(f"there is no replay store at {path}: has the run been started?")
     try:
-        connection = tables.connect(path, read_only=True)
+        connection = tables.STORE.connect(path, read_only=True)
     except sqlite3.Error as error:
         raise StoreError(f"the replay store {path} could not be read: {error}") from error
     try:

@@ -32,10 +32,10 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
     Raises :class:`StoreError` when there is no store, or it is not ours, damaged, or of another version.
     """
-    if not tables.check_header(path):
+    if not tables.STORE.exists(path):
         raise StoreError(f"there is no replay store at {path}: has the run been started?")
     try:
-        connection = tables.connect(path, read_only=True)
+        connection = tables.STORE.connect(path, read_only=True)
         try:
             connection.execute("BEGIN")
             tables.check_tables(connection, path)

@@ -1,31 +1,12 @@
-"""Payloads on disk: append-only segment files of checksummed records.
+"""Payloads of a trajectory buffer on disk: append-only segment files, and the thread that writes them.
 
-A record says everything the index needs, so what was added after the last checkpoint is found again by reading the
-headers of what follows it. A record that a dying process left half written is recognised and dropped; damage anywhere
-else is an error.
+A segment is a file of records (:mod:`pipeline.transport.frames`). The first has no body and says which generation of
+the buffer the segment belongs to; each of the others is one trajectory, with everything in its header that the index
+needs. So what was added after the last checkpoint is found by reading the headers that follow it. A record that a dying
+process left half written is dropped; damage anywhere else is an error.
 
-======  =====  ==========================================================
-header  bytes
-======  =====  ==========================================================
-magic       4  ``APBR``
-crc         4  CRC-32 of the rest of the header and of the layout
-id          8
-added       8  trajectories ever added, this one included
-evicted     8  trajectories ever evicted, after this one was added
-draws       8  number of draws made so far: the random state
-units       8
-payload     8  bytes
-layout      4  bytes
-crc         4  CRC-32 of the payload
-======  =====  ==========================================================
-
-then the layout (JSON), then the payload. Little-endian.
-
-Which segments of a directory are still needed: by live trajectories, by the checkpoint, by one being made.
-
-Payload writes off the hot path: one thread, one fsync for everything that came meanwhile (group commit).
-
-*consumes* records; *produces* handles that are done once a record is durable. *waits for*: the disk. *unblocked by*:
+:class:`BackgroundWriter` *consumes* records and *produces* handles that are done once a record is durable, with one
+``fdatasync`` for everything that came meanwhile (group commit). *waits for*: the disk. *unblocked by*:
 :meth:`BackgroundWriter.put`. Back-pressure: ``put`` waits while more than ``pending_bytes_max`` are not written.
 """
 
@@ -33,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import threading
 import zlib
 from collections import Counter, deque
@@ -42,16 +22,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 from pipeline.errors import StoreError
 from pipeline.runtime.rundir import sync
+from pipeline.transport import frames
+from pipeline.transport.protocol import Buffer
 
-_FILE_MAGIC = b"Afterplay segment 1\n\0\0\0\0"
-FILE_HEADER_BYTES = len(_FILE_MAGIC) + 8
-"""Magic and the generation (int64)."""
-_HEADER = struct.Struct("<4sIqqqqqqII")
-_MAGIC = b"APBR"
-_LAYOUT_BYTES_MAX = 1 << 20
-_VECTORS_MAX = 512
+KIND = frames.FileKind(
+    "segment",
+    2,
+    "a segment of a trajectory buffer",
+    "open it with the Afterplay that wrote it, or use another directory",
+)
 _NAME = re.compile(r"segment-(\d{8})\.data")
 
 
@@ -84,46 +67,39 @@ def segment_numbers(directory: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
+def _start(generation: int) -> bytes:
+    """The first line and the first record of a segment: always as many bytes."""
+    return KIND.magic + b"".join(frames.pack({"generation": f"{generation:016x}"}))
+
+
+START_BYTES = len(_start(0))
+
+
 class SegmentWriter:
     """Appends records to one new segment file. Used by one thread."""
 
     def __init__(self, directory: Path, number: int, generation: int) -> None:
         self.number = number
         self._fd = os.open(segment_file(directory, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self.size = 0
-        self._write([_FILE_MAGIC + struct.pack("<q", generation)])
+        self.size = frames.write(self._fd, [_start(generation)])
         sync(directory)
 
     def append(self, records: Sequence[Record]) -> list[Record]:
-        """Write records; the same ones with their places. Durable after :meth:`sync`."""
+        """Write records; the same ones with their offsets. Durable after :meth:`sync`."""
         placed: list[Record] = []
-        buffers: list[bytes | memoryview] = []
+        buffers: list[Buffer] = []
         at = self.size
         for record in records:
             assert record.payload is not None
-            payload_crc = zlib.crc32(record.payload)
-            fields = (
-                record.id,
-                record.added,
-                record.evicted,
-                record.draws,
-                record.units,
-                record.payload.nbytes,
-                len(record.layout),
-                payload_crc,
-            )
-            unchecked = _HEADER.pack(_MAGIC, 0, *fields)
-            crc = zlib.crc32(record.layout, zlib.crc32(unchecked[8:]))
-            buffers += [_HEADER.pack(_MAGIC, crc, *fields), record.layout, record.payload]
-            at += _HEADER.size + len(record.layout)
+            fields = record.id, record.added, record.evicted, record.draws, record.units
+            head, payload = frames.pack({"record": fields, "layout": orjson.Fragment(record.layout)}, [record.payload])
+            buffers += [head, payload]
+            at += len(head)
             placed.append(
-                Record(
-                    record.id, record.added, record.evicted, record.draws, record.units, record.layout, None,
-                    record.payload.nbytes, self.number, at, payload_crc,
-                )
-            )  # fmt: skip
+                Record(*fields, record.layout, None, record.payload.nbytes, self.number, at, frames.body_crc(head))
+            )
             at += record.payload.nbytes
-        self._write(buffers)
+        self.size += frames.write(self._fd, buffers)
         return placed
 
     def sync(self) -> None:
@@ -131,17 +107,6 @@ class SegmentWriter:
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def _write(self, buffers: list[bytes | memoryview]) -> None:
-        for at in range(0, len(buffers), _VECTORS_MAX):
-            rest = [memoryview(b) for b in buffers[at : at + _VECTORS_MAX]]
-            while rest:
-                written = os.writev(self._fd, rest)
-                self.size += written
-                while rest and written >= rest[0].nbytes:
-                    written -= rest.pop(0).nbytes
-                if rest and written:
-                    rest[0] = rest[0][written:]
 
 
 class SegmentReader:
@@ -162,9 +127,11 @@ class SegmentReader:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise StoreError(f"expected the buffer's segment {path}, got {error.strerror}") from error
-            if os.pread(fd, len(_FILE_MAGIC), 0) != _FILE_MAGIC:
+            try:
+                KIND.check(path, os.pread(fd, START_BYTES, 0))
+            except StoreError:
                 os.close(fd)
-                raise StoreError(f"expected {path} to be a segment of a trajectory buffer, got something else")
+                raise
             self._fds[number] = fd
         return fd
 
@@ -190,58 +157,33 @@ class SegmentReader:
     def scan(self, number: int, start: int, *, payloads: bool) -> Iterator[Record]:
         """Records from byte ``start`` (0: the first) to the end; with ``payloads`` their checksums are tried too.
         Stops at the first that is not whole."""
-        fd = self.open(number)
-        size = os.fstat(fd).st_size
-        at = max(start, FILE_HEADER_BYTES)
-        while (record := _whole_record(fd, number, at, size, payloads)) is not None:
-            yield record
-            at = record.offset + record.n_bytes
+        for frame in frames.scan(self.open(number), max(start, START_BYTES), bodies=payloads):
+            header = frame.header
+            identity, added, evicted, draws, units = header["record"]
+            yield Record(
+                identity, added, evicted, draws, units, orjson.dumps(header["layout"]), None,
+                frame.n_bytes, number, frame.offset, frame.crc,
+            )  # fmt: skip
 
     def generation(self, number: int) -> int:
-        """Which checkpoints the segment belongs to."""
-        data = os.pread(self.open(number), 8, len(_FILE_MAGIC))
-        return int(struct.unpack("<q", data)[0]) if len(data) == 8 else -1
+        """Generation of the buffer that the segment belongs to."""
+        for frame in frames.scan(self.open(number), len(KIND.magic)):
+            return int(frame.header["generation"], 16)
+        raise StoreError(f"{segment_file(self.directory, number)} is damaged at its start. Restore it from a copy")
 
     def size(self, number: int) -> int:
         return os.fstat(self.open(number)).st_size
 
 
-def truncate(directory: Path, number: int, size: int) -> None:
-    """Cut a segment off, durably."""
-    fd = os.open(segment_file(directory, number), os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.ftruncate(fd, size)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _whole_record(fd: int, number: int, at: int, size: int, payloads: bool) -> Record | None:
-    header = os.pread(fd, _HEADER.size, at)
-    if len(header) < _HEADER.size:
-        return None
-    magic, crc, identity, added, evicted, draws, units, n_bytes, n_layout, payload_crc = _HEADER.unpack(header)
-    end = at + _HEADER.size + n_layout + n_bytes
-    if magic != _MAGIC or not 0 < n_layout <= _LAYOUT_BYTES_MAX or n_bytes < 0 or end > size:
-        return None
-    layout = os.pread(fd, n_layout, at + _HEADER.size)
-    if zlib.crc32(layout, zlib.crc32(header[8:])) != crc:
-        return None
-    offset = at + _HEADER.size + n_layout
-    if payloads and zlib.crc32(os.pread(fd, n_bytes, offset)) != payload_crc:
-        return None
-    return Record(identity, added, evicted, draws, units, layout, None, n_bytes, number, offset, payload_crc)
-
-
 class HeldSegments:
-    """Counts live trajectories by segment and removes what nobody needs."""
+    """Counts live trajectories by segment; removes segments that neither they nor a checkpoint need."""
 
     def __init__(self) -> None:
         self._live: Counter[int] = Counter()
         self.checkpointed: frozenset[int] = frozenset()
-        """Those that the checkpoint on disk needs."""
+        """Segments that the checkpoint on disk needs."""
         self.saving: frozenset[int] = frozenset()
-        """Those that a checkpoint or copy being written needs."""
+        """Segments that a checkpoint or copy being written needs."""
 
     def found(self, segments: Iterable[int]) -> None:
         """These lie in the directory."""

@@ -54,7 +54,7 @@ class ReplayStore:
 
     def __init__(self, path: Path, synchronous: str = "FULL") -> None:
         self.path = path
-        exists = tables.check_header(path)
+        exists = tables.STORE.exists(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = tables.lock(path)
         self._closed = False
@@ -65,15 +65,15 @@ class ReplayStore:
                 if exists:
                     self._check_tables()
                 else:
-                    tables.create(path)
-                self._writer = tables.connect(path, synchronous=synchronous)
-                self._reader = tables.connect(path, read_only=True)
+                    tables.STORE.create(path)
+                self._writer = tables.STORE.connect(path, synchronous=synchronous)
+                self._reader = tables.STORE.connect(path, read_only=True)
         except BaseException:
             self._lock.release()
             raise
 
     def _check_tables(self) -> None:
-        connection = tables.connect(self.path, read_only=True)
+        connection = tables.STORE.connect(self.path, read_only=True)
         try:
             tables.check_tables(connection, self.path)
         finally:

@@ -1,21 +1,13 @@
-"""The file of the store: its tables, what proves that it is ours, and opening it without harming one that is not."""
+"""Tables of the replay store, and the checks of a file before a stage or a reader uses it."""
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import struct
 from pathlib import Path
 
 from pipeline.errors import StoreError
 from pipeline.runtime.rundir import FileLock
-
-APPLICATION_ID = 0x41465250
-"""``AFRP`` in the SQLite header (bytes 68-71)."""
-STORE_VERSION = 3
-"""``user_version`` in the SQLite header (bytes 60-63). Raised when tables change; older ones are refused."""
-PAGE_BYTES = 4096
-"""Small pages write least: 1.25 times the payload at 16 trajectories a transaction (16 KiB pages: 1.62)."""
+from pipeline.store.sqlite import Database
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -60,53 +52,14 @@ CREATE TABLE tasks (
     visits INTEGER NOT NULL, history BLOB NOT NULL
 ) WITHOUT ROWID;
 """
+STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=3, tables=TABLES)
+"""Its application id is ``AFRP``."""
 
 
 def lock(path: Path) -> FileLock:
     """Held by the one stage that writes the store. Raises :class:`StoreError` while another one has it."""
     taken = f"{path} is used by another replay stage: stop that run, or set replay.store to another file"
     return FileLock(path.with_name(path.name + ".lock"), taken)
-
-
-def check_header(path: Path) -> bool:
-    """Whether ``path`` is one of our stores (False: there is nothing yet). Reads 100 bytes and changes nothing.
-
-    Raises :class:`StoreError` that names the remedy when it is anything else.
-    """
-    remedy = "Move it away (with its -wal) to start with an empty store, or set replay.store to another file"
-    try:
-        with path.open("rb") as file:
-            header = file.read(100)
-    except FileNotFoundError:
-        header = b""
-    except OSError as error:
-        raise StoreError(f"the replay store {path} cannot be read: {error}. {remedy}") from error
-    log = path.with_name(path.name + "-wal")
-    logged = log.stat().st_size if log.exists() else 0
-    if not header:
-        if logged:
-            raise StoreError(
-                f"{log} belongs to a replay store, but {path} is not there: move it back, or {log} away too"
-            )
-        return False
-    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
-        raise StoreError(f"expected {path} to be a replay store (an SQLite file), got something else. {remedy}")
-    version, application = struct.unpack(">I", header[60:64])[0], struct.unpack(">I", header[68:72])[0]
-    if application != APPLICATION_ID:
-        raise StoreError(
-            f"expected {path} to be a replay store of Afterplay, got an SQLite file of something else. {remedy}"
-        )
-    if version != STORE_VERSION:
-        age = "an older" if version < STORE_VERSION else "a newer"
-        raise StoreError(
-            f"{path} was written by {age} Afterplay (store version {version}, this one reads {STORE_VERSION}): "
-            f"go on with that Afterplay. {remedy}"
-        )
-    pages, page_bytes = struct.unpack(">I", header[28:32])[0], struct.unpack(">H", header[16:18])[0] or 65536
-    page_bytes = 65536 if page_bytes == 1 else page_bytes
-    if pages * page_bytes > path.stat().st_size + logged:
-        raise StoreError(f"{path} is cut off: expected {pages * page_bytes} bytes, got {path.stat().st_size}. {remedy}")
-    return True
 
 
 def check_tables(connection: sqlite3.Connection, path: Path) -> None:
@@ -124,50 +77,15 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
             )
             raise StoreError(
                 f"{path} has other tables than this Afterplay writes: expected {table} with "
-                f"{', '.join(sorted(c[0] for c in columns))}, but it {what}: something else changed it. Move it away "
-                "(with its -wal) to start with an empty store, or set replay.store to another file"
+                f"{', '.join(sorted(c[0] for c in columns))}, but it {what}: something else changed it. "
+                f"{STORE.remedy}"
             )
 
 
 def _columns(connection: sqlite3.Connection) -> dict[str, set[tuple[str, str, int]]]:
-    """By table: name, type and place in the primary key of its columns."""
+    """By table: name, type and position in the primary key of its columns."""
     tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     return {
         table: {(row[1], row[2], row[5]) for row in connection.execute(f'PRAGMA table_info("{table}")')}
         for table in tables
     }
-
-
-def create(path: Path) -> None:
-    """Make an empty store, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    connection = sqlite3.connect(part, isolation_level=None)
-    try:
-        make_tables(connection)
-    finally:
-        connection.close()
-    os.replace(part, path)
-
-
-def make_tables(connection: sqlite3.Connection) -> None:
-    """Fill an empty database."""
-    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
-    connection.executescript(f"BEGIN; {TABLES} COMMIT;")
-
-
-def connect(path: Path, *, read_only: bool = False, synchronous: str = "FULL") -> sqlite3.Connection:
-    """A connection with our settings. Usable from any one thread at a time."""
-    mode = "ro" if read_only else "rw"
-    connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False, timeout=10.0
-    )
-    if not read_only:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {synchronous}")
-        connection.execute("PRAGMA wal_autocheckpoint = 2000")
-    connection.execute("PRAGMA cache_size = -32768")
-    return connection

@@ -1,30 +1,19 @@
-"""Files of traces: append-only, bounded in bytes, readable while they are written.
+"""Traces: rollouts with what the learner saw at their sampled tokens. Files are append-only, bounded in bytes, and
+readable while they are written.
 
-``NAME-00000003.traces`` is :data:`MAGIC`, then records. The oldest file goes when there are more bytes than allowed. A
-record is
+``NAME-00000003.traces`` is a file of records (:mod:`pipeline.transport.frames`): the header is what a list shows, with
+the ``update`` that trained the trajectory (-1: none); the parts, compressed, are the frames of
+:mod:`pipeline.transport.codec`, and the arrays of :class:`SeenTokens` where a learner saw it. The oldest file goes when
+there are more bytes than allowed. A record that a dying process left half written ends a file; the next writer cuts it
+off.
 
-======  =====  ===================================================================
-magic       4  ``APTR``
-crc         4  CRC-32 of what follows of the record, body excepted
-crc         4  CRC-32 of the body
-index       4  bytes
-body        4  bytes
-update      8  update that trained the trajectory; -1: none
-======  =====  ===================================================================
-
-then the index (JSON: what a list shows) and the body (zlib): the frames of :mod:`pipeline.transport.codec`, and the
-arrays of :class:`SeenTokens` where a learner saw it; their lengths are in the index. Little-endian. A record that a
-dying process left half written ends a file; the next writer cuts it off.
-
-What the learner saw at the sampled tokens of one trajectory. S: its sampled tokens, in order of turns.
+S: the sampled tokens of one trajectory, in order of turns.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -33,17 +22,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from pipeline.errors import StoreError
-from pipeline.transport.protocol import Frames
+from pipeline.errors import StoreError, WireError
+from pipeline.transport import frames
+from pipeline.transport.protocol import Buffer, Frames
 
 FLOAT = np.dtype("<f2")
 FloatArray = npt.NDArray[np.floating]
 
 
 class Flag(IntFlag):
-    """What the loss did with a token."""
+    """Treatment of a token by the loss."""
 
     SEEN = 1
     """A row of the update held it."""
@@ -75,31 +64,26 @@ class SeenTokens:
 
     @classmethod
     def unknown(cls, n: int) -> SeenTokens:
-        """Of ``n`` tokens that nobody saw."""
+        """``n`` tokens that no learner saw."""
         a, b, c = (np.full(n, np.nan, np.float32) for _ in range(3))
         return cls(a, b, c, np.zeros(n, np.uint8))
 
     def __len__(self) -> int:
         return len(self.flags)
 
-    def pack(self) -> dict[str, bytes]:
-        """Bytes by name: float16, and one byte of flags."""
-        return {
-            "log_ratios": _half(self.log_ratios),
-            "entropies": _half(self.entropies),
-            "advantages": _half(self.advantages),
-            "flags": np.ascontiguousarray(self.flags, np.uint8).tobytes(),
-        }
+    def pack(self) -> list[bytes]:
+        """Log-ratios, entropies and advantages as float16, and one byte of flags a token."""
+        floats = [_half(values) for values in (self.log_ratios, self.entropies, self.advantages)]
+        return [*floats, np.ascontiguousarray(self.flags, np.uint8).tobytes()]
 
     @classmethod
-    def unpack(cls, parts: Mapping[str, bytes]) -> SeenTokens:
-        """The inverse; floats come back as float32. Raises KeyError or ValueError."""
-        halves = [np.frombuffer(parts[name], FLOAT).astype(np.float32) for name in
-                  ("log_ratios", "entropies", "advantages")]  # fmt: skip
-        flags = np.frombuffer(parts["flags"], np.uint8)
-        if {len(half) for half in halves} != {len(flags)}:
-            raise ValueError(f"arrays of {[len(half) for half in halves]} tokens and flags of {len(flags)}")
-        return cls(halves[0], halves[1], halves[2], flags)
+    def unpack(cls, parts: Sequence[Buffer]) -> SeenTokens:
+        """The inverse; floats come back as float32. Raises :class:`ValueError`."""
+        *halves, flags = parts
+        log_ratios, entropies, advantages = (np.frombuffer(half, FLOAT).astype(np.float32) for half in halves)
+        if not len(log_ratios) == len(entropies) == len(advantages) == len(flags):
+            raise ValueError(f"arrays of {[len(half) for half in halves]} bytes and flags of {len(flags)}")
+        return cls(log_ratios, entropies, advantages, np.frombuffer(flags, np.uint8))
 
 
 def _half(values: FloatArray) -> bytes:
@@ -108,17 +92,14 @@ def _half(values: FloatArray) -> bytes:
     return np.where(np.isfinite(values), finite, np.float32(np.nan)).astype(FLOAT).tobytes()
 
 
-MAGIC = b"Afterplay traces 1\n\0"
+KIND = frames.FileKind("traces", 2, "a file of traces", "delete it, it is only there to look at")
 SUFFIX = ".traces"
 FILES = 8
 """Files that the allowed bytes are divided among: so much is lost at once when the oldest goes."""
-INDEX_BYTES_MAX = 1 << 20
-BODY_BYTES_MAX = 1 << 30
-_HEADER = struct.Struct("<4sIIIIq")
-_RECORD = b"APTR"
 _NAME = re.compile(r"(.+)-(\d{8})\.traces")
 _LEVEL = 1
 """zlib's quickest: token ids shrink to a third, and a learner waits for it."""
+_TRAJECTORY_FRAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +114,18 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """Where a trace lies, and what its index says; the body is read by :meth:`load`."""
+    """A trace in its file; :meth:`load` reads its tokens."""
 
     path: Path
-    offset: int
-    """Of the body."""
-    n_bytes: int
-    crc: int
+    frame: frames.Frame
     update: int
     """-1: it was not trained."""
     trajectory_id: str
-    raw: bytes
-    """The index as it is stored: some 200 bytes, a fifth of what it takes as a dictionary."""
 
     @property
     def index(self) -> Mapping[str, Any]:
-        """What a list shows."""
-        found: dict[str, Any] = orjson.loads(self.raw)
-        return found
+        """Facts for a list."""
+        return self.frame.header
 
     @property
     def step(self) -> int | None:
@@ -161,13 +136,15 @@ class TraceEntry:
         """None when it has gone meanwhile (the oldest files make room). Raises :class:`StoreError` for damage."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self.offset)
-                body = file.read(self.n_bytes)
+                parts = self.frame.load(file.fileno())
+            seen = parts[_TRAJECTORY_FRAMES:]
+            return Trace(tuple(parts[:_TRAJECTORY_FRAMES]), SeenTokens.unpack(seen) if seen else None)
         except FileNotFoundError:
             return None
-        if zlib.crc32(body) != self.crc:
-            raise StoreError(f"{self.path} is damaged at byte {self.offset}: delete it, it is only there to look at")
-        return _unpack(body, self.index, self.path)
+        except (WireError, ValueError) as error:
+            raise StoreError(
+                f"{self.path} is damaged at byte {self.frame.offset} ({error}): delete it, it is only there to look at"
+            ) from error
 
 
 class TraceWriter:
@@ -185,18 +162,17 @@ class TraceWriter:
             _rewind(directory, name, updates)
         numbers = _numbers(directory, name)
         self._number = numbers[-1] if numbers else 0
+        if numbers and not _is_current(_path(directory, name, self._number)):
+            self._number += 1
         self._fd = self._open()
         self._size = os.fstat(self._fd).st_size
 
-    def append(self, index: Mapping[str, Any], frames: Frames, seen: SeenTokens | None, update: int = -1) -> None:
+    def append(self, index: Mapping[str, Any], payload: Frames, seen: SeenTokens | None, update: int = -1) -> None:
         """Write one trace whole. ``index`` holds JSON: ``trajectory_id`` and what a list shows."""
         if self._size > self._file_bytes_max:
             self._next()
-        record = pack_record(index, frames, seen, update)
-        written = 0
-        while written < len(record):
-            written += os.write(self._fd, record[written:])
-        self._size += len(record)
+        parts = [*payload, *(seen.pack() if seen is not None else ())]
+        self._size += frames.write(self._fd, frames.pack({**index, "update": update}, parts, level=_LEVEL))
 
     def close(self) -> None:
         os.close(self._fd)
@@ -212,23 +188,12 @@ class TraceWriter:
     def _open(self) -> int:
         path = _path(self._directory, self._name, self._number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if os.fstat(fd).st_size < len(MAGIC):
+        if os.fstat(fd).st_size < len(KIND.magic):
             os.ftruncate(fd, 0)
-            os.write(fd, MAGIC)
+            os.write(fd, KIND.magic)
         else:
-            os.ftruncate(fd, _end(path))
+            os.ftruncate(fd, _end(list(_scan(path))))
         return fd
-
-
-def pack_record(index: Mapping[str, Any], frames: Frames, seen: SeenTokens | None, update: int) -> bytes:
-    """Bytes of one record."""
-    arrays = {} if seen is None else seen.pack()
-    parts = [*(bytes(frame) for frame in frames), *arrays.values()]
-    body = zlib.compress(b"".join(parts), _LEVEL)
-    lengths = {"frames": [len(part) for part in parts[: len(frames)]], "arrays": {k: len(v) for k, v in arrays.items()}}
-    json = orjson.dumps({**index, **lengths})
-    header = _HEADER.pack(_RECORD, 0, zlib.crc32(body), len(json), len(body), update)
-    return struct.pack("<4sI", _RECORD, zlib.crc32(json, zlib.crc32(header[8:]))) + header[8:] + json + body
 
 
 def trace_files(directory: Path) -> list[Path]:
@@ -237,8 +202,8 @@ def trace_files(directory: Path) -> list[Path]:
 
 
 def scan_traces(paths: Sequence[Path]) -> Iterator[TraceEntry]:
-    """What files hold, without bodies, each file up to the first record that is not whole. A file that has gone, or is
-    none of ours, is passed over."""
+    """The traces of files, without their tokens, each file up to the first record that is not whole. A file that has
+    gone, or is none of ours, is passed over. Raises :class:`StoreError` for one of another format."""
     for path in paths:
         yield from _scan(path)
 
@@ -249,65 +214,38 @@ def _scan(path: Path) -> Iterator[TraceEntry]:
     except OSError:
         return
     with file:
-        if file.read(len(MAGIC)) != MAGIC:
+        start = file.read(len(KIND.magic))
+        if not KIND.recognises(start):
             return
-        size, at = os.fstat(file.fileno()).st_size, len(MAGIC)
-        while True:
-            file.seek(at)
-            header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size:
-                return
-            magic, crc, body_crc, n_index, n_body, update = _HEADER.unpack(header)
-            offset = at + _HEADER.size + n_index
-            if magic != _RECORD or n_index > INDEX_BYTES_MAX or offset + n_body > size:
-                return
-            json = file.read(n_index)
-            if zlib.crc32(json, zlib.crc32(header[8:])) != crc:
-                return
-            name = str(orjson.loads(json).get("trajectory_id", ""))
-            yield TraceEntry(path, offset, n_body, body_crc, update, name, json)
-            at = offset + n_body
-
-
-def _unpack(body: bytes, index: Mapping[str, Any], path: Path) -> Trace:
-    try:
-        inflate = zlib.decompressobj()
-        raw = inflate.decompress(body, BODY_BYTES_MAX)
-        if not inflate.eof:
-            raise ValueError("it is larger than allowed, or not whole")
-        frames, at = [], 0
-        for length in index["frames"]:
-            frames.append(raw[at : at + length])
-            at += length
-        arrays = {}
-        for name, length in index["arrays"].items():
-            arrays[name] = raw[at : at + length]
-            at += length
-        if at != len(raw):
-            raise ValueError("lengths do not add up")
-        return Trace(tuple(frames), SeenTokens.unpack(arrays) if arrays else None)
-    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-        raise StoreError(f"a trace in {path} is not understood: {error}. Delete the file") from error
+        KIND.check(path, start)
+        for frame in frames.scan(file.fileno(), len(start)):
+            index = frame.header
+            yield TraceEntry(path, frame, index["update"], str(index.get("trajectory_id", "")))
 
 
 def _rewind(directory: Path, name: str, updates: int) -> None:
     """Drop records of updates from ``updates`` on: they are at the end."""
     for number in reversed(_numbers(directory, name)):
         path = _path(directory, name, number)
+        if not _is_current(path):
+            return
         entries = list(_scan(path))
         kept = [e for e in entries if e.update < updates]
         if len(kept) < len(entries):
-            os.truncate(path, kept[-1].offset + kept[-1].n_bytes if kept else len(MAGIC))
+            frames.truncate(path, _end(kept))
         if kept:
             return
 
 
-def _end(path: Path) -> int:
-    """Where the last whole record ends."""
-    end = len(MAGIC)
-    for entry in _scan(path):
-        end = entry.offset + entry.n_bytes
-    return end
+def _is_current(path: Path) -> bool:
+    """True if a writer can append to the file: it is of our format, or just being made."""
+    with path.open("rb") as file:
+        return KIND.magic.startswith(file.read(len(KIND.magic)))
+
+
+def _end(entries: Sequence[TraceEntry]) -> int:
+    """Byte after the last record."""
+    return entries[-1].frame.end if entries else len(KIND.magic)
 
 
 def _numbers(directory: Path, name: str) -> list[int]:

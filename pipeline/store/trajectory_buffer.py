@@ -1,26 +1,20 @@
 """A buffer of trajectories for off-policy training, with the semantics of RLinf's published trajectory buffer.
 
-Index and payloads are apart: the index (ids, units, places) is in memory, payloads are on disk, and a bounded
-first-in-first-out cache holds the newest. Units (steps, turns) are drawn uniformly with replacement from the latest
-``window`` trajectories. Adding returns before anything is written; the handle says when it is durable.
+The index (ids, units, offsets) is in memory, payloads are on disk, and a bounded first-in-first-out cache holds the
+newest. Units (steps, turns) are drawn uniformly with replacement from the latest ``window`` trajectories. Adding
+returns before anything is written; the handle says when it is durable.
 
 >>> import numpy as np
 >>> buffer = TrajectoryBuffer(seed=7)
 >>> handle = buffer.add({"observation": np.zeros((64, 3), np.float32), "reward": np.ones(64, np.float32)})
 >>> buffer.sample(16).arrays["observation"].shape
 (16, 3)
-
-Which units come next: the whole random state is three numbers.
-
-What a buffer gives back.
-
-Whole copies of a buffer: writing one, and loading one or a shard of it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,49 +26,15 @@ from pipeline.errors import NotEnough, SchemaError, StoreError
 from pipeline.runtime.rundir import FileLock
 from pipeline.store.buffer_checkpoint import (
     Checkpoint,
-    check_places,
     lock_directory,
-    new_generation,
-    read_checkpoint,
+    open_checkpoint,
     recover,
     write_checkpoint,
+    write_copy,
 )
-from pipeline.store.buffer_index import NOT_WRITTEN, Array, Block, BufferIndex, Entry, Ints, Layout, layout_of, views
-from pipeline.store.buffer_payloads import Payloads, raw
-from pipeline.store.segments import (
-    BackgroundWriter,
-    HeldSegments,
-    Record,
-    SegmentReader,
-    SegmentWriter,
-    segment_file,
-    segment_numbers,
-)
-
-
-class UnitDraws:
-    """Draw ``i`` depends on nothing but seed, stream and ``i``, so it fits into every record."""
-
-    def __init__(self, seed: int, stream: int, count: int = 0) -> None:
-        self.seed, self.stream, self.count = seed, stream, count
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """Seed, stream and number of draws made: what :meth:`__init__` takes."""
-        return self.seed, self.stream, self.count
-
-    def next(self, index: BufferIndex, window: int, n: int) -> tuple[Ints, Ints]:
-        """``n`` units of the window, uniformly with replacement: positions in ``index``, and units there, int64 ``[n]``
-        each. Raises :class:`NotEnough` when the window has fewer."""
-        total = index.units_of_latest(window)
-        if not 0 < n <= total:
-            raise NotEnough(
-                f"expected to draw 1 to {total} units (of the latest {min(window or len(index), len(index))} "
-                f"trajectories), got {n}: wait until there are more, or ask for fewer"
-            )
-        bits = np.random.Philox(key=(self.stream << 64) | self.seed, counter=self.count << 64)
-        self.count += 1
-        return index.locate(np.random.Generator(bits).integers(0, total, n), window)
+from pipeline.store.buffer_index import NOT_WRITTEN, BufferIndex, Entry, Ints, UnitDraws
+from pipeline.store.buffer_payloads import Array, Block, Layout, Payloads, layout_of, raw, views
+from pipeline.store.segments import BackgroundWriter, HeldSegments, Record, SegmentReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +46,7 @@ class Batch:
     ids: Ints
     """int64 ``[n]``: the trajectory of each unit."""
     units: Ints
-    """int64 ``[n]``: its place in that trajectory."""
+    """int64 ``[n]``: its position in that trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,50 +329,6 @@ class TrajectoryBuffer:
             return self._payloads.stored(int(row[4]), int(row[5]), int(row[2]), int(row[6]))
 
 
-_GROUP = 64
-_ATTEMPTS = 5
-
-
-def write_copy(directory: Path, state: Checkpoint, payload: Callable[[Ints], bytes | memoryview]) -> None:
-    """Write ``state`` and its payloads beside what the directory holds, then let the checkpoint name the new ones and
-    remove the others. Killed at any moment, one of the two is whole."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = lock_directory(directory)
-    try:
-        old = segment_numbers(directory)
-        state = replace(state, generation=new_generation())
-        writer = SegmentWriter(directory, max(old, default=-1) + 1, state.generation)
-        try:
-            rows = state.rows.copy()
-            evicted = state.added - len(rows)
-            for at in range(0, len(rows), _GROUP):
-                records = [
-                    Record(
-                        int(row[0]),
-                        evicted + at + i + 1,
-                        evicted,
-                        state.draws,
-                        int(row[1]),
-                        state.layouts[int(row[3])].encode(),
-                        memoryview(payload(row)),
-                    )
-                    for i, row in enumerate(rows[at : at + _GROUP])
-                ]
-                placed = writer.append(records)
-                rows[at : at + _GROUP, 4:7] = [(r.segment, r.offset, r.crc) for r in placed]
-            writer.sync()
-            write_checkpoint(directory, replace(state, rows=rows, end=(writer.number, writer.size)))
-        except BaseException:
-            segment_file(directory, writer.number).unlink(missing_ok=True)
-            raise
-        finally:
-            writer.close()
-        for number in old:
-            segment_file(directory, number).unlink(missing_ok=True)
-    finally:
-        lock.release()
-
-
 def load(
     source: Path,
     *,
@@ -431,7 +347,7 @@ def load(
     """
     if not 0 <= rank < world_size:
         raise SchemaError(f"expected 0 <= rank < world_size, got rank {rank} of {world_size}")
-    state, reader = _opened(source)
+    state, reader = open_checkpoint(source)
     try:
         rows = state.rows[rank::world_size]
         buffer = TrajectoryBuffer(directory, capacity=capacity, window=window, cache_bytes=cache_bytes)
@@ -451,22 +367,3 @@ def load(
         return buffer
     finally:
         reader.close()
-
-
-def _opened(source: Path) -> tuple[Checkpoint, SegmentReader]:
-    """The checkpoint with all its segments open: a writer may remove their names from here on."""
-    seen = None
-    for _ in range(_ATTEMPTS):
-        state = read_checkpoint(source)
-        if state is None:
-            raise StoreError(f"expected a saved trajectory buffer in {source}, got no checkpoint")
-        reader = SegmentReader(source)
-        try:
-            check_places(reader, state)
-            return state, reader
-        except StoreError:
-            reader.close()
-            if seen is not None and (seen.end, seen.draws, seen.added) == (state.end, state.draws, state.added):
-                raise
-            seen = state
-    raise StoreError(f"{source} is saved faster than it can be read: try again")

@@ -1,13 +1,7 @@
-"""What moves multipart messages: sockets (``zeromq``) or lists (``memory``). Everything else is shared by both.
+"""The base of hub and link: the interface of a wire, a bounded mailbox of events, and the detection of silent peers.
 
-A wire never waits. It says ``None`` or ``False`` instead, and fires its :class:`Broadcast` whenever trying again may
-help.
-
-A bounded queue between a socket and the one who reads events from it.
-
-Who has been silent too long? Pure; the clock is given.
-
-What hub and link share: the task group that owns their tasks, and an orderly end.
+A *wire* moves multipart messages: over ZeroMQ sockets, or in memory in tests. A wire never waits. It says ``None`` or
+``False`` instead, and fires its :class:`Broadcast` whenever trying again may help.
 """
 
 from __future__ import annotations
@@ -25,9 +19,9 @@ from pipeline.errors import TransportClosed
 from pipeline.transport.protocol import Buffer, Event
 
 CLOSE_SECONDS_MAX = 0.7
-"""How long a closing end waits for the BYE of the other, which proves that all that was queued has arrived."""
+"""Longest wait of a closing end for the BYE of the other, which proves that all that was queued has arrived."""
 LINGER_SECONDS_MAX = 0.2
-"""How long a closed socket may still write what was queued, where no BYE came."""
+"""Time in which a closed socket may still write what was queued, where no BYE came."""
 
 
 class Broadcast:
@@ -40,7 +34,7 @@ class Broadcast:
 
     @property
     def awaited(self) -> bool:
-        """Whether anyone took ``current()`` since the last ``fire()``."""
+        """True if anyone took ``current()`` since the last ``fire()``."""
         return self._event is not None
 
     def current(self) -> anyio.Event:
@@ -147,7 +141,7 @@ class Mailbox:
 
     @property
     def full(self) -> bool:
-        """Whether the producer should stop reading its socket. Never after ``close``."""
+        """True if the producer should stop reading its socket. Never after ``close``."""
         return self._closed is None and (len(self._events) >= self._messages_max or self._bytes >= self._bytes_max)
 
     def put(self, event: Event) -> None:

@@ -1,6 +1,7 @@
-"""Bytes on the wire and in the store: an orjson header and raw little-endian arrays. Never pickle.
+"""Messages and trajectories as bytes: an orjson header and raw little-endian arrays. Never pickle.
 
-A trajectory travels as payload frames ``[json, token ids, log-probabilities, version spans]``:
+A message is one ZeroMQ multipart message ``[kind, header, frame …]``. A trajectory is sent and stored as four payload
+frames:
 
 =====  =====================================  ==================================================
 frame  content                                dtype, shape
@@ -11,10 +12,12 @@ frame  content                                dtype, shape
 3      version spans of all completions       ``<i4`` ``[K, 3]`` start, stop, version
 =====  =====================================  ==================================================
 
-Decoding makes views on the received buffers. Schema evolution: a reader ignores unknown header keys and fills missing
-optional ones; ``schema_version`` changes only when a meaning does, and then :class:`VersionMismatch` says so.
+Decoding makes views on the received buffers. It checks the whole arrays once and builds the spans of turns without
+repeating the checks, which would cost a dozen small numpy calls a turn; where a check fails, the checking constructors
+are called after all, because they say which part of which turn is wrong.
 
-Headers of messages that carry no arrays: orders, plans, and the task in them and in a trajectory.
+Schema evolution: a reader ignores unknown header keys and fills missing optional ones; ``schema_version`` changes only
+when a meaning does, and then :class:`VersionMismatch` says so.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
@@ -30,20 +34,32 @@ from pipeline.schema import (
     SCHEMA_VERSION,
     EngineRecord,
     Failure,
+    FinishReason,
     GroupPlan,
     Guidance,
+    Message,
     Order,
+    SpanSource,
     Task,
     Timings,
+    TokenSpan,
     Trajectory,
     TrajectoryStatus,
     Turn,
+    VersionSpan,
 )
+from pipeline.schema.tokens import LOGPROB_MAX
 from pipeline.transport import protocol
-from pipeline.transport.codec_turns import decode_turns
-from pipeline.transport.protocol import Buffer, Frames, Kind, Limits, array_frame
+from pipeline.transport.frames import array_bytes, json_object, n_bytes
+from pipeline.transport.protocol import Buffer, Frames, Kind, Limits
 
 Record = TypeVar("Record")
+_CONTEXT, _SAMPLED = SpanSource.CONTEXT, SpanSource.SAMPLED
+_FINISH = {reason.value: reason for reason in FinishReason}
+_new = object.__new__
+_set_source, _set_token_ids, _set_logprobs, _set_version_spans = (
+    TokenSpan.__dict__[name].__set__ for name in ("source", "token_ids", "behaviour_logprobs", "version_spans")
+)
 
 
 def encode_order(order: Order) -> dict[str, Any]:
@@ -106,7 +122,7 @@ def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Reco
 
 
 def task_header(task: Task) -> dict[str, Any]:
-    """As a task stands in the header of an order, a plan or a trajectory."""
+    """A task in the header of an order, a plan or a trajectory."""
     return {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
 
 
@@ -139,20 +155,20 @@ def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -
     kind = _KINDS.get(bytes(frames[0][:32]))
     if kind is None:
         raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}")
-    return protocol.WireMessage(kind, _json_object(frames[1], "message header"), tuple(frames[2:]))
+    return protocol.WireMessage(kind, json_object(frames[1], "message header"), tuple(frames[2:]))
 
 
 def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
     """Raise :class:`LimitExceeded` naming the limit that ``[kind, header, frame …]`` breaks."""
     if len(frames) - 2 > limits.frames_max:
         raise LimitExceeded(f"message has {len(frames) - 2} frames, more than transport.frames_max={limits.frames_max}")
-    if len(frames) > 1 and _size(frames[1]) > limits.header_bytes_max:
+    if len(frames) > 1 and n_bytes(frames[1]) > limits.header_bytes_max:
         raise LimitExceeded(
-            f"header has {_size(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
+            f"header has {n_bytes(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
         )
     total = 0
     for frame in frames:
-        total += len(frame) if type(frame) is bytes else _size(frame)
+        total += len(frame) if type(frame) is bytes else n_bytes(frame)
     if total > limits.message_bytes_max:
         raise LimitExceeded(
             f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}"
@@ -198,9 +214,9 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
         raise SchemaError(f"trajectory {trajectory.trajectory_id} holds something that is not JSON: {error}") from error
     return (
         json,
-        array_frame(_joined(ids, np.int32)),
-        array_frame(_joined(logprobs, np.float32)),
-        array_frame(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
+        array_bytes(_joined(ids, np.int32)),
+        array_bytes(_joined(logprobs, np.float32)),
+        array_bytes(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
     )
 
 
@@ -212,7 +228,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
     """
     if len(frames) != 4:
         raise WireError(f"expected 4 payload frames of a trajectory, got {len(frames)}")
-    header = _json_object(frames[0], "trajectory header")
+    header = json_object(frames[0], "trajectory header")
     version = header.get("schema_version")
     if version != SCHEMA_VERSION:
         raise VersionMismatch(
@@ -227,7 +243,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
     if len(spans) % 3:
         raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
     try:
-        turns = decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
+        turns = _decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
         failure = header.get("failure")
         return Trajectory(
             trajectory_id=header["trajectory_id"],
@@ -308,18 +324,112 @@ def _array(frame: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
     try:
         return np.frombuffer(frame, dtype=dtype)
     except ValueError as error:
-        raise WireError(f"{what}: {_size(frame)} bytes are no array of {dtype}") from error
+        raise WireError(f"{what}: {n_bytes(frame)} bytes are no array of {dtype}") from error
 
 
-def _json_object(frame: Buffer, what: str) -> dict[str, Any]:
-    try:
-        value = orjson.loads(frame)
-    except orjson.JSONDecodeError as error:
-        raise WireError(f"{what} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WireError(f"expected {what} to be a JSON object, got {type(value).__name__}")
-    return value
+def _decode_turns(
+    headers: list[dict[str, Any]],
+    ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    spans: npt.NDArray[np.int32],
+) -> tuple[Turn, ...]:
+    """``ids`` int32 ``[T]``, ``logprobs`` float32 ``[S]`` and ``spans`` int32 ``[K, 3]`` of all turns in order.
+
+    Raises :class:`WireError` where lengths do not add up, :class:`SchemaError` for values that break the data model,
+    and ``KeyError``, ``TypeError``, ``ValueError`` or ``AttributeError`` for a header of another form.
+    """
+    ids, logprobs = _read_only(ids), _read_only(logprobs)
+    sound = (not len(ids) or ids.min() >= 0) and (not len(logprobs) or logprobs.max() <= LOGPROB_MAX)
+    rows = spans.tolist()
+    turns = []
+    at_id = at_logprob = at_span = 0
+    for header in headers:
+        n_context, n_completion, n_spans = _lengths(header["n"])
+        middle = at_id + n_context
+        end, end_logprob, end_span = middle + n_completion, at_logprob + n_completion, at_span + n_spans
+        if end > len(ids) or end_logprob > len(logprobs) or end_span > len(rows):
+            raise _lengths_disagree(end, end_logprob, end_span, ids, logprobs, rows)
+        versions = tuple([VersionSpan(*row) for row in rows[at_span:end_span]])
+        span = _span if sound and _tiles(versions, n_completion) else _checked_span
+        turns.append(
+            Turn(
+                span(_CONTEXT, ids[at_id:middle]),
+                span(_SAMPLED, ids[middle:end], logprobs[at_logprob:end_logprob], versions),
+                tuple([_decode_chat_message(m) for m in header["messages"]]),
+                _decode_chat_message(header["completion"]),
+                _FINISH[header["finish"]],
+                header["temperature"],
+                header.get("signals") or {},
+                header.get("branch", 0),
+                header.get("reward"),
+            )
+        )
+        at_id, at_logprob, at_span = end, end_logprob, end_span
+    if (at_id, at_logprob, at_span) != (len(ids), len(logprobs), len(rows)):
+        raise _lengths_disagree(at_id, at_logprob, at_span, ids, logprobs, rows)
+    return tuple(turns)
 
 
-def _size(frame: Buffer) -> int:
-    return len(frame) if isinstance(frame, bytes) else frame.nbytes
+def _decode_chat_message(header: Mapping[str, Any]) -> Message:
+    """Unknown keys are ignored; role and content are strings, ``extra`` is an object."""
+    role, content, extra = header["role"], header["content"], header.get("extra") or {}
+    if type(role) is str and type(content) is str and type(extra) is dict:
+        return Message(role, content, extra)
+    raise WireError(f"expected a message with role and content as strings and extra as an object, got {header!r:.200}")
+
+
+def _checked_span(
+    source: SpanSource,
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32] | None = None,
+    version_spans: tuple[VersionSpan, ...] = (),
+) -> TokenSpan:
+    return TokenSpan(source, token_ids, logprobs, version_spans)
+
+
+def _span(
+    source: SpanSource,
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32] | None = None,
+    version_spans: tuple[VersionSpan, ...] = (),
+) -> TokenSpan:
+    span = _new(TokenSpan)
+    _set_source(span, source)
+    _set_token_ids(span, token_ids)
+    _set_logprobs(span, logprobs)
+    _set_version_spans(span, version_spans)
+    return span
+
+
+def _lengths(n: Any) -> tuple[int, int, int]:
+    if type(n) is list and len(n) == 3:
+        a, b, c = n
+        if type(a) is type(b) is type(c) is int and a >= 0 and b >= 0 and c >= 0:
+            return a, b, c
+    raise WireError(
+        f"expected the lengths of a turn as three numbers >= 0 (context, completion, version spans), got {n!r:.100}"
+    )
+
+
+def _tiles(spans: tuple[VersionSpan, ...], n_tokens: int) -> bool:
+    """True if version spans cover ``[0, n_tokens)`` without gap and with versions that never decrease."""
+    at = version = 0
+    for span in spans:
+        if span.start != at or span.policy_version < version:
+            return False
+        at, version = span.stop, span.policy_version
+    return at == n_tokens
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _lengths_disagree(
+    at_id: int, at_logprob: int, at_span: int, ids: npt.NDArray[Any], logprobs: npt.NDArray[Any], rows: list[Any]
+) -> WireError:
+    return WireError(
+        f"turn lengths add up to {at_id} ids, {at_logprob} log-probabilities and {at_span} version spans, "
+        f"the arrays hold {len(ids)}, {len(logprobs)} and {len(rows)}"
+    )

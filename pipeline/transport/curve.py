@@ -1,4 +1,4 @@
-"""CURVE: keys on disk, and who may connect.
+"""CURVE encryption: keys on disk, and the check of who may connect.
 
 A folder of keys holds ``server.key`` / ``server.key_secret`` and ``client.key`` / ``client.key_secret`` (ZeroMQ's
 certificate format). The hub lets in whoever owns the secret of a ``*.key`` beside ``server.key``; a machine that only

@@ -1,13 +1,13 @@
-"""The hub over any wire: reads it, keeps heartbeats, hands events to the stage.
+"""The hub over any wire: reads it, sends heartbeats, and hands events to the replay stage.
 
-The hub's view of its connections: who said HELLO on which, who left, what is no message. Pure; owns no socket.
+Its view of the connections (who said HELLO on which, who left, what is no message) is pure and owns no socket.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import anyio
@@ -33,20 +33,8 @@ class Peer:
 
 
 @dataclass(slots=True)
-class HubCounters:
-    messages_sent: int = 0
-    messages_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    corrupt: int = 0
-    peers_dropped: int = 0
-    late: int = 0
-    """Messages of a connection that was already given up."""
-
-
-@dataclass(slots=True)
 class Reaction:
-    """What one incoming message leads to: at most one event for the user, at most one reply."""
+    """Result of one incoming message: at most one event for the user, at most one reply."""
 
     event: Event | None = None
     reply: WireMessage | None = None
@@ -62,7 +50,7 @@ class Peers:
     """Maps connections to the names given in HELLO. Each name has at most one connection, each connection one name."""
 
     limits: Limits
-    counters: HubCounters = field(default_factory=HubCounters)
+    counters: TransportStatistics = field(default_factory=TransportStatistics)
     _by_connection: dict[bytes, Peer] = field(default_factory=dict)
     _by_name: dict[str, Peer] = field(default_factory=dict)
     _dropped: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -147,7 +135,6 @@ class Peers:
 
     def _stranger(self, connection: bytes, message: WireMessage) -> Reaction:
         if connection in self._dropped or message.kind in (Kind.HEARTBEAT, Kind.BYE):
-            self.counters.late += 1
             if message.kind is Kind.BYE:
                 return _NOTHING
             return Reaction(
@@ -251,17 +238,7 @@ class WireHub(Endpoint):
             await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> TransportStatistics:
-        c = self._peers.counters
-        return TransportStatistics(
-            messages_sent=c.messages_sent,
-            messages_received=c.messages_received,
-            bytes_sent=c.bytes_sent,
-            bytes_received=c.bytes_received,
-            corrupt=c.corrupt,
-            peers=len(self._peers),
-            peers_dropped=c.peers_dropped,
-            queued_messages=len(self._mailbox),
-        )
+        return replace(self._peers.counters, peers=len(self._peers), queued_messages=len(self._mailbox))
 
     def _try_send(self, peer: Peer, frames: list[Buffer]) -> bool:
         try:

@@ -1,12 +1,12 @@
-"""The link over any wire: says HELLO, keeps heartbeats, reconnects by itself.
+"""The link over any wire: says HELLO, sends heartbeats, and reconnects by itself.
 
-The link's view of its connection to the hub. Pure; owns no socket.
+Its view of the connection to the hub is pure and owns no socket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -36,18 +36,6 @@ class State(StrEnum):
 
 
 @dataclass(slots=True)
-class LinkCounters:
-    messages_sent: int = 0
-    messages_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    corrupt: int = 0
-    dropped: int = 0
-    """Messages given to ``send`` while there was no connection."""
-    reconnections: int = 0
-
-
-@dataclass(slots=True)
 class Session:
     """DOWN → GREETING → CONNECTED → DOWN …; LEAVING and ENDED are final."""
 
@@ -55,7 +43,7 @@ class Session:
     state: State = State.DOWN
     end_reason: str = ""
     down_reason: str = ""
-    counters: LinkCounters = field(default_factory=LinkCounters)
+    counters: TransportStatistics = field(default_factory=TransportStatistics)
 
     @property
     def ended(self) -> bool:
@@ -169,7 +157,7 @@ class WireLink(Endpoint):
 
     @property
     def connected(self) -> bool:
-        """Whether WELCOME came and the connection holds, as far as we know."""
+        """True if WELCOME came and the connection holds, as far as we know."""
         return self._session.state is State.CONNECTED
 
     @property
@@ -195,15 +183,14 @@ class WireLink(Endpoint):
     async def send(self, message: WireMessage) -> None:
         frames = encode_message(message, self._limits)
         session = self._session
-        connection = session.counters.reconnections
+        connection = session.counters.peers_dropped
         self._sends += 1
         if self._sends % _SENDS_PER_YIELD == 0:
             await anyio.lowlevel.checkpoint()
         while True:
             if self._group is None or session.state in (State.ENDED, State.LEAVING):
                 raise TransportClosed(session.end_reason or "the link was closed: nothing can be sent any more")
-            if session.state is not State.CONNECTED or session.counters.reconnections != connection:
-                session.counters.dropped += 1
+            if session.state is not State.CONNECTED or session.counters.peers_dropped != connection:
                 return
             if self._wire.send(frames):
                 break
@@ -219,17 +206,7 @@ class WireLink(Endpoint):
 
     def statistics(self) -> TransportStatistics:
         """``peers`` is 1 while connected, ``peers_dropped`` counts lost connections."""
-        c = self._session.counters
-        return TransportStatistics(
-            messages_sent=c.messages_sent,
-            messages_received=c.messages_received,
-            bytes_sent=c.bytes_sent,
-            bytes_received=c.bytes_received,
-            corrupt=c.corrupt,
-            peers=int(self.connected),
-            peers_dropped=c.reconnections,
-            queued_messages=len(self._mailbox),
-        )
+        return replace(self._session.counters, peers=int(self.connected), queued_messages=len(self._mailbox))
 
     async def _run(self) -> None:
         assert self._described is not None
@@ -243,7 +220,7 @@ class WireLink(Endpoint):
             self._silence.forget(_KEY)
             if self._session.ended:
                 break
-            self._session.counters.reconnections += not greeted_only
+            self._session.counters.peers_dropped += not greeted_only
             backoff = min(2 * backoff, _BACKOFF_SECONDS_MAX) if greeted_only else _BACKOFF_SECONDS
             await anyio.sleep(backoff)
         self._mailbox.close(self._session.end_reason)

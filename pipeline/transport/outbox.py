@@ -1,4 +1,4 @@
-"""What was finished and is not acknowledged yet. Pure; owns no socket and no clock."""
+"""Outbox of finished items that are not acknowledged yet. Pure; owns no socket and no clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outbox(Generic[Item]):
     In flight are at most ``credit_bytes`` as granted by the receiver; a single item larger than the credit may be in
     flight alone, or it could never be sent. Without a grant nothing is in flight.
 
-    ``full`` says that ``bytes_max`` is reached: take no new orders. What is being played still finishes and is added,
+    ``full`` says that ``bytes_max`` is reached: take no new orders. Rollouts in progress still finish and are added,
     so the bytes held are at most ``bytes_max`` and one item for each order out.
 
     >>> box = Outbox(bytes_max=1000)
@@ -80,7 +80,7 @@ class Outbox(Generic[Item]):
 
     @property
     def full(self) -> bool:
-        """Whether no new work should be begun."""
+        """True while no new work should be begun."""
         return self.n_bytes >= self._bytes_max
 
     def add(self, item_id: str, item: Item, n_bytes: int) -> None:

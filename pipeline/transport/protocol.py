@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-import numpy as np
-
 Buffer = bytes | memoryview
 Frames = tuple[Buffer, ...]
 
@@ -49,11 +47,11 @@ class Kind(StrEnum):
     CHECKPOINTED = "checkpointed"
     """l → r. Everything up to ``updates`` updates is durable at the learner: its trajectories may be forgotten."""
     EVALUATION = "evaluation"
-    """r → l. What is evaluated now, the last result and the best one: header: evaluating, begun, last, best."""
+    """r → l. State of the evaluations; header: evaluating, begun, last, best."""
     RECALL = "recall"
-    """a → r. Which lessons fit a task? header: order_id, query, top_k. Answered by LESSONS, but not always."""
+    """a → r. Asks for lessons for a task; header: order_id, query, top_k. Answered by LESSONS, but not always."""
     LESSONS = "lessons"
-    """r → a. What was found for an order, perhaps nothing: header: order_id, lessons [{id, text}]."""
+    """r → a. Lessons found for an order, perhaps none; header: order_id, lessons [{id, text}]."""
     BYE = "bye"
     """Both ways. The sender leaves on purpose and wants nothing more."""
     REFUSED = "refused"
@@ -103,7 +101,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What ``receive`` yields. ``peer`` is the name the peer gave in HELLO (always ``"hub"`` on a link)."""
+    """An event that ``receive`` yields. ``peer`` is the name the peer gave in HELLO (always ``"hub"`` on a link)."""
 
     kind: EventKind
     peer: str
@@ -111,9 +109,9 @@ class Event:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransportStatistics:
-    """For ``/metrics`` and tests."""
+    """Counts of one end, for ``/metrics`` and tests."""
 
     messages_sent: int = 0
     messages_received: int = 0
@@ -133,7 +131,7 @@ class Hub(Protocol):
 
     @property
     def address(self) -> str:
-        """Where links connect; with port 0 in the configuration, the port that was taken."""
+        """Address that links connect to; with port 0 in the configuration, the port that was taken."""
         ...
 
     async def receive(self) -> Event:
@@ -168,10 +166,3 @@ class Link(Protocol):
         ...
 
     def statistics(self) -> TransportStatistics: ...
-
-
-def array_frame(array: np.ndarray[Any, Any]) -> memoryview:
-    """The bytes of a contiguous array, without copying."""
-    if not array.size:
-        return memoryview(b"")  # a view with a zero in its shape cannot be cast
-    return np.ascontiguousarray(array).data.cast("B")

@@ -1,7 +1,6 @@
-"""Hub and link over ZeroMQ sockets: the transport of a real run.
+"""Hub and link over ZeroMQ sockets: the transport of a real run, and what a role opens it with.
 
-ROUTER and DEALER as wires: raw sockets that never wait, woken by asyncio through the file descriptor of each.
-
+ROUTER and DEALER are raw sockets that never wait; asyncio wakes them through the file descriptor of each.
 ``zmq.asyncio`` makes a future for each message; here one wake-up drains all messages that arrived. The descriptor of a
 ZeroMQ socket is edge-triggered and any call on the socket may eat the edge, so after a call that others wait behind,
 the signal is fired.
@@ -20,12 +19,13 @@ import anyio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, PeerGone
 from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
-from pipeline.transport.curve import CurveKeys, serve_zap
+from pipeline.transport.curve import CurveKeys, load_keys, serve_zap
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import Buffer, Limits
+from pipeline.transport.protocol import Buffer, Hub, Limits, Link
 
 _NOW = int(zmq.NOBLOCK)
 _IN = int(zmq.POLLIN)
@@ -351,7 +351,7 @@ class ZmqLink(WireLink):
 
 
 def is_local(address: str) -> bool:
-    """Whether only processes of this machine can reach ``address``."""
+    """True if only processes of this machine can reach ``address``."""
     if address.startswith(("ipc://", "inproc://")):
         return True
     host = urlsplit(address).hostname or ""
@@ -361,3 +361,36 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """The limits in ``transport.*_max``."""
+    t = config.transport
+    return Limits(
+        header_bytes_max=t.header_bytes_max,
+        message_bytes_max=t.message_bytes_max,
+        frames_max=t.frames_max,
+        tokens_max=t.tokens_max,
+        queue_messages_max=t.queue_messages_max,
+    )
+
+
+def open_hub(config: RunConfig) -> Hub:
+    """The end of the replay stage, at ``replay.address``. Raises :class:`ConfigurationError` (also on entering)."""
+    t = config.transport
+    return ZmqHub(config.replay.address, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
+
+
+def open_link(config: RunConfig, name: str) -> Link:
+    """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
+    t, address = config.transport, config.replay.address
+    if address.startswith("tcp://") and not urlsplit(address).port:
+        raise ConfigurationError(
+            f"replay.address {address} has no port to connect to: give the stage's real address, for example "
+            "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
+        )
+    return ZmqLink(address, name, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
+
+
+def _keys(config: RunConfig) -> CurveKeys | None:
+    return None if config.transport.curve is None else load_keys(config.transport.curve)

@@ -31,7 +31,7 @@ from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
 from pipeline.store import tables
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.open import limits_of
+from pipeline.transport.zeromq import limits_of
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.run_handle import RunHandle, start_run
 
@@ -120,7 +120,7 @@ def enough(run: RunHandle) -> bool:
     """Trajectories whose tokens come from more than one policy version, a trained replay, and complete groups."""
     if not run.directory.store_file.exists():
         return False
-    with closing(tables.connect(run.directory.store_file, read_only=True)) as connection:
+    with closing(tables.STORE.connect(run.directory.store_file, read_only=True)) as connection:
         (mixed,) = connection.execute("SELECT count(*) FROM trajectories WHERE version_min < version_max").fetchone()
         (replays,) = connection.execute("SELECT count(*) FROM group_replays WHERE chosen = 1").fetchone()
         (groups,) = connection.execute(
@@ -130,7 +130,7 @@ def enough(run: RunHandle) -> bool:
 
 
 def stored(directory: RunDirectory) -> list[Trajectory]:
-    with closing(tables.connect(directory.store_file, read_only=True)) as connection:
+    with closing(tables.STORE.connect(directory.store_file, read_only=True)) as connection:
         rows = connection.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
     return [decode_trajectory(row) for row in rows]
 

@@ -62,7 +62,7 @@ def test_turns_stay_on_their_engine_and_a_killed_engine_loses_no_order(tmp_path:
     with start_run(TWO_ENGINES, tmp_path, "two", overrides) as run:
         run.until_step(3, 600)
         hits = sum(cache.hits for cache in caches(run))
-        with closing(tables.connect(run.directory.store_file, read_only=True)) as connection:
+        with closing(tables.STORE.connect(run.directory.store_file, read_only=True)) as connection:
             rows = connection.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
         trajectories = [decode_trajectory(row) for row in rows]
         assert {len(t.engine.engine_ids) for t in trajectories} == {1}

@@ -38,8 +38,8 @@ def points(*successes):
 def store(tmp_path):
     """(group, received at, state, sampled tokens) of trajectories, and two orders."""
     path = tmp_path / "replay.sqlite"
-    tables.create(path)
-    connection = tables.connect(path)
+    tables.STORE.create(path)
+    connection = tables.STORE.connect(path)
     rows = [
         (0, 10.0, "trained", 2), (0, 11.0, "dropped", 4), (1, 12.0, "ready", 8), (2, 12.5, "dropped", 16),
         (3, 13.0, "trained", 32), (-1, 9.0, "trained", 1000),
@@ -68,7 +68,7 @@ def test_every_received_trajectory_counts_whatever_became_of_it(store):
 
 
 def test_store_without_orders_or_without_a_file_is_refused(tmp_path):
-    tables.create(tmp_path / "empty.sqlite")
+    tables.STORE.create(tmp_path / "empty.sqlite")
     with pytest.raises(StoreError, match="no orders"):
         first_order_at(tmp_path / "empty.sqlite")
     with pytest.raises(StoreError, match="has the run been started"):

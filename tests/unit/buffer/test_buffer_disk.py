@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import NotEnough, SchemaError, StoreError
 from pipeline.store import buffer_checkpoint, segments
-from pipeline.store.buffer_index import join_steps
+from pipeline.store.buffer_payloads import join_steps
 from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
 
@@ -198,6 +198,24 @@ def test_damage_is_an_error_and_changes_nothing(tmp_path):
     with TrajectoryBuffer(tmp_path / "b", cache_bytes=0) as opened, pytest.raises(StoreError, match="damaged at byte"):
         for i in opened.ids():
             opened.get(i)
+
+
+@pytest.mark.parametrize("which", ["checkpoint", "segment"])
+def test_a_buffer_of_another_format_is_refused_and_stays_as_it_was(tmp_path, which):
+    with filled(tmp_path / "b", 3) as buffer:
+        buffer.save()
+    kind, file = buffer_checkpoint.KIND, tmp_path / "b" / buffer_checkpoint.NAME
+    if which == "segment":
+        kind, file = segments.KIND, segments.segment_file(tmp_path / "b", 0)
+    data = file.read_bytes()
+    assert data.startswith(kind.magic)
+    file.write_bytes(data.replace(b" 2\n", b" 1\n", 1))
+    after = {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
+    for opened in (TrajectoryBuffer, load):
+        with pytest.raises(StoreError) as caught:
+            opened(tmp_path / "b")
+        assert str(caught.value) == f"expected {file} to be {kind.noun} (format 2), got format 1: {kind.remedy}"
+    assert {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()} == after
 
 
 def test_a_directory_has_one_writer(tmp_path):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import learner.training.trainer
-from learner.checkpoints.skipped_steps import KEPT_MAX, read_skipped, write_skipped
+from learner.checkpoints.skipped_steps import KEPT_MAX, KIND, read_skipped, write_skipped
 from learner.data.rows import Batch, Row, TokenScores
+from learner.distributed.messages import pack
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import StoreError
@@ -99,11 +100,26 @@ def test_a_disk_that_takes_nothing_does_not_end_the_training(kit, tmp_path, capl
     assert "not written out" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"\x05" + b"\0" * 7 + b"[1,2]"])
-def test_another_file_is_refused(tmp_path, content):
+WORDS = r"expected .*u000000\.batch to be a batch that the learner wrote out"
+
+
+@pytest.mark.parametrize(
+    ("content", "came"),
+    [
+        (b"", "something else"),
+        (b"\0" * 64, "something else"),
+        (b"\x05" + b"\0" * 7 + b"[1,2]", "something else"),
+        (b"Afterplay skipped batch 1\n", "format 1"),
+        (KIND.magic, "one whole record"),
+        (KIND.magic + pack({"order": "skipped"}, {}).tobytes(), "steps"),
+        (KIND.magic + pack({"order": "skipped", "rows": 3}, {}).tobytes(), "lengths"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, content, came):
     path = tmp_path / "u000000.batch"
     path.write_bytes(content)
-    with pytest.raises(StoreError, match="expected a batch"):
+    with pytest.raises(StoreError, match=f"{WORDS}.*{came}.*: read it with the Afterplay that wrote it"):
         read_skipped(path)
-    with pytest.raises(StoreError, match="expected a batch"):
-        read_skipped(tmp_path / "none")
+    path.unlink()
+    with pytest.raises(StoreError, match=f"{WORDS}.*No such file"):
+        read_skipped(path)

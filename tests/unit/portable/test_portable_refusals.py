@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -12,6 +13,7 @@ from pipeline.experience.archive_transfer import export_run
 from pipeline.store import archive
 from pipeline.store.archive import ArchivedTrajectory, Header, read_archive, write_archive
 from pipeline.store.store import ReplayStore
+from pipeline.transport import frames
 from tests.unit.portable.conftest import demonstration, exported, refuses_unharmed, write_lines
 
 
@@ -33,13 +35,14 @@ def test_a_file_with_any_byte_changed_or_missing_is_refused_unharmed(make_run, t
 
 def test_a_record_left_out_or_put_twice_is_noticed(make_run, tmp_path):
     _, pool = exported(make_run, tmp_path)
-    data, blocks, at = pool.read_bytes(), [], len(archive.MAGIC)
-    while at < len(data):
-        _, length, _ = archive._BLOCK.unpack_from(data, at)
-        blocks.append(data[at : at + archive._BLOCK.size + length])
-        at += archive._BLOCK.size + length
+    data, at, blocks = pool.read_bytes(), len(archive.KIND.magic), []
+    with pool.open("rb") as file:
+        for frame in frames.scan(file.fileno(), at):
+            blocks.append(data[at : frame.end])
+            at = frame.end
+    assert b"".join(blocks) == data[len(archive.KIND.magic) :]
     for changed in (blocks[:2] + blocks[3:], [*blocks[:2], blocks[1], *blocks[2:]], blocks[:-1]):
-        (tmp_path / "bad").write_bytes(archive.MAGIC + b"".join(changed))
+        (tmp_path / "bad").write_bytes(archive.KIND.magic + b"".join(changed))
         refuses_unharmed(make_run("other"), tmp_path / "bad", "checksum of the footer|cut off")
 
 
@@ -49,10 +52,12 @@ def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_
     records = list(read_archive(pool))
     write_archive(tmp_path / "schema", Header(schema_version=99), records)
     refuses_unharmed(run, tmp_path / "schema", "schema version 99")
-    monkeypatch.setattr(archive, "FORMAT", 2)
+    monkeypatch.setattr(archive, "KIND", replace(archive.KIND, version=3))
     write_archive(tmp_path / "format", Header(), records)
     monkeypatch.undo()
-    refuses_unharmed(run, tmp_path / "format", "got format 2")
+    refuses_unharmed(run, tmp_path / "format", r"an export of Afterplay \(format 2\), got format 3: export it again")
+    (tmp_path / "older").write_bytes(b"Afterplay replay export\r\n\x1a\n\0H" + bytes(99))
+    refuses_unharmed(run, tmp_path / "older", r"an export of Afterplay \(format 2\), got format 1: export it again")
     header = orjson.loads(records[0].frames[0]) | {"schema_version": 7}
     drifted = ArchivedTrajectory(records[0].marks, (orjson.dumps(header), *records[0].frames[1:]))
     write_archive(tmp_path / "drifted", Header(), [drifted])

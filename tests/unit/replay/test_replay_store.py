@@ -19,7 +19,7 @@ from pipeline.stage.core import StageCore
 from pipeline.store.ledger import Count, read_ledger
 from pipeline.store.queries import reading
 from pipeline.store.store import ReplayStore, store_path
-from pipeline.store.tables import STORE_VERSION
+from pipeline.store.tables import STORE
 
 CHILD = """
 import sys
@@ -95,14 +95,14 @@ def foreign_sqlite(path: Path) -> None:
 def other_version(path: Path) -> None:
     ReplayStore(path).close()
     connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {STORE_VERSION + 1}")
+    connection.execute(f"PRAGMA user_version = {STORE.version + 1}")
     connection.close()
 
 
 def older_version(path: Path) -> None:
     ReplayStore(path).close()
     connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {STORE_VERSION - 1}")
+    connection.execute(f"PRAGMA user_version = {STORE.version - 1}")
     connection.close()
 
 
@@ -160,7 +160,7 @@ def test_a_store_of_an_older_version_is_refused_in_one_sentence_by_every_reader(
     path = tmp_path / "replay.sqlite"
     older_version(path)
     for read in (ReplayStore, read_ledger, lambda path: reading(path).__enter__()):
-        with pytest.raises(StoreError, match=rf"an older Afterplay \(store version {STORE_VERSION - 1}") as caught:
+        with pytest.raises(StoreError, match=rf"an older Afterplay \(store version {STORE.version - 1}") as caught:
             read(path)
         assert "\n" not in str(caught.value)
 

@@ -144,8 +144,8 @@ def make_run(path: Path, rollouts: Sequence[Rollout], **sections: Any) -> Path:
 
 
 def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
-    tables.create(path)
-    connection = tables.connect(path, synchronous="OFF")
+    tables.STORE.create(path)
+    connection = tables.STORE.connect(path, synchronous="OFF")
     run = connection.execute
     try:
         run("BEGIN")

@@ -182,7 +182,7 @@ def test_a_run_that_lives_and_one_that_was_killed_are_read_alike(tmp_path):
 
 def test_a_trace_or_payload_that_is_damaged_or_gone_hides_nothing_else(tmp_path):
     path = make_run(tmp_path / "run", ROLLOUTS)
-    connection = tables.connect(path / "replay.sqlite")
+    connection = tables.STORE.connect(path / "replay.sqlite")
     connection.execute("UPDATE payloads SET token_ids = x'00' WHERE row_id = 6")
     connection.close()
     reader = RunReader(*open_run(path))

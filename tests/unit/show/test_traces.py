@@ -94,3 +94,19 @@ def test_damage_is_said_and_a_trace_that_made_room_is_none(tmp_path):
     path.unlink()
     assert entry.load() is None
     assert list(scan_traces([path, tmp_path])) == []
+
+
+def test_traces_of_another_format_are_named_and_a_writer_leaves_them_alone(tmp_path):
+    older = tmp_path / "trained-00000004.traces"
+    older.write_bytes(b"Afterplay traces 1\n\0" + bytes(99))
+    before = older.read_bytes()
+    with pytest.raises(StoreError) as caught:
+        updates_in(tmp_path)
+    assert str(caught.value) == (
+        f"expected {older} to be a file of traces (format 2), got format 1: delete it, it is only there to look at"
+    )
+    write(tmp_path, [7, 8], since=8)
+    write(tmp_path, [8], since=8)
+    assert older.read_bytes() == before
+    older.unlink()
+    assert updates_in(tmp_path) == [7, 8]

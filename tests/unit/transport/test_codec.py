@@ -38,6 +38,7 @@ from pipeline.transport.codec import (
     encode_plan,
     encode_trajectory,
 )
+from pipeline.transport.frames import array_bytes
 from pipeline.transport.protocol import Kind, Limits
 
 names = st.text("abcxyz0189.-_/é", min_size=1, max_size=12)
@@ -233,7 +234,7 @@ def test_decoded_arrays_are_views_of_the_received_bytes():
 
 def test_encoded_arrays_are_sent_without_another_copy():
     array = np.arange(1000, dtype=np.int32)
-    assert np.shares_memory(np.frombuffer(protocol.array_frame(array), np.int32), array)
+    assert np.shares_memory(np.frombuffer(array_bytes(array), np.int32), array)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_each_value_that_breaks_the_data_model_is_named(frame, at, value, what):
     frames = list(EXAMPLE)
     array = np.frombuffer(frames[frame], np.float32 if frame == 2 else np.int32).copy()
     array[at] = value
-    frames[frame] = protocol.array_frame(array)
+    frames[frame] = array_bytes(array)
     with pytest.raises(SchemaError, match=what):
         decode_trajectory(frames)
 

@@ -10,9 +10,8 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TransportClosed
 from pipeline.transport.curve import load_keys, make_keys
-from pipeline.transport.open import open_hub, open_link
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
-from pipeline.transport.zeromq import ZmqHub, ZmqLink, is_local
+from pipeline.transport.zeromq import ZmqHub, ZmqLink, is_local, open_hub, open_link
 
 pytestmark = pytest.mark.timeout(20)
 
