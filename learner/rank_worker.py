@@ -1,9 +1,7 @@
-"""A process that is a rank other than 0. It serves no metrics and speaks with nobody but the other ranks.
+"""A rank other than 0: waits for an order of rank 0, does the same work as rank 0, and waits again.
 
-Started by rank 0 (``python -m learner.rank_worker RANK SIZE PORT`` with the run file as one line of JSON on stdin),
-or by torchrun through ``afterplay learner FILE``.
-
-What ranks other than 0 do: wait for an order, do the same work as rank 0, wait again.
+Started by rank 0 (``python -m learner.rank_worker RANK SIZE PORT`` with the run file as JSON on stdin), or by torchrun
+through ``afterplay learner FILE``. It serves no metrics and is connected to the other ranks only.
 
 *consumes* orders of rank 0; *produces* its part of every collective; *waits for* the next order, which comes at least
 every ``BEAT_SECONDS``; *unblocked by* it, by rank 0's end, or by the timeout of the group.
@@ -184,16 +182,9 @@ def _obey_signals(interrupt: threading.Event, seconds_max: float) -> None:
         signal.signal(number, on_signal)
 
 
-def _end_with_parent() -> None:
-    """Rank 0 holds the other end of stdin: it closes when rank 0 ends, by whatever way."""
-    sys.stdin.buffer.read()
-    os._exit(ExitCode.FAILED)
-
-
 def main() -> None:
     rank, size, port = (int(word) for word in sys.argv[1:4])
-    config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    config = RunConfig.model_validate_json(sys.stdin.buffer.read())
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)

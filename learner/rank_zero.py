@@ -1,7 +1,10 @@
-"""Rank 0's care for the others: start them where nobody has, show them life, notice a loss, send them home.
+"""Rank 0 of several: starts the other ranks, sends them heartbeats, notices when one is lost, and ends them.
 
-*consumes* ends of children and errors of connections; *produces* beats, and :class:`TrainingError` for the role when a
-rank is lost; *waits for* nothing else. A rank that is lost ends the learner within ``LOSS_SECONDS``: the supervisor
+With ``learner.ranks`` the other ranks are child processes on this machine, so that the supervisor watches, stops and
+restarts one learner process. Under torchrun they are there already.
+
+*consumes* ends of children and errors of connections; *produces* heartbeats, and :class:`TrainingError` for the role
+when a rank is lost; *waits for* nothing else. A lost rank ends the learner within ``LOSS_SECONDS``: the supervisor
 starts it again, and all ranks go on from the newest checkpoint.
 """
 
@@ -10,7 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
+import tempfile
 import threading
+from collections.abc import Mapping
+from concurrent import futures
 from datetime import timedelta
 
 import anyio
@@ -21,7 +28,7 @@ from learner.distributed.collectives import Place, RankGroup, join, leave, place
 from learner.distributed.ranks import BEAT_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
-from pipeline.runtime.children import RankProcesses
+from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
 from pipeline.runtime.process import ExitCode
 
 log = logging.getLogger(__name__)
@@ -29,30 +36,33 @@ LOSS_SECONDS = 15.0
 """After a loss, before the process is ended by force: training may be stuck in a collective."""
 REAP_SECONDS = 1.0
 """Between the end of a child's connections and the end of the child."""
+END_SECONDS = 5.0
+"""For the children to end once they are told to; then they are killed."""
 
 
 class RankZero:
     """Rank 0 of several. Made by :meth:`begin`; :meth:`end` must be called."""
 
     def __init__(self, config: RunConfig, place: Place) -> None:
-        self._children: RankProcesses | None = None
+        self._children: dict[int, ChildGroup] = {}
+        self._reaper = OrphanReaper(grace_seconds=0)
         self._loss = ""
         self._lost = anyio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._guard = threading.Lock()
+        self._ending = False
+        self._lock = threading.Lock()
         self._force_later: threading.Timer | None = None
         store = None
         if place.size == 1:
             place = Place(0, config.learner.ranks)
             timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            self._children = RankProcesses(config, store.port, self._note)
-            self._children.start()
+            self._start_children(config, store.port)
         try:
             device = join(place, config.learner, store)
             self.group = RankGroup(device, threading.Event(), config.learner.ranks_timeout_seconds)
         except BaseException:
-            self._close(asked=False)
+            self._close(wait_seconds=0)
             raise
         log.info("rank 0 of %d on %s", place.size, device)
 
@@ -76,7 +86,7 @@ class RankZero:
         raise TrainingError(self._words(self._loss))
 
     def end(self) -> None:
-        """Send the others home, and wait for them a bounded time. Blocks."""
+        """End the other ranks, and wait for them a bounded time. Blocks."""
         gone = self._gone() or self._loss
         if not gone:
             try:
@@ -85,21 +95,41 @@ class RankZero:
                 gone = self._gone(REAP_SECONDS) or f"a rank does not answer: {error}"
         if gone:
             log.error("%s", self._words(gone))
-        self._close(asked=not gone)
+        self._close(wait_seconds=0 if gone else END_SECONDS)
+
+    def _start_children(self, config: RunConfig, port: int) -> None:
+        """They read their run file from stdin, and meet rank 0 at ``port``."""
+        run_file, size = config.model_dump_json().encode(), config.learner.ranks
+        for rank in range(1, size):
+            command = [sys.executable, "-m", "learner.rank_worker", str(rank), str(size), str(port)]
+            with tempfile.TemporaryFile() as stdin:
+                stdin.write(run_file)
+                stdin.seek(0)
+                child = self._children[rank] = ChildGroup(command, self._reaper, stdin=stdin)
+            child.end.add_done_callback(lambda end, rank=rank: self._child_ended(rank, end))  # type: ignore[misc]
+
+    def _child_ended(self, rank: int, end: futures.Future[int]) -> None:
+        if not self._ending:
+            self._note(_describe({rank: end}))
 
     def _gone(self, wait_seconds: float = 0.0) -> str:
-        return "" if self._children is None else self._children.gone(wait_seconds)
+        """The children that have ended, in words, waiting at most so long for the first; empty when none has."""
+        ends = {rank: child.end for rank, child in self._children.items()}
+        futures.wait(ends.values(), wait_seconds, futures.FIRST_COMPLETED)
+        return _describe({rank: end for rank, end in ends.items() if end.done()})
 
-    def _close(self, *, asked: bool) -> None:
+    def _close(self, wait_seconds: float) -> None:
+        """Wait for the children, then kill them."""
+        self._ending = True
         if self._force_later is not None:
             self._force_later.cancel()
-        if self._children is not None:
-            self._children.close(asked=asked)
+        futures.wait([child.end for child in self._children.values()], wait_seconds)
+        self._reaper.close()
         leave()
 
     def _note(self, loss: str) -> None:
         """In any thread."""
-        with self._guard:
+        with self._lock:
             if self._loss:
                 return
             self._loss = loss
@@ -118,3 +148,7 @@ class RankZero:
     def _force(self) -> None:
         os.write(2, f"learner: {self._words(self._loss)} (training was stuck for {LOSS_SECONDS:g} s)\n".encode())
         os._exit(ExitCode.FAILED)
+
+
+def _describe(ended: Mapping[int, futures.Future[int]]) -> str:
+    return "; ".join(f"rank {rank} ended ({describe_exit(end.result())})" for rank, end in ended.items())

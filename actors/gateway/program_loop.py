@@ -26,7 +26,6 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import attribute
-from actors.gateway.child_program import ChildProgram
 from actors.gateway.messages import Refusal
 from actors.gateway.recorder import Recorder
 from actors.gateway.reports import PROGRAM, Report, last_line, read_report
@@ -38,6 +37,7 @@ from actors.rollout.agent_loop import AgentLoop, Budget, DrivenEpisode, Game, Ou
 from actors.tools.parsing.registry import parser_of
 from pipeline.errors import AfterplayError, ConfigurationError, EpisodeLimit, PlugInError, PlugInTimeout, boundary
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.runtime.children import KILL_SECONDS_MAX, ChildGroup, OrphanReaper, describe_exit
 from pipeline.schema import TrajectoryStatus, Turn
 
 logger = logging.getLogger(__name__)
@@ -228,6 +228,7 @@ class ProgramLoop(AgentLoop):
         self._config = host.config
         self._renderer = renderer
         self._threads = host.threads
+        self._reaper = OrphanReaper(grace_seconds=0)
         self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, f"{where}.options.parser")
         self._rules = ParameterRules(self.sampling_parameters, self.unsupported)
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
@@ -256,6 +257,7 @@ class ProgramLoop(AgentLoop):
 
     async def close(self) -> None:
         self.door.close()
+        self._reaper.close()
 
     def session(self, game: Game, policy: Policy) -> Session:
         """A new one, whose calls are not taken yet."""
@@ -280,20 +282,28 @@ class ProgramLoop(AgentLoop):
         return await self._wait_for_external(session)
 
     async def _run_command(self, command: tuple[str, ...], session: Session) -> Report | None:
-        child = ChildProgram(command, self._variables(session), self.folder, self.output_bytes_max)
         try:
-            async with child:
-                ended = await child.wait()
+            child = ChildGroup(
+                command,
+                self._reaper,
+                environment=self._variables(session),
+                folder=self.folder,
+                output_bytes_max=self.output_bytes_max,
+            )
         except OSError as error:
             raise PlugInError(PROGRAM, type(error).__name__, f"{command[0]} cannot be started: {error}") from error
+        try:
+            code = await child.wait()
         finally:
+            child.kill()
+            with anyio.move_on_after(KILL_SECONDS_MAX, shield=True):
+                await child.wait()
             session.told = child.stderr
         if session.report is not None:
             return session.report
-        if ended.code != 0:
-            how = f"exit code {ended.code}" if ended.code > 0 else f"signal {-ended.code}"
-            raise PlugInError(PROGRAM, "ExitCode", f"the program ended with {how}", ended.stderr)
-        return last_line(ended.stdout)
+        if code != 0:
+            raise PlugInError(PROGRAM, "ExitCode", f"the program ended: {describe_exit(code)}", child.stderr)
+        return last_line(child.stdout)
 
     async def _call_function(self, session: Session) -> Report | None:
         function, url = self._function, f"{self.door.url_of(session)}/v1"

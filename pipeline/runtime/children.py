@@ -1,81 +1,208 @@
-"""A process whose only duty is that nothing outlives the supervisor, however the supervisor ends.
+"""Child processes in process groups of their own, which end when their parent does.
 
-It reads lines ``+GROUP`` and ``-GROUP`` (process group ids) from stdin. Stdin closes when the supervisor is gone, by
-whatever way, ``kill -9`` included; then every group still on the list gets SIGTERM, and SIGKILL two seconds later.
-It runs with the standard library alone, on Linux and macOS.
-
-Ranks 1, 2, … as children of rank 0, on its machine.
-
-Why not torchrun here: the supervisor watches, stops and restarts one learner process, which serves metrics and health.
-That process is rank 0; the others belong to its process group and cannot outlive it: each reads its run file from
-stdin, and ends when stdin closes.
+:class:`ChildGroup` is one command with everything it starts. :class:`OrphanReaper` ends such groups when the process
+that started them is gone, ``kill -9`` included: it runs this file as a process of its own, with the standard library
+alone. On Linux and macOS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pipeline.config import RunConfig
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent import futures
+from typing import IO
 
 GRACE_SECONDS = 2.0
+"""Between SIGTERM and SIGKILL for the groups that the supervisor leaves behind."""
+POLL_SECONDS = 0.5
+"""How late the end of a command may be noticed when one of its children holds its output open."""
+OUTPUT_SECONDS_MAX = 2.0
+"""For output that is still in the pipes after the end of the command."""
+KILL_SECONDS_MAX = 5.0
+"""From SIGKILL until the end of a group has been noticed."""
 
 
 class OrphanReaper:
-    """The supervisor's end. Use as a context manager.
+    """Ends the groups that it watches when this process ends. Close it, or use it as a context manager.
 
-    ``keep_open`` are file descriptors that stay open until the last group is gone (the lock of the run directory).
+    The reaper process reads ``+GROUP`` and ``-GROUP`` from stdin, which closes when its parent is gone; then every
+    group still on the list gets SIGTERM, and SIGKILL ``grace_seconds`` later (at once without a grace). It is started
+    with the first group. The file descriptors ``keep_open`` stay open until the last group is gone.
     """
 
-    def __init__(self, keep_open: Iterable[int] = ()) -> None:
+    def __init__(self, grace_seconds: float = GRACE_SECONDS, keep_open: Iterable[int] = ()) -> None:
+        self._grace_seconds = grace_seconds
         self._keep_open = tuple(keep_open)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> OrphanReaper:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=self._keep_open,
-        )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-            self._process.wait(timeout=GRACE_SECONDS + 5)
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the reaper process, unless it runs."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(self._grace_seconds)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=self._keep_open,
+                bufsize=0,
+            )
 
     def watch(self, group: int) -> None:
-        """End ``group`` should the supervisor die."""
-        self._tell(f"+{group}\n")
+        """End ``group`` should this process die."""
+        self._send(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """``group`` has ended; its number may be given to others."""
-        self._tell(f"-{group}\n")
+        """``group`` has ended; the system may use its number again."""
+        self._send(f"-{group}\n")
 
-    def _tell(self, line: str) -> None:
-        assert self._process is not None and self._process.stdin is not None, "enter the context first"
-        with contextlib.suppress(BrokenPipeError):
+    def close(self) -> None:
+        """End the groups that are left. Blocks until they are gone."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait(timeout=self._grace_seconds + KILL_SECONDS_MAX)
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # the reaper was killed, or closed before its last group
             self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+
+
+class ChildGroup:
+    """A command in a session of its own, with everything it starts there.
+
+    When the command ends, the rest of its group is killed; a process that has left the session (``setsid``) is not
+    found. ``output`` takes stdout and stderr, None passes them to ours; with ``output_bytes_max`` the last bytes of
+    each are kept instead. Raises :class:`OSError` when the command cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        reaper: OrphanReaper,
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
+        stdin: IO[bytes] | int = subprocess.DEVNULL,
+        output: IO[bytes] | None = None,
+        output_bytes_max: int = 0,
+    ) -> None:
+        joined = None if output is None else subprocess.STDOUT
+        self._reaper = reaper
+        reaper.start()
+        self._process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE if output_bytes_max else output,
+            stderr=subprocess.PIPE if output_bytes_max else joined,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self.pid = self._process.pid
+        """Also the number of the group."""
+        reaper.watch(self.pid)
+        self.end: futures.Future[int] = futures.Future()
+        """The exit code, or minus the number of the signal, once it has ended and the rest of its group is killed."""
+        self.end.set_running_or_notify_cancel()
+        self._stdout, self._stderr = _Tail(output_bytes_max), _Tail(output_bytes_max)
+        threading.Thread(target=self._watch, name=f"child {self.pid}", daemon=True).start()
+
+    @property
+    def stdout(self) -> str:
+        """The end of the output so far."""
+        return self._stdout.text
+
+    @property
+    def stderr(self) -> str:
+        """The end of the error output so far."""
+        return self._stderr.text
+
+    def terminate(self) -> None:
+        """SIGTERM to the command, which ends its children itself."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group."""
+        if not self.end.done():
+            signal_group(self.pid, signal.SIGKILL)
+
+    def stop(self, grace_seconds: float) -> bool:
+        """Terminate, and kill the group after the grace; False when that was necessary. Blocks."""
+        self.terminate()
+        if futures.wait([self.end], grace_seconds).done:
+            return True
+        self.kill()
+        futures.wait([self.end], KILL_SECONDS_MAX)
+        return False
+
+    async def wait(self) -> int:
+        """The exit code. Cancelling it leaves the group alone."""
+        import asyncio  # the reaper runs this file too and has no use for it
+
+        return await asyncio.wrap_future(self.end)
+
+    def _watch(self) -> None:
+        process = self._process
+        with selectors.DefaultSelector() as pipes:
+            for pipe, tail in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
+                if pipe is not None:
+                    pipes.register(pipe, selectors.EVENT_READ, tail)
+            while pipes.get_map() and process.poll() is None:
+                _read(pipes, POLL_SECONDS)
+            code = process.wait()
+            signal_group(self.pid, signal.SIGKILL)
+            deadline = time.monotonic() + OUTPUT_SECONDS_MAX
+            while pipes.get_map() and (left := deadline - time.monotonic()) > 0:
+                _read(pipes, left)
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
+        self._reaper.forget(self.pid)
+        self.end.set_result(code)
+
+
+class _Tail:
+    """The last bytes of a stream."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        self._data += data
+        if len(self._data) > 2 * self._bytes_max:
+            del self._data[: -self._bytes_max]
+
+    @property
+    def text(self) -> str:
+        return self._data[-self._bytes_max :].decode("utf-8", "replace")
+
+
+def _read(pipes: selectors.BaseSelector, seconds_max: float) -> None:
+    for key, _ in pipes.select(seconds_max):
+        data = os.read(key.fd, 65536)
+        if data:
+            key.data.add(data)
+        else:
+            pipes.unregister(key.fileobj)
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group; False when there is nobody in it (any more)."""
+    """Send a signal to a process group; False when no process of it is left."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):  # macOS answers EPERM for groups of zombies
@@ -83,8 +210,13 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
-def main() -> None:
-    """The other end."""
+def describe_exit(code: int) -> str:
+    """An exit status in words: ``killed by SIGKILL`` or ``exit code 1``."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def main(grace_seconds: float) -> None:
+    """The reaper process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -94,77 +226,15 @@ def main() -> None:
             groups.add(group)
         else:
             groups.discard(group)
-    alive = {group for group in groups if signal_group(group, signal.SIGTERM)}
-    end = time.monotonic() + GRACE_SECONDS
-    while alive and time.monotonic() < end:
+    if grace_seconds:
+        groups = {group for group in groups if signal_group(group, signal.SIGTERM)}
+    end = time.monotonic() + grace_seconds
+    while groups and time.monotonic() < end:
         time.sleep(0.05)
-        alive = {group for group in alive if signal_group(group, 0)}
-    for group in alive:
+        groups = {group for group in groups if signal_group(group, 0)}
+    for group in groups:
         signal_group(group, signal.SIGKILL)
 
 
-END_SECONDS = 5.0
-"""How long a child may take from being asked to end until it is killed."""
-
-
-class RankProcesses:
-    """``on_loss`` is called, in a thread, with words for a child that ends unasked."""
-
-    def __init__(self, config: RunConfig, port: int, on_loss: Callable[[str], None]) -> None:
-        self._config = config
-        self._port = port
-        self._on_loss = on_loss
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._ending = False
-
-    def start(self) -> None:
-        """Returns when they are started; they meet rank 0 at ``port``."""
-        config, size = self._config.model_dump_json().encode(), self._config.learner.ranks
-        for rank in range(1, size):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "learner.rank_worker", str(rank), str(size), str(self._port)],
-                stdin=subprocess.PIPE,
-            )
-            assert process.stdin is not None
-            process.stdin.write(config + b"\n")
-            process.stdin.flush()
-            self._processes[rank] = process
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
-
-    def close(self, *, asked: bool) -> None:
-        """Wait for them, where they were ``asked`` to end; then close their stdin, which ends them; then kill. Blocks
-        for at most twice ``END_SECONDS`` each."""
-        self._ending = True
-        for close in ([False] if asked else []) + [True]:
-            for process in self._processes.values():
-                if close and process.stdin is not None:
-                    with contextlib.suppress(OSError):
-                        process.stdin.close()
-            for process in self._processes.values():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_SECONDS)
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-    def gone(self, wait_seconds: float = 0.0) -> str:
-        """Words for the children that have ended, or do so in time; empty where none has."""
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(wait_seconds)
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return "; ".join(f"rank {rank} ended ({_words(code)})" for rank, code in codes.items() if code is not None)
-
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
-        if not self._ending:
-            self._on_loss(f"rank {rank} ended ({_words(code)})")
-
-
-def _words(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))

@@ -69,13 +69,13 @@ def evaluate_checkpoint(
         directory.path.rmdir()
         raise
     directory.create()
-    with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as undertaker:
+    with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as reaper:
         config = resolve(config)
         write_bytes_atomically(directory.config_file, dump(config).encode())
         about = {"updates": weights.updates, "policy_version": weights.policy_version, "checkpoint": weights.name}
         write_json_atomically(directory.evaluated_file, about)
         specs = specs_of(config, directory, center=EVALUATOR)
-        code = supervise(config, specs, directory, undertaker, console, lambda: bool(_results(directory)))
+        code = supervise(config, specs, directory, reaper, console, lambda: bool(_results(directory)))
     results = _results(directory)
     for file in directory.model.rglob("*.safetensors"):
         # its tokenizer stays: afterplay show needs it

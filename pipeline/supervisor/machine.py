@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pipeline.runtime.children import describe_exit
 from pipeline.runtime.process import ExitCode
 
 STEADY_SECONDS = 60.0
@@ -278,8 +279,3 @@ class Machine:
             process.killed = True
             actions.append(SendSignal(process.rule.name, kill=True))
         return actions
-
-
-def describe_exit(code: int) -> str:
-    """An exit status in words: ``signal 9`` or ``exit code 1``."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -100,8 +100,8 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
             config = resolve(config)
             directory.create()
             write_bytes_atomically(directory.config_file, dump(config).encode())
-            with OrphanReaper(keep_open=(lock,)) as undertaker:
-                return supervise(config, specs_of(config, directory), directory, undertaker, console)
+            with OrphanReaper(keep_open=(lock,)) as reaper:
+                return supervise(config, specs_of(config, directory), directory, reaper, console)
     except RunIsAlive as error:
         Console(stderr=True, highlight=False).print(f"afterplay: {error}", style="red", soft_wrap=True)
         return ExitCode.BUSY
@@ -111,7 +111,7 @@ def supervise(
     config: RunConfig,
     specs: Iterable[ProcessSpec],
     directory: RunDirectory,
-    undertaker: OrphanReaper,
+    reaper: OrphanReaper,
     console: Console,
     is_done: Callable[[], bool] | None = None,
 ) -> ExitCode:
@@ -129,7 +129,7 @@ def supervise(
         tail_now.read()
         return reached(tail_now.last, config.run.total_steps)
 
-    supervisor = Supervisor(specs, limits, directory, undertaker, is_done or work_done)
+    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done)
     begun = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:

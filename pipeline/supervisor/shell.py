@@ -1,10 +1,9 @@
-"""The thin async shell around :class:`Machine`: real processes, real clocks, real signals."""
+"""Supervisor: carries out what :class:`Machine` decides, with real processes, clocks and signals."""
 
 from __future__ import annotations
 
 import math
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,11 +13,11 @@ import anyio.abc
 import anyio.to_thread
 
 from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
-from pipeline.runtime.children import OrphanReaper, signal_group
+from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
-from pipeline.supervisor.machine import Action, Machine, Phase, RestartLimits, Start, describe_exit
+from pipeline.supervisor.machine import Action, Machine, Phase, RestartLimits, Start
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, ask, child_environment, health_url
 
 PROBE_EVERY_SECONDS = 1.0
@@ -36,16 +35,16 @@ class Supervisor:
         specs: Iterable[ProcessSpec],
         limits: RestartLimits,
         directory: RunDirectory,
-        undertaker: OrphanReaper,
+        reaper: OrphanReaper,
         work_done: Callable[[], bool] = lambda: True,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self.machine = Machine([spec.rule for spec in self._specs.values()], limits)
         self.answers: dict[str, HealthAnswer] = {}
         self._directory = directory
-        self._undertaker = undertaker
+        self._reaper = reaper
         self._work_done = work_done
-        self._processes: dict[str, anyio.abc.Process] = {}
+        self._children: dict[str, ChildGroup] = {}
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
@@ -63,8 +62,8 @@ class Supervisor:
                 await self._keep_time()
                 group.cancel_scope.cancel()
         finally:
-            for process in self._processes.values():
-                signal_group(process.pid, signal.SIGKILL)
+            for child in self._children.values():
+                child.kill()
         for line in tail.read():
             display.progress(line)
         self._write_states()
@@ -93,12 +92,12 @@ class Supervisor:
         for action in actions:
             if isinstance(action, Start):
                 self._group.start_soon(self._live, self._specs[action.name])
-            elif action.name in self._processes:
-                process = self._processes[action.name]
+            elif action.name in self._children:
+                child = self._children[action.name]
                 if action.kill:
-                    signal_group(process.pid, signal.SIGKILL)
+                    child.kill()
                 else:
-                    _send(process, signal.SIGTERM)
+                    child.terminate()
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -107,26 +106,18 @@ class Supervisor:
         state = self.machine.processes[spec.name]
         self._directory.log_file(spec.name).parent.mkdir(parents=True, exist_ok=True)
         with self._directory.log_file(spec.name).open("ab") as output:
-            process = await anyio.open_process(
-                list(spec.command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=child_environment(spec.environment),
+            child = ChildGroup(
+                spec.command, self._reaper, environment=child_environment(spec.environment), output=output
             )
-        self._processes[spec.name] = process
-        self._undertaker.watch(process.pid)
+        self._children[spec.name] = child
         if state.killed:
-            signal_group(process.pid, signal.SIGKILL)
+            child.kill()
         elif state.phase is Phase.STOPPING:
-            _send(process, signal.SIGTERM)
+            child.terminate()
         elif not spec.probed and not spec.rule.once:
             self._perform(self.machine.healthy(spec.name, time.monotonic()))
-        code = await process.wait()
-        del self._processes[spec.name]
-        signal_group(process.pid, signal.SIGKILL)
-        self._undertaker.forget(process.pid)
+        code = await child.wait()
+        del self._children[spec.name]
         self.answers.pop(spec.name, None)
         self._directory.process_file(spec.name).unlink(missing_ok=True)
         self._perform(self.machine.exited(spec.name, code, time.monotonic(), finished=code == 0 and self._work_done()))
@@ -144,7 +135,7 @@ class Supervisor:
         """Ask every process how it is, each in its own time."""
         while True:
             async with anyio.create_task_group() as group:
-                for name, process in list(self._processes.items()):
+                for name, process in list(self._children.items()):
                     if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
                         group.start_soon(self._ask, name, process.pid)
             self._write_states()
@@ -155,7 +146,7 @@ class Supervisor:
         answer = HealthAnswer(False)
         if url is not None:
             answer = await anyio.to_thread.run_sync(ask, url, abandon_on_cancel=True)
-        current = self._processes.get(name)
+        current = self._children.get(name)
         if current is None or current.pid != pid:
             return
         now = time.monotonic()
@@ -196,7 +187,7 @@ class Supervisor:
         """``processes.json``, for ``afterplay status``."""
         states = {}
         for name, process in self.machine.processes.items():
-            running, answer = self._processes.get(name), self.answers.get(name)
+            running, answer = self._children.get(name), self.answers.get(name)
             states[name] = {
                 "phase": process.phase.value,
                 "pid": running.pid if running else None,
@@ -206,14 +197,6 @@ class Supervisor:
                 "waiting_for": answer.waiting_for if answer else "",
             }
         write_json_atomically(self._directory.processes_file, states)
-
-
-def _send(process: anyio.abc.Process, number: signal.Signals) -> None:
-    if process.returncode is None:
-        try:
-            process.send_signal(number)
-        except ProcessLookupError:
-            return
 
 
 def last_lines(path: Path, count: int) -> list[str]:

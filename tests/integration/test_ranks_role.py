@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
+from learner.rank_zero import RankZero
 from learner.recorder import MetricsLog
-from pipeline.runtime.children import RankProcesses
 from pipeline.store.evaluation_results import read_results
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
@@ -22,17 +22,16 @@ STOP_SECONDS_MAX, LOSS_SECONDS_MAX = 30, 60
 def children(monkeypatch):
     """The processes that rank 0 starts, as they are started."""
     started = []
-    start = RankProcesses.start
+    start = RankZero._start_children
 
-    def note(self):
-        start(self)
-        started.extend(self._processes.values())
+    def note(self, *arguments):
+        start(self, *arguments)
+        started.extend(self._children.values())
 
-    monkeypatch.setattr(RankProcesses, "start", note)
+    monkeypatch.setattr(RankZero, "_start_children", note)
     yield started
-    for process in started:
-        process.kill()
-        process.wait()
+    for child in started:
+        child.kill()
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ async def test_a_run_of_two_ranks_ends_with_every_step_recorded_published_and_sa
     newest = find_checkpoints(w.directory.checkpoints)[0]
     assert read_state(newest).updates == 3
     assert (newest / "shards" / ".metadata").is_file()
-    assert [process.returncode for process in children] == [0]
+    assert [child.end.result(0) for child in children] == [0]
     assert ctx.registry.get_sample_value("afterplay_learner_importance_ratio_count",
                                          {"level": "token", "source": "fresh"}) == 24  # fmt: skip
 
@@ -82,7 +81,7 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
             tasks.cancel_scope.deadline = anyio.current_time() + STOP_SECONDS_MAX
             ctx.stopping.set()
         assert not tasks.cancel_scope.cancel_called
-        assert children[0].returncode == 0
+        assert children[0].end.result(0) == 0
 
         _, run = w.learner()
         with pytest.raises(BaseExceptionGroup) as caught:

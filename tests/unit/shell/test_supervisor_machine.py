@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pipeline.runtime.children import describe_exit
 from pipeline.runtime.process import ExitCode
-from pipeline.supervisor.machine import Machine, Phase, RestartLimits, Rule, SendSignal, Start, describe_exit
+from pipeline.supervisor.machine import Machine, Phase, RestartLimits, Rule, SendSignal, Start
 
 RULES = (
     Rule("prepare", 0, once=True),
@@ -161,7 +162,7 @@ def test_a_wrong_dependency_is_refused():
 
 
 def test_exits_in_words():
-    assert (describe_exit(-9), describe_exit(3)) == ("signal 9", "exit code 3")
+    assert (describe_exit(-9), describe_exit(3)) == ("killed by SIGKILL", "exit code 3")
 
 
 class AnyHistory(RuleBasedStateMachine):

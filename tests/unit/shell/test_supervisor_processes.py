@@ -80,9 +80,9 @@ scenes = {
         spec("learner", 1, FINISHES, depends=("prepare",), ends_run=True),
     ],
 }
-with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as undertaker:
+with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as reaper:
     console = Console(force_terminal=len(sys.argv) > 3, highlight=False)
-    code = supervise(config, scenes[sys.argv[2]], directory, undertaker, console)
+    code = supervise(config, scenes[sys.argv[2]], directory, reaper, console)
 sys.exit(code)
 """
 
@@ -159,7 +159,7 @@ def test_a_killed_process_is_restarted_and_the_others_are_left_alone(scene):
     run.process.terminate()
     code, out = run.ended()
     assert code == ExitCode.FINISHED
-    assert "actor-0 ended (signal 9); restart 1 in" in out
+    assert "actor-0 ended (killed by SIGKILL); restart 1 in" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,46 @@
+"""Child groups: bounded output, the grace before SIGKILL, and the reaper's."""
+
+import signal
+import threading
+
+import pytest
+
+from pipeline.runtime.children import ChildGroup, OrphanReaper, signal_group
+
+
+@pytest.fixture
+def start():
+    with OrphanReaper(grace_seconds=0) as reaper:
+        yield lambda script: ChildGroup(["/bin/sh", "-c", script], reaper, output_bytes_max=16)
+
+
+def soon(condition) -> bool:
+    """Wait for output, or for the kernel to reap orphans: there is no event for either."""
+    return any(condition() or threading.Event().wait(0.02) for _ in range(500))
+
+
+async def test_the_end_of_the_output_is_kept(start):
+    child = start("printf '%0100d\\n' 7; echo failed >&2; exit 3")
+    assert await child.wait() == 3
+    assert (child.stdout, child.stderr) == ("0" * 14 + "7\n", "failed\n")
+
+
+def test_a_command_that_ignores_sigterm_is_killed_with_its_children(start):
+    child = start("trap '' TERM; sleep 60 & echo ready; wait; sleep 60")
+    assert soon(lambda: "ready" in child.stdout)
+    assert not child.stop(0.1)
+    assert child.end.result(0) == -signal.SIGKILL
+    assert soon(lambda: not signal_group(child.pid, 0))
+
+
+def test_a_command_that_obeys_sigterm_takes_the_rest_of_its_group_along(start):
+    child = start("trap 'exit 4' TERM; sleep 60 & echo ready; wait")
+    assert soon(lambda: "ready" in child.stdout)
+    assert child.stop(10)
+    assert child.end.result(0) == 4
+
+
+def test_a_closed_reaper_leaves_no_group():
+    with OrphanReaper(grace_seconds=0.2) as reaper:
+        child = ChildGroup(["sleep", "60"], reaper)
+    assert child.end.result(10) == -signal.SIGTERM
