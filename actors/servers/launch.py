@@ -1,4 +1,4 @@
-"""``afterplay engine FILE``: become one inference server of a run."""
+"""Command line and environment of one inference server of a run (``afterplay engine FILE``)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EMBEDDED_BLOCK_SIZE = 16
 
 
 def main(config: RunConfig, index: int) -> int:
-    """Replace this process by engine ``index``; returns only on an error: 2, with one line that says what to mend."""
+    """Replace this process by engine ``index``. Returns 2 on an error, after one line on stderr with the remedy."""
     try:
         argv, environment = command(config, index)
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if engine_kind(config)[0] == "vllm":
-        argv = guarded(argv)
+        argv = in_process_group(argv)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], argv, environment)
@@ -39,7 +39,7 @@ def command(config: RunConfig, index: int) -> tuple[list[str], dict[str, str]]:
     """
     engine = config.engine
     if engine.kind == "external":
-        raise ConfigurationError("engine.kind is external: the engines at engine.urls are started by somebody else")
+        raise ConfigurationError("engine.kind is external: the engines at engine.urls are started outside this run")
     if not 0 <= index < engine.replicas:
         raise ConfigurationError(
             f"expected an engine index of 0 to {engine.replicas - 1} (engine.replicas), got {index}"
@@ -60,15 +60,15 @@ def command(config: RunConfig, index: int) -> tuple[list[str], dict[str, str]]:
     return _embedded_command(config, model, host, port), {**os.environ, **_embedded_environment(config), **engine.env}
 
 
-def guarded(argv: list[str]) -> list[str]:
-    """The same command under :mod:`actors.servers.guard`, which leaves no process behind."""
-    return [sys.executable, "-m", "actors.servers.guard", *argv]
+def in_process_group(argv: list[str]) -> list[str]:
+    """The same command under :mod:`actors.servers.process_group`, which leaves no process behind."""
+    return [sys.executable, "-m", "actors.servers.process_group", *argv]
 
 
 def engine_kind(config: RunConfig) -> tuple[str, str]:
-    """``vllm`` or ``embedded``, and why: where vLLM cannot run, a CPU run goes on with the embedded engine.
+    """``vllm`` or ``embedded``, and the reason: where vLLM cannot run, a CPU run uses the embedded engine.
 
-    Raises :class:`ConfigurationError` where that would not be the run that was asked for (GPU, GPU weight transfer).
+    Raises :class:`ConfigurationError` where the run needs vLLM (GPU, GPU weight transfer).
     """
     engine = config.engine
     if engine.kind == "embedded":
@@ -116,7 +116,7 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
         raise ConfigurationError("the embedded engine takes weights as files: set engine.weight_transfer: files")
     if sampling.stop:
         raise ConfigurationError(
-            "sampling.stop: the embedded engine knows no stop strings; the end-of-turn token stops it"
+            "sampling.stop: the embedded engine does not support stop strings; the end-of-turn token ends a reply"
         )
     flags = {
         "model": model,

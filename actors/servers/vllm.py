@@ -1,4 +1,4 @@
-"""How ``vllm serve`` is started for a run, and whether it can be started on this machine."""
+"""Command line and environment of ``vllm serve``, and the check whether vLLM can run on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _X86_FLAGS = ("avx2", "avx512f")
 
 
 def vllm_available(device: str = "auto") -> tuple[bool, str]:
-    """Whether vLLM can serve here, and why not (or which build it is). Imports nothing heavy."""
+    """True and the build where vLLM can serve here, else False and the reason. Imports nothing heavy."""
     if importlib.util.find_spec("vllm") is None:
         return (
             False,
@@ -52,7 +52,7 @@ def vllm_available(device: str = "auto") -> tuple[bool, str]:
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is visible to this process."""
+    """True when an NVIDIA GPU is visible to this process."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
@@ -62,8 +62,8 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     """Arguments and environment of one server over the prepared folder ``model``.
 
     The weight routes need vLLM's developer mode, which has no authentication: the server listens on loopback unless
-    ``engine.host`` says otherwise. GPU weight transfer (nccl, ipc) only switches vLLM's own engines on; the learner
-    drives them.
+    ``engine.host`` says otherwise. GPU weight transfer (nccl, ipc) only enables vLLM's own transfer engines; the
+    learner drives them.
 
     Raises :class:`ConfigurationError` for a weight transfer or a block size that the device cannot do.
     """
@@ -103,8 +103,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
 
 
 def _device_arguments(engine: EngineConfig) -> list[str]:
-    """How much of the GPU it takes, and that it can give it away. A CPU build has neither: there ``/sleep`` only stops
-    sampling."""
+    """Share of the GPU's memory, and sleep mode. A CPU build has neither: there ``/sleep`` only stops sampling."""
     share = [] if engine.memory_share is None else ["--gpu-memory-utilization", f"{engine.memory_share:g}"]
     return [*share, *(["--enable-sleep-mode"] if engine.colocate == "sleep" else [])]
 
@@ -135,7 +134,7 @@ def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
 
 
 def _build() -> tuple[str, str, bool]:
-    """Name and version of the installed distribution, and whether it is a CPU build."""
+    """Name and version of the installed distribution; True for a CPU build."""
     for name in DISTRIBUTIONS:
         try:
             version = metadata.version(name)

@@ -1,18 +1,17 @@
-"""A worker extension for vLLM: the weights of a served adapter are replaced in place.
+"""Worker extensions for vLLM (``--worker-extension-cls``), which vLLM imports in every worker before it builds the model.
 
-vLLM's own route for that (``load_lora_adapter`` with ``load_inplace``, 0.32) marks the adapter's name so that every
-later batch reads the folder again, and requests in flight read the folder that *they* began with: weights would flip
-between versions. Here the adapter is loaded once by the route, without that mark, and from then on replaced under the
-same id in the worker, between two batches, so that requests in flight go on with the new weights, as they do with whole
-weights. The learner calls it through ``/collective_rpc`` while the engine is paused.
+:class:`AdapterReload` replaces the weights of a served LoRA adapter in place. vLLM's own route for that
+(``load_lora_adapter`` with ``load_inplace``, 0.32) marks the adapter's name so that every later batch reads the folder
+again, and requests in flight read the folder that *they* began with: weights would flip between versions. Here the
+route loads the adapter once, without that mark, and from then on the worker replaces it under the same id between two
+batches, so that requests in flight continue with the new weights, as they do with full weights. The learner calls it
+through ``/collective_rpc`` while the engine is paused.
 
-A worker extension for vLLM on CPU: tied output heads follow reloaded weights.
-
-vLLM's CPU build packs each matrix for its kernels when it is loaded. A checkpoint with tied embeddings has no tensor
-for the output head, so ``reload_weights`` (vLLM 0.32) packs the new embedding again but leaves the head with the
-packed copy of the *first* weights: sampling would follow the published policy only in part. vLLM imports this module
-in every worker (``--worker-extension-cls``) before it builds the model; from then on a tied head uses the matrix of
-its embedding whenever that is packed. ``tests/end_to_end/test_engine_contract.py`` proves the effect.
+:class:`TiedHead` makes tied output heads follow reloaded weights on a CPU. vLLM's CPU build packs each matrix for its
+kernels when it is loaded. A checkpoint with tied embeddings has no tensor for the output head, so ``reload_weights``
+(vLLM 0.32) packs the new embedding again but leaves the head with the packed copy of the *first* weights: sampling
+would follow the published policy only in part. With this module imported, a tied head uses the matrix of its embedding
+whenever that is packed. ``tests/end_to_end/test_engine_contract.py`` proves the effect.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
-"""Whose code is running: what a plug-in's code started and left behind is cancelled, and what blocks is told apart.
+"""Guards around plug-in code: the tasks it leaves running, the time it blocks the event loop, and what it prints.
 
-A context variable says whose code is running; it is inherited by whatever that code starts. The event loop's task
-factory (installed once, for a few hundred nanoseconds a task) notes new tasks with their owner.
+:class:`TaskOwner` cancels tasks that plug-in code started and left running. A context variable names the owner and is
+inherited by whatever that code starts; the event loop's task factory (installed once, a few hundred nanoseconds a task)
+registers each new task with it.
 
-Plug-in code that holds the event loop is told by name, and interrupted.
+:class:`LoopWatchdog` interrupts plug-in code that holds the event loop: ``time.sleep`` in an ``async def``, a lock, a
+synchronous HTTP request, an endless loop. Meanwhile no other episode makes progress and no time limit is checked. A
+thread notices that the loop does not iterate, writes the stack of the main thread to the log, and sends that thread a
+signal. The handler raises :class:`TimeoutError` inside the blocking code if it is a plug-in's: its episode or call
+fails, with a traceback that ends in the blocking line, and all others continue. C code that never returns to Python is
+not interrupted: the supervisor ends the process when its heartbeat stops.
 
-A plug-in may block where it should wait: ``time.sleep`` in an ``async def``, a lock, a request by a library that
-knows no asyncio, an endless loop. Then no other episode goes on and no limit on time is looked at. A thread sees that
-the loop does not come round, writes the stack of the main thread to the log, and sends the main thread a signal. Its
-handler raises :class:`TimeoutError` inside the code that blocks, if that is a plug-in's
-(:mod:`pipeline.runtime.plugin_guard`): its own episode or call fails, with a traceback that ends in the blocking
-line, and all others go on. Code of a library in C that never returns to Python is not interrupted: the supervisor
-ends the process when its heart stops.
-
-What plug-ins print goes to the role's log, up to a bound: a plug-in that prints megabytes a step fills no disk.
-
-Only what passes ``sys.stdout`` and ``sys.stderr`` is counted; the role's own log lines are not, and neither is what a
-library in C writes to the file descriptors.
+:class:`BoundedOutput` limits how much plug-ins print to the role's log. Only what passes ``sys.stdout`` and
+``sys.stderr`` is counted, not the role's own log lines or what C code writes to the file descriptors.
 """
 
 from __future__ import annotations
@@ -40,8 +36,8 @@ _OWNER: ContextVar[TaskOwner | None] = ContextVar("afterplay_owner_of_tasks", de
 
 @contextmanager
 def kept_running() -> Iterator[None]:
-    """What is started inside belongs to nobody and is not ended with an episode or a call: for a connection or a
-    browser that a plug-in opens once, when it is first needed."""
+    """Tasks started inside have no owner and survive the episode or call: for a connection or a browser that a plug-in
+    opens once, when it is first needed."""
     token = _OWNER.set(None)
     try:
         yield
@@ -50,7 +46,7 @@ def kept_running() -> Iterator[None]:
 
 
 def plug_in_runs() -> bool:
-    """Whether the code of an environment, loop, tool or score function is running in this context."""
+    """True while code of an environment, loop, tool or score function runs in this context."""
     return _OWNER.get() is not None
 
 
@@ -62,7 +58,7 @@ class TaskOwner:
 
     @contextmanager
     def owning(self) -> Iterator[None]:
-        """What is started inside belongs to this owner."""
+        """Tasks started inside belong to this owner."""
         token = _OWNER.set(self)
         try:
             yield
@@ -75,15 +71,15 @@ class TaskOwner:
         self._tasks.add(task)
 
     def cancel(self) -> int:
-        """Cancel what is still running; how many that were."""
+        """Cancel the tasks that are still running; returns how many."""
         running = [task for task in self._tasks or () if not task.done()]
         for task in running:
-            task.cancel("what started this task has ended")
+            task.cancel("the episode or call that started this task has ended")
         return len(running)
 
 
 def watch_tasks() -> None:
-    """Note from now on who starts tasks on the running event loop. May be called again."""
+    """Register tasks of the running event loop with their owners from now on. May be called again."""
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()
     if getattr(before, "afterplay_notes_owners", False):
@@ -108,18 +104,18 @@ def watch_tasks() -> None:
 logger = logging.getLogger(__name__)
 
 SIGNAL = signal.SIGVTALRM
-"""Rarely used by others: SIGALRM is, by libraries with time limits of their own."""
+"""Rarely used by libraries; SIGALRM often is, for time limits of their own."""
 TICKS = 8
-"""Times that loop and thread look at the clock within the limit."""
+"""Checks of the clock, by loop and thread, within the limit."""
 STACK_FRAMES_MAX = 40
 BLOCKED_SECONDS_MAX = 30.0
-"""Half of what makes the supervisor think that a process is stuck."""
+"""Half of the time after which the supervisor considers a process stuck."""
 
 
 @contextmanager
 def interrupting_blocks(seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[None]:
-    """Inside, plug-in code that holds the running event loop for more than ``seconds_max`` is interrupted, again and
-    again if it does not give up. Only the main thread's loop can be watched: elsewhere nothing happens."""
+    """Interrupt plug-in code inside that holds the running event loop for more than ``seconds_max``, repeatedly if it
+    continues. Only the main thread's loop can be watched; in other threads this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -134,10 +130,12 @@ def interrupting_blocks(seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[No
 
 
 class LoopWatchdog:
+    """Watches the event loop of the main thread. Created in that thread."""
+
     def __init__(self, seconds_max: float) -> None:
         self._seconds_max = seconds_max
         self._loop = asyncio.get_running_loop()
-        self._came_round_at = self._told_at = time.monotonic()
+        self._ticked_at = self._reported_at = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="blocked-loop")
@@ -153,36 +151,36 @@ class LoopWatchdog:
             self._timer.cancel()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, in the middle of whatever holds the loop."""
-        if time.monotonic() - self._came_round_at > self._seconds_max and plug_in_runs():
+        """Signal handler: runs in the main thread, inside whatever holds the loop."""
+        if time.monotonic() - self._ticked_at > self._seconds_max and plug_in_runs():
             raise TimeoutError(
-                f"it held the event loop for {self._seconds_max:g} s, so that nothing else could go on, and was "
-                "interrupted: await what takes long, or make it a plain def that runs in a thread (blocking: true)"
+                f"it held the event loop for {self._seconds_max:g} s, which blocks all other episodes, and was "
+                "interrupted: await slow operations, or make it a plain def that runs in a thread (blocking: true)"
             )
 
     def _tick(self) -> None:
-        self._came_round_at = time.monotonic()
+        self._ticked_at = time.monotonic()
         self._timer = self._loop.call_later(self._seconds_max / TICKS, self._tick)
 
     def _look(self) -> None:
         while not self._stopped.wait(self._seconds_max / TICKS):
-            blocked_for = time.monotonic() - self._came_round_at
-            if blocked_for <= self._seconds_max or time.monotonic() - self._told_at <= self._seconds_max:
+            blocked_for = time.monotonic() - self._ticked_at
+            if blocked_for <= self._seconds_max or time.monotonic() - self._reported_at <= self._seconds_max:
                 continue
-            self._told_at = time.monotonic()
+            self._reported_at = time.monotonic()
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = "".join(traceback.format_stack(frame, STACK_FRAMES_MAX)) if frame is not None else ""
-            logger.error("the event loop has not come round for %.1f s; it is held here:\n%s", blocked_for, stack)
+            logger.error("the event loop has been blocked for %.1f s, here:\n%s", blocked_for, stack)
             signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 
 CHARACTERS_MAX = 1_000_000
 WINDOW_SECONDS = 60.0
-"""So many characters pass in so much time."""
+"""``CHARACTERS_MAX`` characters pass in each window."""
 
 
 class BoundedOutput:
-    """A text stream that lets through ``characters_max`` in each ``window_seconds``, and says how much it left out."""
+    """Text stream that passes ``characters_max`` in each ``window_seconds``, and reports how much it dropped."""
 
     def __init__(
         self, stream: TextIO, characters_max: int, window_seconds: float, now: Callable[[], float] = time.monotonic
@@ -193,27 +191,27 @@ class BoundedOutput:
         self._now = now
         self._since = now()
         self._room = characters_max
-        self._left_out = 0
+        self._dropped = 0
 
     def write(self, text: str) -> int:
         if self._now() - self._since > self._window_seconds:
-            self.tell()
+            self.report_dropped()
             self._since, self._room = self._now(), self._characters_max
         shown = text[: self._room]
         self._room -= len(shown)
         if shown:
             self._stream.write(shown)
-        if len(shown) < len(text) and not self._left_out:
-            self._stream.write(f"\n... more than {self._characters_max} characters were printed: more is left out\n")
+        if len(shown) < len(text) and not self._dropped:
+            self._stream.write(f"\n... more than {self._characters_max} characters were printed: the rest is dropped\n")
             self._stream.flush()
-        self._left_out += len(text) - len(shown)
+        self._dropped += len(text) - len(shown)
         return len(text)
 
-    def tell(self) -> None:
-        """How much was left out since the last time."""
-        if self._left_out:
-            self._stream.write(f"... {self._left_out} characters of prints were left out\n")
-            self._left_out = 0
+    def report_dropped(self) -> None:
+        """Write how much was dropped since the last report."""
+        if self._dropped:
+            self._stream.write(f"... {self._dropped} characters of prints were dropped\n")
+            self._dropped = 0
 
     def writelines(self, lines: Iterator[str]) -> None:
         for line in lines:
@@ -225,7 +223,7 @@ class BoundedOutput:
 
 @contextmanager
 def bounded_prints(characters_max: int = CHARACTERS_MAX, window_seconds: float = WINDOW_SECONDS) -> Iterator[None]:
-    """Bound what is printed inside, on stdout and stderr each."""
+    """Limit what is printed inside, separately for stdout and stderr."""
     before = sys.stdout, sys.stderr
     bounded = [BoundedOutput(stream, characters_max, window_seconds) for stream in before]
     sys.stdout, sys.stderr = bounded
@@ -234,4 +232,4 @@ def bounded_prints(characters_max: int = CHARACTERS_MAX, window_seconds: float =
     finally:
         sys.stdout, sys.stderr = before
         for stream in bounded:
-            stream.tell()
+            stream.report_dropped()

@@ -1,6 +1,6 @@
-"""The contract of a role: one process, one main coroutine, one way to start, drain, fail and tell how it is.
+"""The life of a role process: start, signals, drain, exit code, metrics and health.
 
-``run_role`` gives every role the same life:
+``run_role`` is the same for every role:
 
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
 * SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
@@ -38,7 +38,7 @@ from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS_MAX = 60.0
-"""A main loop that has not come round for so long is reported as stuck (``/healthz`` answers 503)."""
+"""A main loop without an iteration for so long is reported as stuck (``/healthz`` answers 503)."""
 LAG_PROBE_SECONDS = 0.5
 """How often the delay of the event loop is measured."""
 BLOCKED_SECONDS_MAX = 1.0
@@ -48,10 +48,10 @@ Main = Callable[["RoleContext"], Awaitable[None]]
 
 
 class ExitCode(IntEnum):
-    """How a process of Afterplay ends."""
+    """Exit codes of Afterplay's processes."""
 
     FINISHED = 0
-    """The work is done, or a signal asked for the end and everything was drained."""
+    """The work is done, or the process was stopped by a signal and drained."""
     FAILED = 1
     """An error; the log has it."""
     CONFIGURATION = 2
@@ -59,14 +59,14 @@ class ExitCode(IntEnum):
     FORCED = 3
     """Ended without finishing: a second signal, or a drain that took too long."""
     GAVE_UP = 4
-    """The supervisor restarted a process ``supervisor.restarts_max`` times in vain."""
+    """A process failed again after ``supervisor.restarts_max`` restarts."""
     BUSY = 5
-    """The run directory belongs to a run that is alive."""
+    """The run directory is in use by a run that is alive."""
 
 
 @dataclass(slots=True)
 class Status:
-    """What a role is doing, for people."""
+    """Current activity of a role, in words."""
 
     state: str = "starting"
     waiting_for: str = ""
@@ -74,7 +74,7 @@ class Status:
 
 
 class RoleContext:
-    """What a role's main coroutine is given."""
+    """Configuration, metrics, stop event and status of a role; the argument of its main coroutine."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RoleContext:
         self._beat_at = time.monotonic()
 
     def report(self, state: str, waiting_for: str = "", **details: Any) -> None:
-        """Say what the role does now, in words: ``ctx.report("waiting", "the first group of update 3", ready=5)``.
+        """Set the status: ``ctx.report("waiting", "the first group of update 3", ready=5)``.
 
         ``details`` are JSON values. Shown by ``/healthz`` and the progress display.
         """
@@ -108,7 +108,7 @@ class RoleContext:
         self.process.heartbeat_timestamp_seconds.set(time.time())
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the main loop has come round lately, and the status."""
+        """False when the main loop is stuck; and the status as JSON values."""
         age = time.monotonic() - self._beat_at
         status = self.status
         return age <= HEARTBEAT_SECONDS_MAX, {
@@ -225,9 +225,9 @@ async def _measure_lag(ctx: RoleContext) -> None:
 
 @contextmanager
 def _signals(ctx: RoleContext) -> Iterator[None]:
-    """First SIGTERM or SIGINT: ``ctx.stopping``. Second: the process ends here and now.
+    """First SIGTERM or SIGINT: set ``ctx.stopping``. Second: end the process at once.
 
-    A thread ends the process where the event loop is blocked for longer than the drain may take.
+    A thread ends the process when the event loop is blocked for longer than the drain may take.
     """
     loop = asyncio.get_running_loop()
     seconds_max = ctx.config.supervisor.drain_seconds_max + BLOCKED_SECONDS_MAX
@@ -269,13 +269,13 @@ def _process_file(directory: RunDirectory, name: str, host: str, port: int) -> I
 
 
 def _explain(name: str, error: BaseException) -> int:
-    """Tell why a role ended; the exit code says it to the supervisor."""
+    """Log why a role ended; returns its exit code."""
     leaves = list(_leaves(error))
     for leaf in leaves:
         if isinstance(leaf, ConfigurationError):
             print(f"{name}: {leaf}", file=sys.stderr, flush=True)
             return ExitCode.CONFIGURATION
-    log.error("%s ended by an error", name, exc_info=error)
+    log.error("%s failed", name, exc_info=error)
     for leaf in leaves:
         kind = "" if isinstance(leaf, AfterplayError) else f"{type(leaf).__name__}: "
         print(f"{name}: {kind}{leaf}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Where a run keeps its things: one folder, one name for each file in it.
+"""Layout of a run directory, atomic writes, and file locks.
 
 ::
 
@@ -8,7 +8,7 @@
       weights/v000007/   published weights, one folder for each policy version
       checkpoints/       what the learner resumes from
       replay.sqlite      trajectories, groups, orders and their states
-      lessons.sqlite     the memory of lessons, where they are on
+      lessons.sqlite     the memory of lessons, if they are on
       traces/            some trained, evaluated and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
       skipped/           batches of optimizer steps that were not finite (learner/checkpoints/skipped_steps.py)
@@ -17,10 +17,8 @@
       curves.png         the picture of metrics.jsonl
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
-      processes.json     what the supervisor knows of all of them
+      processes.json     state of all processes, written by the supervisor
       run.lock           held by the supervisor while the run lives
-
-A lock that one process holds; freed by the kernel when the process dies, however it dies.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ class RunDirectory:
 
     @property
     def store_file(self) -> Path:
-        """Of the replay stage."""
+        """Store of the replay stage."""
         return self.path / "replay.sqlite"
 
     @property
@@ -98,7 +96,7 @@ class RunDirectory:
 
     @property
     def traces(self) -> Path:
-        """Rollouts kept for people to look at (:mod:`pipeline.traces`)."""
+        """Rollouts kept for people to look at (:mod:`pipeline.store.traces`)."""
         return self.path / "traces"
 
     @property
@@ -177,8 +175,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 class FileLock:
-    """Takes ``file`` (made where there is none, and left behind). Raises :class:`StoreError` that says ``taken`` when
-    another process holds it."""
+    """Exclusive lock on ``file``, which is created if missing and never removed; the kernel frees it when the process ends.
+
+    Raises :class:`StoreError` with the message ``taken`` when another process holds it.
+    """
 
     def __init__(self, file: Path, taken: str) -> None:
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,4 +1,4 @@
-"""What to start, restart, signal and when to end, as a pure state machine: no clock, no process, no async.
+"""Supervision as a pure state machine: decides what to start, restart and signal, without clock, process or async.
 
 Each method is an event; it returns the actions to carry out. Times are seconds of any monotonic clock.
 
@@ -9,8 +9,8 @@ Each method is an event; it returns the actions to carry out. Times are seconds 
                    │  └────┬────┘ exit
                    └─ BACKOFF   (waits longer each time)        any ──► STOPPING ──► DONE   while draining
 
-The drain goes stage by stage (actors, learner, replay, engines): a stage is asked to end when the one before it
-has ended or used up its share of ``drain_seconds_max``; at the end of that time whatever is left is killed.
+The drain goes stage by stage (actors, learner, replay, engines): a stage gets SIGTERM when the one before it has ended
+or used up its share of ``drain_seconds_max``; at the end of that time the remaining processes are killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the machine knows of one process."""
+    """Configuration of one process: dependencies, drain stage, time limits."""
 
     name: str
     stage: int
@@ -50,7 +50,7 @@ class Rule:
     ends_run: bool = False
     """The run is finished when this process has finished its work."""
     stateless: bool = False
-    """Killing it in the drain loses nothing, so the run still counts as ended in order."""
+    """Killing it in the drain loses nothing, so the drain still counts as clean."""
     start_seconds_max: float = 300.0
     stuck_seconds_max: float = 300.0
     """Longest time without a healthy answer, once it was healthy."""
@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Ask ``name`` to end (SIGTERM), or end it (SIGKILL to its whole process group)."""
+    """SIGTERM to ``name``, or with ``kill`` SIGKILL to its whole process group."""
 
     name: str
     kill: bool = False
@@ -74,7 +74,7 @@ Action = Start | SendSignal
 
 @dataclass(slots=True)
 class Process:
-    """One process as the machine sees it; read-only for others."""
+    """State of one process; read-only outside the machine."""
 
     rule: Rule
     phase: Phase = Phase.WAITING
@@ -103,7 +103,7 @@ class RestartLimits:
 
 @dataclass(slots=True)
 class Machine:
-    """``rules`` in any order; dependencies must not form a circle."""
+    """``rules`` in any order; dependencies must not form a cycle."""
 
     rules: Sequence[Rule]
     limits: RestartLimits = field(default_factory=RestartLimits)
@@ -131,7 +131,7 @@ class Machine:
         return self._start_ready(now)
 
     def healthy(self, name: str, now: float) -> list[Action]:
-        """``name`` answered that it is well."""
+        """``name`` answered that it is healthy."""
         process = self.processes[name]
         process.unhealthy_since = None
         if process.phase is not Phase.STARTING:
@@ -148,7 +148,7 @@ class Machine:
         return []
 
     def exited(self, name: str, code: int, now: float, finished: bool = False) -> list[Action]:
-        """``name`` has ended. ``finished``: its work is done (asked of processes with ``ends_run``)."""
+        """``name`` has ended. ``finished``: its work is done (matters for ``ends_run``)."""
         process = self.processes[name]
         rule = process.rule
         process.exit_code = code
@@ -164,17 +164,17 @@ class Machine:
         return self._restart(process, code, now)
 
     def stop(self, now: float, reason: str) -> list[Action]:
-        """Somebody asks for the end: drain. Harmless when draining already."""
+        """Drain. Does nothing when draining already."""
         return self._drain(ExitCode.FINISHED, reason, now)
 
     def force(self, now: float, reason: str) -> list[Action]:
-        """Somebody insists: kill everything now."""
+        """Kill everything now."""
         self._drain(ExitCode.FORCED, reason, now)
         self.code, self.reason = ExitCode.FORCED, reason
         return self._kill(p for p in self.processes.values() if p.alive)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed; call it at :meth:`next_wake` at the latest."""
+        """Act on elapsed time; call it at :meth:`next_wake` at the latest."""
         if self.draining_since is not None:
             return self._advance(now)
         actions = self._kill(
@@ -186,7 +186,7 @@ class Machine:
         return actions
 
     def next_wake(self) -> float:
-        """When :meth:`tick` has something to do; infinity when only events can change anything."""
+        """Time of the next :meth:`tick`; infinity when only events can change anything."""
         if self.draining_since is not None:
             if all(p.killed for p in self.processes.values() if p.alive):
                 return math.inf
@@ -196,7 +196,7 @@ class Machine:
         return min(times, default=math.inf)
 
     def _deadline(self, process: Process) -> float:
-        """When patience with a process that lives ends."""
+        """Time at which a live process that is not healthy is killed."""
         if process.phase is Phase.STARTING:
             return process.started_at + process.rule.start_seconds_max
         if process.unhealthy_since is not None:
@@ -218,7 +218,7 @@ class Machine:
         return [Start(process.rule.name)]
 
     def _restart(self, process: Process, code: int, now: float) -> list[Action]:
-        """Back off and start again, or give the run up."""
+        """Back off and restart, or end the run."""
         name = process.rule.name
         if process.rule.once or code == ExitCode.CONFIGURATION:
             process.phase, self.culprit = Phase.DONE, name
@@ -248,7 +248,7 @@ class Machine:
         return self._advance(now)
 
     def _advance(self, now: float) -> list[Action]:
-        """Ask the next stage to end; kill what is left when the time is over."""
+        """Signal the next stage; kill the remaining processes at the end of the drain time."""
         assert self.draining_since is not None
         alive = [p for p in self.processes.values() if p.alive]
         if now >= self.draining_since + self.limits.drain_seconds_max:
@@ -267,7 +267,7 @@ class Machine:
         return actions
 
     def _stage_end(self, stage: int) -> float:
-        """When the next stage no longer waits for this one."""
+        """Time at which the next stage no longer waits for this one."""
         assert self.draining_since is not None
         stages = sorted({rule.stage for rule in self.rules})
         share = (stages.index(stage) + 1) / len(stages)

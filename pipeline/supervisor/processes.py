@@ -1,7 +1,4 @@
-"""From a run file to the processes of the run.
-
-Asking a process how it is. Blocking; called in a thread.
-"""
+"""The processes of a run, from its run file, and their health checks."""
 
 from __future__ import annotations
 
@@ -28,14 +25,14 @@ PREPARE = "prepare"
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process: how the machine treats it, what to run, how to ask whether it is well."""
+    """One process: its rule for the machine, its command and its health check."""
 
     rule: Rule
     command: Sequence[str]
     health_url: str | None = None
-    """Answers 200 when well. None: the process writes its port to ``processes/NAME.json``."""
+    """Answers 200 when healthy. None: the process writes its port to ``processes/NAME.json``."""
     probed: bool = True
-    """False: it is well while it lives."""
+    """False: it counts as healthy while it runs."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -45,13 +42,15 @@ class ProcessSpec:
 
 def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner") -> list[ProcessSpec]:
     """Preparation, engines, replay stage, learner, actors. Everything reads the resolved file in ``directory``.
-    ``center``: the role in place of the learner, whose end is the end of the run."""
+    ``center``: the role in place of the learner; the run ends with it."""
     stuck = config.supervisor.stuck_seconds_max
     depends = (PREPARE, "replay")
     specs = [
-        _role(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
-        _role("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
-        _role(center, 0, directory, Rule(center, LEARNER, depends=depends, ends_run=True, stuck_seconds_max=stuck)),
+        _role_spec(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
+        _role_spec("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
+        _role_spec(
+            center, 0, directory, Rule(center, LEARNER, depends=depends, ends_run=True, stuck_seconds_max=stuck)
+        ),
     ]
     if config.engine.kind != "external":
         for i, url in enumerate(config.engine.addresses()):
@@ -63,14 +62,14 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
                 start_seconds_max=config.engine.start_seconds_max,
                 stuck_seconds_max=stuck,
             )
-            specs.append(_role("engine", i, directory, rule, health_url=f"{url}/health"))
+            specs.append(_role_spec("engine", i, directory, rule, health_url=f"{url}/health"))
     for i in range(config.actor.replicas):
         rule = Rule(role_name("actor", i), ACTORS, depends=depends, stuck_seconds_max=stuck)
-        specs.append(_role("actor", i, directory, rule))
+        specs.append(_role_spec("actor", i, directory, rule))
     return specs
 
 
-def _role(
+def _role_spec(
     role: str, index: int, directory: RunDirectory, rule: Rule, health_url: str | None = None, probed: bool = True
 ) -> ProcessSpec:
     command = [sys.executable, "-m", "pipeline.cli.app", role, str(directory.config_file)]
@@ -80,11 +79,11 @@ def _role(
 
 
 def child_environment(extra: dict[str, str]) -> dict[str, str]:
-    """Ours without ``AFTERPLAY__…``: the resolved file holds those values already, with the ports that were 0.
+    """Our environment without ``AFTERPLAY__…``: the resolved file has those values, and the ports that were 0.
 
     Engine and learner share the cores of one machine. OpenMP threads that spin at their barriers, which is the default,
-    then take the cores from each other: generation falls to a small part of its speed. So they sleep, unless the
-    environment says otherwise.
+    then take the cores from each other, which slows generation several times. So they sleep, unless the environment
+    says otherwise.
     """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
     return {"OMP_WAIT_POLICY": "PASSIVE", **inherited, "PYTHONUNBUFFERED": "1", **extra}
@@ -95,16 +94,16 @@ PROBE_SECONDS_MAX = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HealthAnswer:
-    """What a process said. Without an answer ``well`` is False and ``state`` empty."""
+    """Answer of a process to a health check. Without one ``healthy`` is False and ``state`` empty."""
 
-    well: bool
+    healthy: bool
     state: str = ""
     waiting_for: str = ""
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def ask(url: str) -> HealthAnswer:
-    """GET a health address. Never raises for what the other side does."""
+def check_health(url: str) -> HealthAnswer:
+    """GET a health URL. Blocks; failures of the other side never raise."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=PROBE_SECONDS_MAX) as reply:
@@ -117,7 +116,7 @@ def ask(url: str) -> HealthAnswer:
 
 
 def health_url(directory: RunDirectory, name: str, pid: int) -> str | None:
-    """Address of a role's ``/healthz``, once process ``pid`` itself has written it."""
+    """URL of a role's ``/healthz``, once process ``pid`` has written its port."""
     record = read_json(directory.process_file(name))
     if record is None or record.get("pid") != pid:
         return None
@@ -125,16 +124,16 @@ def health_url(directory: RunDirectory, name: str, pid: int) -> str | None:
     return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{record['metrics_port']}/healthz"
 
 
-def _read(well: bool, body: bytes) -> HealthAnswer:
+def _read(healthy: bool, body: bytes) -> HealthAnswer:
     try:
-        told = orjson.loads(body)
+        answer = orjson.loads(body)
     except orjson.JSONDecodeError:
-        told = None
-    if not isinstance(told, dict):
-        return HealthAnswer(well, "serving" if well else "")
+        answer = None
+    if not isinstance(answer, dict):
+        return HealthAnswer(healthy, "serving" if healthy else "")
     return HealthAnswer(
-        well,
-        str(told.get("state", "serving" if well else "")),
-        str(told.get("waiting_for", "")),
-        told["details"] if isinstance(told.get("details"), dict) else {},
+        healthy,
+        str(answer.get("state", "serving" if healthy else "")),
+        str(answer.get("waiting_for", "")),
+        answer["details"] if isinstance(answer.get("details"), dict) else {},
     )

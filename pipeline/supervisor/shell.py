@@ -18,7 +18,7 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.machine import Action, Machine, Phase, RestartLimits, Start
-from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, ask, child_environment, health_url
+from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health, child_environment, health_url
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_TAIL_LINES = 15
@@ -27,7 +27,7 @@ LOG_TAIL_LINES = 15
 class Supervisor:
     """Runs the processes of ``specs`` until the run ends.
 
-    ``work_done`` tells whether an exit 0 of the learner is the end of the run.
+    ``work_done`` is true when an exit 0 of the learner is the end of the run.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class Supervisor:
         self._display: Display | None = None
 
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
-        """Start, watch, drain. Returns when no process is left; also when cancelled, then they are killed."""
+        """Start, watch and drain. Returns when no process is left; when cancelled, all are killed."""
         self._display = display
         try:
             async with anyio.create_task_group() as group:
                 self._group = group
-                group.start_soon(self._obey_signals)
+                group.start_soon(self._handle_signals)
                 group.start_soon(self._watch)
                 group.start_soon(self._follow, tail)
                 self._perform(self.machine.begin(time.monotonic()))
-                await self._keep_time()
+                await self._run_machine()
                 group.cancel_scope.cancel()
         finally:
             for child in self._children.values():
@@ -77,8 +77,8 @@ class Supervisor:
         path = self._directory.log_file(name)
         return f"last lines of {path}:\n" + "\n".join(f"  | {line}" for line in last_lines(path, LOG_TAIL_LINES))
 
-    async def _keep_time(self) -> None:
-        """Tick when the machine wants it, until it is over."""
+    async def _run_machine(self) -> None:
+        """Tick when the machine needs it, until it is over."""
         while not self.machine.over:
             changed = self._changed
             wait = self.machine.next_wake() - time.monotonic()
@@ -91,7 +91,7 @@ class Supervisor:
         assert self._group is not None
         for action in actions:
             if isinstance(action, Start):
-                self._group.start_soon(self._live, self._specs[action.name])
+                self._group.start_soon(self._run_process, self._specs[action.name])
             elif action.name in self._children:
                 child = self._children[action.name]
                 if action.kill:
@@ -101,8 +101,8 @@ class Supervisor:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def _live(self, spec: ProcessSpec) -> None:
-        """One life of one process."""
+    async def _run_process(self, spec: ProcessSpec) -> None:
+        """Start one process and wait for its end."""
         state = self.machine.processes[spec.name]
         self._directory.log_file(spec.name).parent.mkdir(parents=True, exist_ok=True)
         with self._directory.log_file(spec.name).open("ab") as output:
@@ -121,9 +121,9 @@ class Supervisor:
         self.answers.pop(spec.name, None)
         self._directory.process_file(spec.name).unlink(missing_ok=True)
         self._perform(self.machine.exited(spec.name, code, time.monotonic(), finished=code == 0 and self._work_done()))
-        self._tell_exit(spec.name, code)
+        self._report_exit(spec.name, code)
 
-    def _tell_exit(self, name: str, code: int) -> None:
+    def _report_exit(self, name: str, code: int) -> None:
         assert self._display is not None
         process = self.machine.processes[name]
         if process.phase is Phase.BACKOFF:
@@ -132,30 +132,30 @@ class Supervisor:
         self._write_states()
 
     async def _watch(self) -> None:
-        """Ask every process how it is, each in its own time."""
+        """Check the health of all processes, concurrently."""
         while True:
             async with anyio.create_task_group() as group:
                 for name, process in list(self._children.items()):
                     if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
-                        group.start_soon(self._ask, name, process.pid)
+                        group.start_soon(self._probe, name, process.pid)
             self._write_states()
             await anyio.sleep(PROBE_EVERY_SECONDS)
 
-    async def _ask(self, name: str, pid: int) -> None:
+    async def _probe(self, name: str, pid: int) -> None:
         url = self._specs[name].health_url or health_url(self._directory, name, pid)
         answer = HealthAnswer(False)
         if url is not None:
-            answer = await anyio.to_thread.run_sync(ask, url, abandon_on_cancel=True)
+            answer = await anyio.to_thread.run_sync(check_health, url, abandon_on_cancel=True)
         current = self._children.get(name)
         if current is None or current.pid != pid:
             return
         now = time.monotonic()
         self.answers[name] = answer
         process = self.machine.processes[name]
-        if answer.well and process.phase is Phase.STARTING:
+        if answer.healthy and process.phase is Phase.STARTING:
             assert self._display is not None
             self._display.say(f"{name} ready after {now - process.started_at:.0f} s")
-        self._perform(self.machine.healthy(name, now) if answer.well else self.machine.unhealthy(name, now))
+        self._perform(self.machine.healthy(name, now) if answer.healthy else self.machine.unhealthy(name, now))
 
     async def _follow(self, tail: MetricsTail) -> None:
         assert self._display is not None
@@ -169,19 +169,19 @@ class Supervisor:
             self._display.idle()
             await anyio.sleep(0.5)
 
-    async def _obey_signals(self) -> None:
+    async def _handle_signals(self) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            asked = False
+            stopping = False
             async for number in signals:
                 assert self._display is not None
                 now = time.monotonic()
-                if asked:
-                    self._display.say("second signal: killing what is left")
+                if stopping:
+                    self._display.say("second signal: killing all processes")
                     self._perform(self.machine.force(now, f"{signal.Signals(number).name} twice"))
                 else:
-                    self._display.say("stopping (again to stop at once)")
+                    self._display.say("stopping (signal again to stop at once)")
                     self._perform(self.machine.stop(now, f"stopped by {signal.Signals(number).name}"))
-                asked = True
+                stopping = True
 
     def _write_states(self) -> None:
         """``processes.json``, for ``afterplay status``."""
@@ -200,7 +200,7 @@ class Supervisor:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file, of at most 64 KiB; none where it does not exist."""
+    """The last lines of a text file, of at most 64 KiB; none when it does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 65536))

@@ -16,8 +16,8 @@ from urllib.request import urlopen
 import anyio
 import anyio.to_thread
 
-from actors.servers.guard import GRACE_SECONDS
-from actors.servers.launch import command, guarded
+from actors.servers.launch import command, in_process_group
+from actors.servers.process_group import GRACE_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import EngineUnavailable
 from pipeline.runtime.rundir import RunDirectory
@@ -34,7 +34,7 @@ class RunningEngine:
 
     url: str
     process: subprocess.Popen[bytes]
-    """The guard around the server; killing it takes the server with it."""
+    """The parent of the server; killing it ends the server too."""
     log: Path
     config: RunConfig
     """With the port that was taken."""
@@ -79,7 +79,9 @@ def running_engine(config: RunConfig, index: int = 0) -> Iterator[RunningEngine]
         filter(None, [str(Path(__file__).parents[3]), environment.get("PYTHONPATH")])
     )
     with log.open("ab") as sink:
-        process = subprocess.Popen(guarded(argv), env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+        process = subprocess.Popen(
+            in_process_group(argv), env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
+        )
     url = f"http://{config.engine.host}:{config.engine.port + index}"
     try:
         _wait_healthy(process, url, log, config.engine.start_seconds_max)

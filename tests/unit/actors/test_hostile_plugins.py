@@ -366,7 +366,9 @@ async def test_one_hanging_and_one_failing_episode_do_not_hold_the_others_up(
     assert sorted(ended)[18] < ended[-1] and notes.events.count("create") == notes.events.count("release") == 20
 
 
-def test_what_plug_ins_print_is_bounded_and_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_plug_ins_print_is_bounded_and_the_log_says_how_much_was_dropped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with bounded_prints(characters_max=1000):
         print("x" * 900)
         for _ in range(100):
@@ -375,6 +377,6 @@ def test_what_plug_ins_print_is_bounded_and_what_is_left_out_is_told(capsys: pyt
         assert not sys.stdout.isatty()
     shown, errors = capsys.readouterr()
     assert shown.startswith("x" * 900) and len(shown) < 1200 and len(errors) < 1200
-    assert "characters of prints were left out" in shown and "left out" in errors
+    assert "characters of prints were dropped" in shown and "dropped" in errors
     print("again")
     assert capsys.readouterr().out == "again\n"

@@ -119,17 +119,17 @@ def test_without_vllm_a_gpu_run_is_refused(tmp_path: Path, monkeypatch: pytest.M
         launch.command(config(tmp_path, kind="vllm", device="cuda"), 0)
 
 
-def test_main_tells_the_error_and_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_prints_the_error_and_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(config(tmp_path, prepared=False), 0) == 2
     assert capsys.readouterr().err.startswith("error: no model in")
 
 
-class Guarded:
-    """A guard around a shell script whose first line of output is read."""
+class ServerGroup:
+    """A shell script in a process group of its own; the first line of its output is read."""
 
     def __init__(self, script: str) -> None:
         self.process = subprocess.Popen(
-            launch.guarded(["/bin/sh", "-c", f"echo $$; {script}"]), stdout=subprocess.PIPE, text=True
+            launch.in_process_group(["/bin/sh", "-c", f"echo $$; {script}"]), stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.group = os.getpgid(int(self.process.stdout.readline()))
@@ -149,28 +149,28 @@ def group_is_gone(leader: int) -> bool:
     return True
 
 
-def test_guard_returns_the_exit_code() -> None:
-    assert Guarded("sleep 0.2; exit 7").end() == 7
+def test_process_group_returns_the_exit_code() -> None:
+    assert ServerGroup("sleep 0.2; exit 7").end() == 7
 
 
-def test_guard_forwards_sigterm_and_ends_with_zero() -> None:
-    guarded = Guarded("trap 'exit 3' TERM; sleep 60 & wait")
-    guarded.process.send_signal(signal.SIGTERM)
-    assert guarded.end() == 0
-    assert group_is_gone(guarded.group)
+def test_process_group_forwards_sigterm_and_ends_with_zero() -> None:
+    server = ServerGroup("trap 'exit 3' TERM; sleep 60 & wait")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert group_is_gone(server.group)
 
 
-def test_killed_guard_leaves_no_grandchild() -> None:
-    guarded = Guarded("trap '' TERM; sleep 60 & wait; sleep 60")
-    guarded.process.kill()
-    assert guarded.end() == -signal.SIGKILL
-    assert group_is_gone(guarded.group)
+def test_killed_parent_leaves_no_grandchild() -> None:
+    server = ServerGroup("trap '' TERM; sleep 60 & wait; sleep 60")
+    server.process.kill()
+    assert server.end() == -signal.SIGKILL
+    assert group_is_gone(server.group)
 
 
 def test_server_that_ends_leaves_no_grandchild() -> None:
-    guarded = Guarded("sleep 60 & sleep 0.2; exit 0")
-    assert guarded.end() == 0
-    assert group_is_gone(guarded.group)
+    server = ServerGroup("sleep 60 & sleep 0.2; exit 0")
+    assert server.end() == 0
+    assert group_is_gone(server.group)
 
 
 def test_launching_imports_nothing_heavy() -> None:

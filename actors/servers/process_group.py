@@ -1,4 +1,4 @@
-"""Run a server that starts processes of its own, and leave none behind: ``python -m actors.servers.guard COMMAND ...``.
+"""Runs a server in a process group of its own: ``python -m actors.servers.process_group COMMAND ...``.
 
 SIGTERM and SIGINT reach the server as SIGTERM; after ``GRACE_SECONDS`` its process group is killed. However the server
 or this process ends, the rest of the group is killed.
@@ -20,7 +20,7 @@ GRACE_SECONDS = 5.0
 def main(argv: Sequence[str]) -> int:
     """Run ``argv``. Returns its exit code; after a signal to us 0, or 1 when the server had to be killed."""
     if not argv:
-        print("usage: python -m actors.servers.guard COMMAND ...", file=sys.stderr)
+        print("usage: python -m actors.servers.process_group COMMAND ...", file=sys.stderr)
         return 2
     killed = False
     stopping: threading.Thread | None = None
