@@ -1,50 +1,60 @@
 """Runs a server in a process group of its own: ``python -m actors.servers.process_group COMMAND ...``.
 
-SIGTERM and SIGINT reach the server as SIGTERM; after ``GRACE_SECONDS`` its process group is killed. However the server
-or this process ends, the rest of the group is killed.
+This process leads the group, which is killed when this process ends, however it ends. SIGTERM and SIGINT reach the
+server as SIGTERM; ``GRACE_SECONDS`` later the whole group is killed.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from types import FrameType
 
-from pipeline.runtime.children import ChildGroup, OrphanReaper
+from pipeline.runtime.children import OrphanReaper, signal_group
 
 GRACE_SECONDS = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``argv``. Returns its exit code; after a signal to us 0, or 1 when the server had to be killed."""
+    """Run ``argv``. Returns its exit code, or 0 when a signal has stopped it. End the process with :func:`os._exit`:
+    the reaper kills it as soon as the interpreter closes its files."""
     if not argv:
         print("usage: python -m actors.servers.process_group COMMAND ...", file=sys.stderr)
         return 2
-    killed = False
-    stopping: threading.Thread | None = None
-    with OrphanReaper(grace_seconds=0) as reaper:
-        server = ChildGroup(argv, reaper)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    stopping = False
+    server: subprocess.Popen[bytes] | None = None
 
-        def stop() -> None:
-            nonlocal killed
-            killed = not server.stop(GRACE_SECONDS)
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        if server is not None and not stopping:
+            server.terminate()
+            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
+        stopping = True
 
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            nonlocal stopping
-            if stopping is None:
-                stopping = threading.Thread(target=stop)
-                stopping.start()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, on_signal)
-        code = server.end.result()
-        if stopping is not None:
-            stopping.join()
-            return int(killed)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGALRM, lambda *_: signal_group(os.getpid(), signal.SIGKILL))
+    reaper = OrphanReaper(grace_seconds=0)
+    reaper.start()
+    reaper.watch(os.getpid())
+    try:
+        server = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"{argv[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+        return 1
+    if stopping:
+        server.terminate()
+        signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
+    code = server.wait()
+    if stopping:
+        return 0
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os._exit(main(sys.argv[1:]))

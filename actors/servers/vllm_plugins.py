@@ -1,4 +1,4 @@
-"""Worker extensions for vLLM (``--worker-extension-cls``), which vLLM imports in every worker before it builds the model.
+"""Worker extensions for vLLM, imported in every worker before the model is built (``--worker-extension-cls``).
 
 :class:`AdapterReload` replaces the weights of a served LoRA adapter in place. vLLM's own route for that
 (``load_lora_adapter`` with ``load_inplace``, 0.32) marks the adapter's name so that every later batch reads the folder

@@ -1,7 +1,4 @@
-"""Commands and their help. Each does its work elsewhere, imported when it is called, so that ``--help`` is quick.
-
-``afterplay eval``: its options. The work is in :mod:`pipeline.supervisor.evaluate`.
-"""
+"""The ``afterplay`` commands and their help. The work is imported when a command runs, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run directory, or a run file.")],
     checkpoint: Annotated[
         str | None,
-        typer.Option("--checkpoint", "-c", metavar="N|best|latest", help="Which weights: after N updates, or by name."),
+        typer.Option("--checkpoint", "-c", metavar="N|best|latest", help="The checkpoint after N updates, or by name."),
     ] = None,
-    split: Annotated[str | None, typer.Option("--split", help="The split whose tasks are played.")] = None,
+    split: Annotated[str | None, typer.Option("--split", help="Split of the tasks.")] = None,
     tasks: Annotated[int | None, typer.Option("--tasks", min=1, help="Tasks of each environment.")] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Rollouts of each task.")] = None,
     greedy: Annotated[
-        bool | None, typer.Option("--greedy/--sampled", help="Likeliest tokens, or sampled (pass@k needs that).")
+        bool | None, typer.Option("--greedy/--sampled", help="Greedy decoding, or sampling (needed for pass@k).")
     ] = None,
     pass_at: Annotated[
         list[int] | None, typer.Option("--pass-at", metavar="K", min=1, help="A k of pass@k. May be repeated.")
@@ -41,12 +38,12 @@ def evaluate(
         list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value. May be repeated.")
     ] = None,
 ) -> None:
-    """Play held-out tasks with the weights of a checkpoint, without training, and print a table.
+    """Evaluate a checkpoint on held-out tasks, without training, and print a table.
 
-    What is not said here is as the section `evaluation` of the run file has it. Without --checkpoint a run directory is
-    evaluated at its newest checkpoint, and a run file (or a run without checkpoints) at its initial model. Starts
-    engines, actors and a replay stage of its own, in a folder below the run; a run that is alive may go on meanwhile.
-    Ends with 0 when every environment has a score, else with 1.
+    Options default to the section `evaluation` of the run file. Without --checkpoint a run directory is evaluated at
+    its newest checkpoint, and a run file (or a run without checkpoints) at its initial model. Starts engines, actors
+    and a replay stage of its own, in a folder below the run; a live run is not disturbed. The exit code is 0 when every
+    environment has a score, else 1.
 
       afterplay eval runs/tiny --checkpoint best
       afterplay eval runs/tiny --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
@@ -54,8 +51,8 @@ def evaluate(
     """
     from pipeline.supervisor.evaluate import EvaluationRequest, evaluate_checkpoint
 
-    asked = EvaluationRequest(checkpoint, split, tasks, samples, greedy, tuple(pass_at or ()))
-    raise typer.Exit(evaluate_checkpoint(target, asked, sets or []))
+    request = EvaluationRequest(checkpoint, split, tasks, samples, greedy, tuple(pass_at or ()))
+    raise typer.Exit(evaluate_checkpoint(target, request, sets or []))
 
 
 app = typer.Typer(
@@ -70,8 +67,8 @@ app = typer.Typer(
 
   afterplay run configs/tiny.yaml             a minute on a laptop, every real process
   afterplay run configs/quickstart.yaml       a pretrained model and a vLLM server
-  afterplay status runs/tiny                  the accounts of the run
-  afterplay plot runs/tiny                    draw its curves again
+  afterplay status runs/tiny                  processes, newest step and accounts
+  afterplay plot runs/tiny                    redraw its curves
   afterplay show runs/tiny                    its rollouts, one by one, or as a page for a browser
   afterplay eval runs/tiny --checkpoint best  how good a checkpoint is on held-out tasks
 
@@ -81,11 +78,11 @@ app = typer.Typer(
   afterplay run configs/tiny.yaml --set learner.learning_rate=1e-3 --set run.name=faster
   AFTERPLAY__RUN__SEED=7 afterplay run configs/tiny.yaml
 
-[bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 the run file or an option is wrong · 3 forced
-  (a second signal, a drain that took too long) · 4 a process failed too often · 5 the run is alive already
+[bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (a second
+  signal, a drain that took too long) · 4 a process failed too often · 5 the run is already alive
 """,
 )
-config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with everything filled in.")
+config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with all defaults.")
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(replay_app, name="replay")
@@ -97,7 +94,7 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value, for example run.seed=3. May be repeated."),
 ]
-Index = Annotated[int, typer.Option("--index", "-i", min=0, help="Which replica this is, from 0.")]
+Index = Annotated[int, typer.Option("--index", "-i", min=0, help="Index of this replica, from 0.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")]
 
 
@@ -105,12 +102,12 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for e
 def run(
     file: File,
     sets: Sets = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew: remove what the run directory holds.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: empty the run directory first.")] = False,
 ) -> None:
-    """Run everything that FILE describes on this machine, until it is done.
+    """Run FILE on this machine: all processes, until training is done.
 
-    Starts engines, actors, replay stage and learner as processes, restarts whichever dies, shows progress, and leaves a
-    run directory (run.directory/run.name). The same command again goes on where the run stopped. Ctrl-C ends it cleanly
+    Starts engines, actors, replay stage and learner as processes, restarts a process that dies, shows progress, and
+    writes a run directory (run.directory/run.name). The same command again resumes the run. Ctrl-C stops it cleanly
     within ten seconds.
 
       afterplay run configs/tiny.yaml
@@ -124,7 +121,7 @@ def run(
 
 @app.command()
 def engine(file: File, index: Index = 0, sets: Sets = None) -> None:
-    """Become one inference server of the run, on engine.port + index.
+    """Run one inference server, on engine.port + index.
 
     afterplay engine configs/two_engines.yaml --index 1 --set engine.port=8100
     """
@@ -135,7 +132,7 @@ def engine(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 @app.command()
 def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
-    """Play episodes: take orders from the replay stage, send trajectories back.
+    """Run one actor: takes orders from the replay stage, plays episodes, sends trajectories back.
 
     afterplay actor configs/tiny.yaml --index 1 --set replay.address=tcp://127.0.0.1:5555
     """
@@ -144,7 +141,8 @@ def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 @replay_app.command(START)
 def replay(file: File, sets: Sets = None) -> None:
-    """Plan what is played; keep, score and group what comes back. The one process that binds a socket for the others.
+    """Run the replay stage: plans rollouts, then scores, stores and groups trajectories.
+    Actors and learner connect to it.
 
     afterplay replay configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
     """
@@ -155,8 +153,8 @@ def replay(file: File, sets: Sets = None) -> None:
 def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Train on groups from the replay stage and publish new weights to the engines.
 
-    With learner.ranks=N it starts N-1 more processes, and all of them share the model and each update. torchrun may
-    start them instead, also on several machines; then leave learner.ranks out.
+    With learner.ranks=N it starts N-1 more processes, which share the model and each update. torchrun can start them
+    instead, also on several machines; then omit learner.ranks.
 
       afterplay learner configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
       torchrun --nproc-per-node 2 -m pipeline.cli.app learner configs/tiny.yaml
@@ -168,15 +166,15 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 @app.command(hidden=True)
 def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
-    """Take the learner's place in `afterplay eval`: stamp the engines, wait for the result."""
+    """Run in place of the learner in `afterplay eval`: set the engines' version, wait for the result."""
     _role("evaluator", index, "learner.evaluator:main", file, sets)
 
 
 @app.command()
 def prepare(file: File, sets: Sets = None) -> None:
-    """Make the model folder of the run (run.directory/run.name/model), which engines and learner start from.
+    """Prepare the model folder of the run (run.directory/run.name/model) for engines and learner.
 
-    `afterplay run` does this by itself; do it by hand where the roles are started one by one.
+    `afterplay run` does this itself; needed only when the roles are started one by one.
 
       afterplay prepare configs/quickstart.yaml
     """
@@ -191,9 +189,9 @@ def prepare(file: File, sets: Sets = None) -> None:
 
 @app.command()
 def keys(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; made if it is missing.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; created if missing.")],
 ) -> None:
-    """Make CURVE keys, which every connection that leaves this machine needs.
+    """Create CURVE keys, which every connection between machines needs.
 
     Copy the folder to each machine of the run and name it in the run file:
 
@@ -208,8 +206,8 @@ def keys(
 
 @app.command()
 def status(run_directory: Run) -> None:
-    """Show what the processes do, the newest step, where the learner's time went, and the account of every order,
-    trajectory and group.
+    """Show the processes, the newest step, the learner's time by stage, and the account of every order, trajectory and
+    group.
 
     afterplay status runs/tiny
     """
@@ -221,7 +219,7 @@ def status(run_directory: Run) -> None:
 
 @app.command()
 def plot(run_directory: Run) -> None:
-    """Draw curves.png of a run from its metrics.jsonl. Works while the run goes on.
+    """Draw curves.png of a run from its metrics.jsonl. Works while the run is alive.
 
     afterplay plot runs/tiny
     """
@@ -239,9 +237,9 @@ def plot(run_directory: Run) -> None:
 def config_check(
     file: File,
     sets: Sets = None,
-    data: Annotated[bool, typer.Option("--data", help="Read the data of tasks_from too, and show a task.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="Also read the data of tasks_from, and show a task.")] = False,
 ) -> None:
-    """Say whether FILE is right, or everything that is wrong in it.
+    """Check FILE and report all errors in it.
 
     afterplay config check configs/tiny.yaml --set groups.n_rollout=16
     afterplay config check configs/questions.yaml --data
@@ -253,7 +251,7 @@ def config_check(
         for line in describe_tasks(config):
             typer.echo(line)
     typer.echo(
-        f"{file} is right: {config.run.total_steps} steps of {config.groups.groups_per_step} groups of "
+        f"{file} is valid: {config.run.total_steps} steps of {config.groups.groups_per_step} groups of "
         f"{config.groups.n_rollout} rollouts, staleness up to {config.staleness.max}, "
         f"{config.engine.kind} engine, model {config.model.source}"
     )
@@ -263,9 +261,9 @@ def config_check(
 def config_show(
     file: File,
     sets: Sets = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Without the explanations.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Omit the explanations.")] = False,
 ) -> None:
-    """Show FILE with every key, default or not, and what each means. The output is a run file again.
+    """Print FILE with every key, its value and its meaning. The output is a valid run file.
 
     afterplay config show configs/tiny.yaml > mine.yaml
     """
@@ -288,7 +286,7 @@ def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) 
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The role has closed what it opened. Taking the interpreter apart would take seconds (torch), or hang on a thread.
+    # The role has closed its resources. Finalizing the interpreter takes seconds (torch), or hangs on a thread.
     os._exit(code)
 
 
@@ -311,14 +309,12 @@ def _refuse(message: str) -> NoReturn:
 
 
 def entry() -> None:
-    """Console script: refusals are one message on stderr, not a traceback."""
-
+    """Console script: expected errors are one message on stderr, not a traceback."""
     try:
         app(prog_name="afterplay")
     except AfterplayError as error:
         print(f"afterplay: {error}", file=sys.stderr)
-        wrong = isinstance(error, ConfigurationError)
-        sys.exit(ExitCode.CONFIGURATION if wrong else ExitCode.FAILED)
+        sys.exit(ExitCode.CONFIGURATION if isinstance(error, ConfigurationError) else ExitCode.FAILED)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""The experience of a run as tables.
-
-``afterplay replay``: the replay stage of a run, and what it has stored.
-"""
+"""``afterplay replay``: start the replay stage; inspect, export and import stored experience."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ TASKS_SHOWN = 10
 
 
 def show(found: ExperienceReport, config: RunConfig, run: Path, console: Console | None = None) -> None:
-    """Print what ``afterplay replay inspect`` found."""
+    """Print the report of ``afterplay replay inspect``."""
     console = console or Console(highlight=False)
     value = found.json(config)
     console.print(
@@ -107,7 +104,7 @@ START = "start"
 
 
 class StartByDefault(TyperGroup):
-    """``afterplay replay FILE`` is ``afterplay replay start FILE``: what is no command is a run file."""
+    """``afterplay replay FILE`` is ``afterplay replay start FILE``: an argument that is not a command is a run file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -120,16 +117,16 @@ app = typer.Typer(
     no_args_is_help=True,
     help="""The replay stage of a run, and the experience it has stored.
 
-[bold]Be the stage[/bold] (`afterplay run` starts it by itself)
+[bold]Run the stage[/bold] (`afterplay run` does this itself)
 
   afterplay replay configs/tiny.yaml            the same as: afterplay replay start configs/tiny.yaml
 
-[bold]Look at what is stored[/bold], while the run goes on or later
+[bold]Inspect the store[/bold], of a live or ended run
 
   afterplay replay inspect runs/tiny
   afterplay replay inspect runs/tiny --json | jq .audit
 
-[bold]Carry experience from run to run[/bold]
+[bold]Move experience between runs[/bold]
 
   afterplay replay export runs/tiny pool.afterplay
   afterplay replay import runs/other pool.afterplay
@@ -150,7 +147,7 @@ def inspect_command(
 ) -> None:
     """Show difficulty buckets, the pool with its ages, terminal states, the guard and the bias audit.
 
-    Only reads, and works while the run goes on. The audit compares what was sampled with what was stored, trained and
+    Read-only; works while the run is alive. The audit compares what was sampled with what was stored, trained and
     replayed: where their means of length, duration, reward or age differ, selection has shifted the data.
 
       afterplay replay inspect runs/tiny
@@ -174,7 +171,7 @@ def export_command(
     compress: Annotated[bool, typer.Option("--compress/--plain", help="Compress every trajectory with zlib.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
 ) -> None:
-    """Write the stored trajectories of a run into one portable, checksummed file. Works while the run goes on.
+    """Write the stored trajectories of a run into one portable, checksummed file. Works while the run is alive.
 
     afterplay replay export runs/tiny pool.afterplay
     afterplay replay export runs/tiny pool.afterplay --plain --force
@@ -208,7 +205,7 @@ def import_command(
       {"environment": "arithmetic", "seed": 17, "reward": 1, "messages": [{"role": "user", "content": "2+3?"},
        {"role": "assistant", "content": "5"}]}
 
-    Without log-probabilities a demonstration is trained as if today's policy had sampled it.
+    Without log-probabilities a demonstration is trained as if the current policy had sampled it.
 
       afterplay replay import runs/other pool.afterplay
       afterplay replay import configs/tiny.yaml demonstrations.jsonl

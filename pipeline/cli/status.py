@@ -1,4 +1,4 @@
-"""``afterplay status RUN``."""
+"""``afterplay status RUN``: processes, newest step, stage times, evaluations and accounts of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.cli.viewer.progress import MetricsTail, describe, describe_evaluation, show_time
+from pipeline.cli.viewer.progress import MetricsTail, describe, describe_evaluation, print_stage_times
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.process import ExitCode
@@ -19,9 +19,9 @@ from pipeline.supervisor.run import RunIsAlive, run_lock
 
 
 def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:
-    """Print processes, newest step, the learner's time and accounts. FAILED when the accounts do not add up.
+    """Print the status. FAILED when the accounts do not add up.
 
-    Raises :class:`ConfigurationError` where there is no run directory.
+    Raises :class:`ConfigurationError` when there is no run directory.
     """
     console = console or Console(highlight=False)
     if not directory.config_file.exists():
@@ -33,7 +33,7 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     config = _config(directory)
     if tail.last is not None:
         console.print(describe(tail.last, config.run.total_steps), soft_wrap=True)
-        show_time(directory.metrics_file, console)
+        print_stage_times(directory.metrics_file, console)
     _evaluations(directory, console)
     try:
         ledger = read_ledger(store_path(config, directory))
@@ -44,7 +44,7 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
 
 
 def _evaluations(directory: RunDirectory, console: Console) -> None:
-    """The first, the best that is kept and the newest: has it become better on what it is not trained on?"""
+    """Print the first, the best kept and the newest evaluation."""
     results = {int(result["evaluation"]): result for result in read_results(directory.evaluations_file)}
     if not results:
         return
@@ -55,7 +55,7 @@ def _evaluations(directory: RunDirectory, console: Console) -> None:
 
 
 def is_alive(directory: RunDirectory) -> bool:
-    """Whether a supervisor holds the directory."""
+    """True while a supervisor holds the lock of the directory."""
     if not directory.lock_file.exists():
         return False
     try:
@@ -69,7 +69,7 @@ def _processes(directory: RunDirectory, console: Console) -> None:
     states = read_json(directory.processes_file) or {}
     if not states:
         return
-    table = Table("process", "phase", "pid", "does", "waits for", "restarts", "exit", box=None, header_style="dim")
+    table = Table("process", "phase", "pid", "state", "waits for", "restarts", "exit", box=None, header_style="dim")
     for name, state in states.items():
         exit_code = "" if state.get("exit_code") is None else str(state["exit_code"])
         cells = (str(state.get(key) or "") for key in ("phase", "pid", "state", "waiting_for", "restarts"))
@@ -95,12 +95,12 @@ def _accounts(ledger: Ledger, console: Console) -> ExitCode:
             table.add_row(account if position == 0 else "", state, str(count))
     console.print(table)
     console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}")
-    wrong = ledger.audit()
-    for problem in wrong:
+    problems = ledger.audit()
+    for problem in problems:
         console.print(f"does not add up: {problem}", style="red", soft_wrap=True)
-    if not wrong:
+    if not problems:
         console.print("every order, trajectory and group is accounted for", style="green")
-    return ExitCode.FAILED if wrong else ExitCode.FINISHED
+    return ExitCode.FAILED if problems else ExitCode.FINISHED
 
 
 def _config(directory: RunDirectory) -> RunConfig:

@@ -175,7 +175,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 class FileLock:
-    """Exclusive lock on ``file``, which is created if missing and never removed; the kernel frees it when the process ends.
+    """Exclusive lock on ``file``, which is created if missing and never removed. It ends with the process.
 
     Raises :class:`StoreError` with the message ``taken`` when another process holds it.
     """

@@ -1,4 +1,4 @@
-"""What the person who started the run sees: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a run on the console: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ _STYLE = {
 }
 
 SILENCE_SECONDS = 15.0
-"""Without a terminal: how long nothing is said before everything says what it waits for."""
+"""Without a terminal: silence after which a line says what each process waits for."""
 
 
 class Display:
-    """Use as a context manager. ``processes`` and ``answers`` are read at every refresh, never changed."""
+    """Console output of the supervisor. Use as a context manager.
+
+    ``processes`` and ``answers`` are read at every refresh, never changed.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class Display:
         self._answers = answers
         self.console = console or Console(highlight=False)
         self._line: Line | None = None
-        self._since = self._said_at = time.monotonic()
+        self._started_at = self._printed_at = time.monotonic()
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(self, console=self.console, refresh_per_second=2, transient=False)
@@ -64,19 +67,19 @@ class Display:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """An event worth a line of its own."""
-        self._said_at = time.monotonic()
-        self.console.print(Text(f"{clock(time.monotonic() - self._since)}  {text}"), soft_wrap=True)
+        """Print a line with the time of the run."""
+        self._printed_at = time.monotonic()
+        self.console.print(Text(f"{clock(time.monotonic() - self._started_at)}  {text}"), soft_wrap=True)
 
     def progress(self, line: Line) -> None:
-        """A step of the learner."""
+        """Show a step of the learner."""
         self._line = line
         if self._live is None:
             self.say(describe(line, self._total_steps))
 
     def idle(self) -> None:
-        """Nothing new. Without a terminal, after a silence, say what everything does and waits for."""
-        if self._live is None and time.monotonic() - self._said_at >= SILENCE_SECONDS:
+        """Without a terminal, print the state of all processes after ``SILENCE_SECONDS`` without a line."""
+        if self._live is None and time.monotonic() - self._printed_at >= SILENCE_SECONDS:
             self.say("; ".join(self._describe(name) for name in self._processes if self._processes[name].alive))
 
     def _describe(self, name: str) -> str:
@@ -96,7 +99,7 @@ class Display:
             Text(self._title, style="bold"),
             ProgressBar(total=self._total_steps, completed=step, width=30),
             Text(f"step {step}/{self._total_steps}"),
-            Text(clock(time.monotonic() - self._since), style="dim"),
+            Text(clock(time.monotonic() - self._started_at), style="dim"),
         )
         return grid
 
@@ -112,7 +115,7 @@ class Display:
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("process", "phase", "does", "waits for", "restarts"):
+        for column in ("process", "phase", "state", "waits for", "restarts"):
             table.add_column(column, overflow="ellipsis", no_wrap=True)
         for name, process in self._processes.items():
             answer = self._answers.get(name)
@@ -120,14 +123,14 @@ class Display:
             table.add_row(
                 name,
                 Text(process.phase.value, style=_STYLE[process.phase]),
-                _does(answer) if live and answer else "",
+                _state(answer) if live and answer else "",
                 answer.waiting_for if live and answer else "",
                 str(process.restarts or ""),
             )
         return table
 
 
-def _does(answer: HealthAnswer) -> str:
+def _state(answer: HealthAnswer) -> str:
     details = "  ".join(f"{key} {_short(value)}" for key, value in answer.details.items())
     return f"{answer.state}  {details}".strip()
 

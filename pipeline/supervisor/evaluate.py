@@ -1,4 +1,4 @@
-"""``afterplay eval``: a small run in a folder of its own whose weights never change."""
+"""``afterplay eval``: evaluate a checkpoint in a small run with a directory of its own, whose weights never change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVALUATOR = "evaluator"
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """The options of the command; None: as the run file says."""
+    """Options of the command; None: the value of the run file."""
 
     checkpoint: str | None = None
     split: str | None = None
@@ -41,18 +41,18 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What is evaluated."""
+    """Weights to evaluate."""
 
     name: str
     """``initial``, ``u000020`` or ``best-u000020``."""
     model: Path | None
-    """Its model folder; None: that of the run file."""
+    """Model folder; None: that of the run file."""
     updates: int = 0
     policy_version: int = 0
 
 
 def evaluate_checkpoint(
-    target: Path, asked: EvaluationRequest, overrides: Sequence[str] = (), console: Console | None = None
+    target: Path, request: EvaluationRequest, overrides: Sequence[str] = (), console: Console | None = None
 ) -> ExitCode:
     """Evaluate and print. Raises :class:`ConfigurationError`; FAILED where an environment has no score."""
     console = console or Console(highlight=False)
@@ -61,10 +61,10 @@ def evaluate_checkpoint(
         raise ConfigurationError(f"expected a run directory or a run file, got {target}, which has no config.yaml")
     config = load(file, overrides, environment={} if target.is_dir() else None)
     run = RunDirectory(target.absolute() if target.is_dir() else config.run.path.absolute())
-    weights = find_weights(run, asked.checkpoint)
+    weights = find_weights(run, request.checkpoint)
     directory = _folder(run, weights)
     try:
-        config = small_run(config, weights, asked, directory)
+        config = evaluation_config(config, weights, request, directory)
     except ConfigurationError:
         directory.path.rmdir()
         raise
@@ -77,24 +77,23 @@ def evaluate_checkpoint(
         specs = specs_of(config, directory, center=EVALUATOR)
         code = supervise(config, specs, directory, reaper, console, lambda: bool(_results(directory)))
     results = _results(directory)
-    for file in directory.model.rglob("*.safetensors"):
-        # its tokenizer stays: afterplay show needs it
+    for file in directory.model.rglob("*.safetensors"):  # the tokenizer stays for afterplay show
         file.unlink(missing_ok=True)
     if code or not results:
         return code or ExitCode.FAILED
-    return show_result(results[-1], weights.name, directory, console)
+    return print_result(results[-1], weights.name, directory, console)
 
 
-def find_weights(run: RunDirectory, asked: str | None) -> Weights:
+def find_weights(run: RunDirectory, checkpoint: str | None) -> Weights:
     """``None``, ``latest``, ``best``, or a number of updates. Raises :class:`ConfigurationError`."""
     found = _checkpoints(run)
-    if asked in (None, "latest"):
+    if checkpoint in (None, "latest"):
         if found:
             return _weights(found[max(found)])
-        if asked is None:
+        if checkpoint is None:
             return Weights("initial", None)
         raise ConfigurationError(f"--checkpoint latest: expected checkpoints in {run.checkpoints}, found none yet")
-    if asked == "best":
+    if checkpoint == "best":
         best = run.checkpoints / "best"
         if not (best / "state.json").exists():
             raise ConfigurationError(
@@ -102,34 +101,38 @@ def find_weights(run: RunDirectory, asked: str | None) -> Weights:
                 "evaluation is complete"
             )
         return _weights(best.resolve())
-    if asked == "initial":
+    if checkpoint == "initial":
         return Weights("initial", None)
-    match = _NUMBER.fullmatch(asked or "")
+    match = _NUMBER.fullmatch(checkpoint or "")
     number = int(match.group(1)) if match else -1
     if number in found:
         return _weights(found[number])
     there = ", ".join(str(n) for n in sorted(found)) or "none"
     raise ConfigurationError(
-        f"--checkpoint: expected best, latest, initial or one of the checkpoints that are kept ({there}), got {asked!r}"
+        f"--checkpoint: expected best, latest, initial or one of the checkpoints that are kept ({there}), got {checkpoint!r}"
     )
 
 
-def small_run(config: RunConfig, weights: Weights, asked: EvaluationRequest, directory: RunDirectory) -> RunConfig:
+def evaluation_config(
+    config: RunConfig, weights: Weights, request: EvaluationRequest, directory: RunDirectory
+) -> RunConfig:
     """The run file of the evaluation. Raises :class:`ConfigurationError` where the options do not fit."""
     raw = config.model_dump()
-    options: dict[str, Any] = {"split": asked.split, "tasks": asked.tasks, "samples": asked.samples}
+    options: dict[str, Any] = {"split": request.split, "tasks": request.tasks, "samples": request.samples}
     section = {**raw["evaluation"], **{key: value for key, value in options.items() if value is not None}}
-    greedy = asked.greedy
+    greedy = request.greedy
     if greedy is None and section["samples"] > 1:
         greedy = False
     if greedy is not None:
         section["greedy"] = greedy
     if section["greedy"]:
         section["temperature"] = None
-    if asked.pass_at:
-        section["pass_at"] = asked.pass_at
-    elif asked.samples is not None:
-        section["pass_at"] = tuple(sorted({1, *(k for k in section["pass_at"] if k <= asked.samples), asked.samples}))
+    if request.pass_at:
+        section["pass_at"] = request.pass_at
+    elif request.samples is not None:
+        section["pass_at"] = tuple(
+            sorted({1, *(k for k in section["pass_at"] if k <= request.samples), request.samples})
+        )
     section |= {"every": 1, "start": True, "end": False, "only": True, "strict": False, "keep_best": None}
     raw["evaluation"] = section
     raw["run"] |= {
@@ -151,22 +154,22 @@ def small_run(config: RunConfig, weights: Weights, asked: EvaluationRequest, dir
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        told = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
-        raise ConfigurationError(f"eval: {told}") from error
+        problems = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
+        raise ConfigurationError(f"eval: {problems}") from error
 
 
-def show_result(result: Mapping[str, Any], name: str, directory: RunDirectory, console: Console) -> ExitCode:
-    """The table. FAILED unless the evaluation is complete and every environment has a score."""
+def print_result(result: Mapping[str, Any], name: str, directory: RunDirectory, console: Console) -> ExitCode:
+    """Print the table. FAILED unless the evaluation is complete and every environment has a score."""
     ks = sorted(map(int, result["pass_at"]))
     table = Table(
         "environment", "tasks", "score", *(f"pass@{k}" for k in ks), "truncated", "failed", "missing",
         box=None, header_style="dim",
     )  # fmt: skip
-    for environment, told in result["environments"].items():
+    for environment, scores in result["environments"].items():
         table.add_row(
-            environment, str(told["tasks"]), _with_error(told["score"], told["se"]),
-            *(_number(told["pass_at"][str(k)]) for k in ks),
-            str(told["truncated"]), str(told["failed"]), str(told["missing"]),
+            environment, str(scores["tasks"]), _with_error(scores["score"], scores["se"]),
+            *(_number(scores["pass_at"][str(k)]) for k in ks),
+            str(scores["truncated"]), str(scores["failed"]), str(scores["missing"]),
         )  # fmt: skip
     how = "greedy"
     if not result["greedy"]:
@@ -177,11 +180,11 @@ def show_result(result: Mapping[str, Any], name: str, directory: RunDirectory, c
     console.print(f"written to {directory.evaluations_file}", soft_wrap=True)
     if result["status"] != "complete":
         console.print(f"not complete: {result['status']}", style="red")
-    bare = [environment for environment, told in result["environments"].items() if told["score"] is None]
-    if bare:
-        console.print(f"no rollout was scored of: {', '.join(bare)} (logs in {directory.logs})", style="red",
+    unscored = [environment for environment, scores in result["environments"].items() if scores["score"] is None]
+    if unscored:
+        console.print(f"without a scored rollout: {', '.join(unscored)} (logs in {directory.logs})", style="red",
                       soft_wrap=True)  # fmt: skip
-    return ExitCode.FAILED if bare or result["status"] != "complete" else ExitCode.FINISHED
+    return ExitCode.FAILED if unscored or result["status"] != "complete" else ExitCode.FINISHED
 
 
 def _checkpoints(run: RunDirectory) -> dict[int, Path]:
@@ -199,7 +202,7 @@ def _weights(folder: Path) -> Weights:
 
 
 def _folder(run: RunDirectory, weights: Weights) -> RunDirectory:
-    """A new one each time: results are never overwritten."""
+    """A new directory each time: results are never overwritten."""
     for number in range(1, 100_000):
         path = run.evaluations / f"{weights.name}-{number}"
         try:
@@ -207,7 +210,7 @@ def _folder(run: RunDirectory, weights: Weights) -> RunDirectory:
         except FileExistsError:
             continue
         return RunDirectory(path)
-    raise ConfigurationError(f"{run.evaluations} is full: remove what is not needed")
+    raise ConfigurationError(f"{run.evaluations} is full: remove old evaluations")
 
 
 def _results(directory: RunDirectory) -> list[dict[str, Any]]:

@@ -46,11 +46,9 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
     stuck = config.supervisor.stuck_seconds_max
     depends = (PREPARE, "replay")
     specs = [
-        _role_spec(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
-        _role_spec("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
-        _role_spec(
-            center, 0, directory, Rule(center, LEARNER, depends=depends, ends_run=True, stuck_seconds_max=stuck)
-        ),
+        _spec(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
+        _spec("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
+        _spec(center, 0, directory, Rule(center, LEARNER, depends=depends, ends_run=True, stuck_seconds_max=stuck)),
     ]
     if config.engine.kind != "external":
         for i, url in enumerate(config.engine.addresses()):
@@ -62,14 +60,14 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
                 start_seconds_max=config.engine.start_seconds_max,
                 stuck_seconds_max=stuck,
             )
-            specs.append(_role_spec("engine", i, directory, rule, health_url=f"{url}/health"))
+            specs.append(_spec("engine", i, directory, rule, health_url=f"{url}/health"))
     for i in range(config.actor.replicas):
         rule = Rule(role_name("actor", i), ACTORS, depends=depends, stuck_seconds_max=stuck)
-        specs.append(_role_spec("actor", i, directory, rule))
+        specs.append(_spec("actor", i, directory, rule))
     return specs
 
 
-def _role_spec(
+def _spec(
     role: str, index: int, directory: RunDirectory, rule: Rule, health_url: str | None = None, probed: bool = True
 ) -> ProcessSpec:
     command = [sys.executable, "-m", "pipeline.cli.app", role, str(directory.config_file)]

@@ -1,7 +1,4 @@
-"""``afterplay run``: from a configuration to an exit code.
-
-One run in one directory: the lock, and what ``--fresh`` and ``run.resume`` mean.
-"""
+"""``afterplay run``: lock the run directory, prepare it, supervise the processes, report the result."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import orjson
 from rich.console import Console
 
 from pipeline.cli.viewer.plots import draw
-from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation, reached, show_time, step_of
+from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation, print_stage_times, reached, step_of
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump
@@ -33,15 +30,15 @@ from pipeline.supervisor.shell import Supervisor
 
 
 class RunIsAlive(AfterplayError):
-    """The directory belongs to a run that lives."""
+    """The run directory is in use by a run that is alive."""
 
 
 @contextmanager
 def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     """Hold the directory's lock; yields its file descriptor. The kernel frees it when the last holder is gone.
-    ``mark`` writes our process id into it, for the message of the next one.
+    ``mark`` writes our process id into it, for the error message of others.
 
-    Raises :class:`RunIsAlive` that names the process.
+    Raises :class:`RunIsAlive`, which names the process.
     """
     directory.path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -51,8 +48,8 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
         except OSError as error:
             holder = read_json(directory.lock_file) or {}
             raise RunIsAlive(
-                f"{directory.path} belongs to a run that is alive (supervisor pid {holder.get('pid', 'unknown')}). "
-                "Stop it (Ctrl-C there), or give this run another name: --set run.name=NAME"
+                f"{directory.path} is in use by a run that is alive (supervisor pid {holder.get('pid', 'unknown')}). "
+                "Stop that run (Ctrl-C), or give this one another name: --set run.name=NAME"
             ) from error
         if mark:
             os.ftruncate(descriptor, 0)
@@ -62,16 +59,16 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
         os.close(descriptor)
 
 
-def make_room(directory: RunDirectory, resume: str, fresh: bool) -> None:
+def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None:
     """Empty the directory for ``--fresh``; refuse one with a run in it for ``run.resume: never``.
 
-    The prepared model stays: it is made again only when it does not fit the run file.
+    The prepared model stays; it is replaced only when it does not match the run file.
     Raises :class:`ConfigurationError`.
     """
     things = [p for p in directory.path.iterdir() if p != directory.lock_file]
-    began = any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file))
+    has_run = any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file))
     if fresh:
-        if things and not began:
+        if things and not has_run:
             raise ConfigurationError(
                 f"--fresh: expected a run directory of Afterplay at {directory.path}, got a folder with "
                 f"{things[0].name} and no config.yaml. Nothing was removed; give the run another name or directory"
@@ -83,20 +80,20 @@ def make_room(directory: RunDirectory, resume: str, fresh: bool) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    elif resume == "never" and began:
+    elif resume == "never" and has_run:
         raise ConfigurationError(
             f"run.resume is never: expected {directory.path} to hold no run, got one. "
-            "Use --fresh to start anew there, or give the run another name"
+            "Use --fresh to start over there, or give the run another name"
         )
 
 
 def run(config: RunConfig, fresh: bool = False, console: Console | None = None) -> ExitCode:
-    """Run to the end. Raises :class:`ConfigurationError`; everything else is told and ends in the exit code."""
+    """Run to the end. Raises :class:`ConfigurationError`; other failures are printed and give the exit code."""
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
     try:
         with run_lock(directory) as lock:
-            make_room(directory, config.run.resume, fresh)
+            prepare_directory(directory, config.run.resume, fresh)
             config = resolve(config)
             directory.create()
             write_bytes_atomically(directory.config_file, dump(config).encode())
@@ -115,8 +112,8 @@ def supervise(
     console: Console,
     is_done: Callable[[], bool] | None = None,
 ) -> ExitCode:
-    """Start ``specs``, watch them to the end, tell how it went. ``is_done``: whether the process that ends the run has
-    finished its work; None: the learner has made its last step."""
+    """Start ``specs``, supervise them to the end, and print the result. ``is_done`` is true when the process that
+    ends the run has finished its work; None: when the learner has made its last step."""
     tail = MetricsTail(directory.metrics_file)
     tail.skip()
     section = config.supervisor
@@ -130,29 +127,29 @@ def supervise(
         return reached(tail_now.last, config.run.total_steps)
 
     supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
-        console.print(f"going on after step {step_of(tail.last)} (--fresh starts anew)", soft_wrap=True)
+        console.print(f"resuming after step {step_of(tail.last)} (--fresh starts over)", soft_wrap=True)
     with Display(
         config.run.name, config.run.total_steps, supervisor.machine.processes, supervisor.answers, console
     ) as display:
         code = anyio.run(supervisor.run, display, tail)
-    _conclude(supervisor, directory, code, time.monotonic() - begun, console)
+    _print_result(supervisor, directory, code, time.monotonic() - started_at, console)
     return code
 
 
-def _conclude(
+def _print_result(
     supervisor: Supervisor, directory: RunDirectory, code: ExitCode, seconds: float, console: Console
 ) -> None:
     machine = supervisor.machine
     finished = machine.reason == "finished"
     style = "green" if finished else "red" if code else "yellow"
     console.print(f"{machine.reason} after {clock(seconds)}", style=style, soft_wrap=True)
-    trouble = supervisor.log_tail()
-    if trouble:
-        console.print(trouble, markup=False, soft_wrap=True)
-    show_time(directory.metrics_file, console)
+    log_tail = supervisor.log_tail()
+    if log_tail:
+        console.print(log_tail, markup=False, soft_wrap=True)
+    print_stage_times(directory.metrics_file, console)
     if finished and (results := read_results(directory.evaluations_file)):
         console.print(describe_evaluation(results[-1]), soft_wrap=True)
     if finished and directory.metrics_file.exists():

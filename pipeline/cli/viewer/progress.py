@@ -1,7 +1,4 @@
-"""The learner's lines, as they are written, and what a line says in words.
-
-Where the learner's time went: the end of a run and `afterplay status` say it in a table.
-"""
+"""Reading ``metrics.jsonl``, and describing its lines, evaluations and the learner's stage times for the console."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ class MetricsTail:
         """The newest line, from before the first call too."""
 
     def skip(self) -> None:
-        """Pass over what is there already (a run that goes on)."""
+        """Skip the lines that are there already (a resumed run)."""
         self.read()
 
     def read(self) -> list[Line]:
-        """New lines; what is not a JSON object (a line cut off by a kill) is passed over."""
+        """New lines; anything but a JSON object (a line truncated by a kill) is skipped."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
@@ -53,13 +50,13 @@ class MetricsTail:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of a ``metrics.jsonl``, the last of each step (a resumed learner makes some steps again), by step."""
+    """All lines of a ``metrics.jsonl``, the last of each step (a resumed learner repeats some steps), by step."""
     by_step = {line["step"]: line for line in MetricsTail(path).read() if isinstance(line.get("step"), int)}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def reached(line: Mapping[str, Any] | None, total_steps: int) -> bool:
-    """Whether this line is of the last step of the run. Steps count from 1."""
+    """True when this line is of the last step of the run. Steps count from 1."""
     return line is not None and step_of(line) >= total_steps
 
 
@@ -70,14 +67,14 @@ def step_of(line: Mapping[str, Any] | None) -> int:
 
 
 def describe(line: Mapping[str, Any], total_steps: int) -> str:
-    """One line for people: step, reward, signals, ratio, ESS, staleness, speed."""
+    """One line of text: step, reward, signals, ratio, ESS, staleness, speed."""
     parts = [f"step {step_of(line)}/{total_steps}"]
     parts += [f"{label} {text}" for label, text in facts(line).items()]
     return "  ".join(parts)
 
 
 def describe_evaluation(line: Mapping[str, Any]) -> str:
-    """One line of ``evaluations.jsonl`` for people."""
+    """One line of text for a line of ``evaluations.jsonl``."""
     parts = [f"evaluation after step {line.get('updates')}"]
     if line.get("status") != "complete":
         parts.append(str(line.get("status")))
@@ -90,11 +87,11 @@ def describe_evaluation(line: Mapping[str, Any]) -> str:
             parts.append(f"pass@{k} {value:.3f}")
     environments = line.get("environments")
     environments = environments if isinstance(environments, Mapping) else {}
-    told = [e for e in environments.values() if isinstance(e, Mapping)]
-    if len(told) > 1:
+    entries = [e for e in environments.values() if isinstance(e, Mapping)]
+    if len(entries) > 1:
         scores = ((name, e.get("score")) for name, e in environments.items() if isinstance(e, Mapping))
         parts += [f"{name} {score:.3f}" for name, score in scores if isinstance(score, int | float)]
-    if missing := sum(int(e.get("missing") or 0) for e in told):
+    if missing := sum(int(e.get("missing") or 0) for e in entries):
         parts.append(f"missing {missing}")
     versions = line.get("versions")
     if isinstance(versions, list) and len(versions) == 2:
@@ -103,7 +100,7 @@ def describe_evaluation(line: Mapping[str, Any]) -> str:
 
 
 def facts(line: Mapping[str, Any]) -> dict[str, str]:
-    """Label to formatted value, in the order in which people read them; what a line does not have is left out."""
+    """Label to formatted value, in reading order, for the values that the line has."""
     found: dict[str, str] = {}
 
     def put(label: str, key: str, form: str) -> None:
@@ -134,39 +131,39 @@ def _parse(data: bytes) -> Line | None:
 
 BAR_CELLS = 20
 SHARE_MIN = 0.0005
-"""Stages with less are not shown."""
-_MEANS = {
+"""Stages with a smaller share are not shown."""
+_REASONS = {
     "wait": "rollouts are missing",
-    "choose": "replays, by today's policy",
+    "choose": "replays, by the current policy",
     "prepare": "rows not built ahead",
     "publish": "engines still load weights",
     "save": "the disk still writes",
     "other": "statistics, messages",
 }
-"""What holds the learner up in a stage; the three that are left are its work."""
+"""Cause of the time in a stage; the stages without one are the learner's work."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Seconds of a run's learner."""
+    """Time of a run's learner by stage, in seconds."""
 
     updates: int
     seconds: float
     """Wall time of all updates; the stages add up to it."""
     stages: Mapping[str, float]
     published: float
-    """Beside training: publications, from the first byte until the engines had the version."""
+    """Publications in parallel to training, from the first byte until the engines had the version."""
     saved: float
-    """Beside training: writing checkpoints."""
+    """Writing checkpoints in parallel to training."""
 
     @property
     def text(self) -> str:
-        """One line for what went on beside training."""
-        return f"beside it: {self.published:.1f} s of publication, {self.saved:.1f} s of writing checkpoints"
+        """One line for the work in parallel to training."""
+        return f"in parallel: {self.published:.1f} s of publication, {self.saved:.1f} s of writing checkpoints"
 
 
 def spent(lines: Iterable[Line]) -> TimeSpent | None:
-    """Added up over the lines of ``metrics.jsonl``; None where no line tells of its stages."""
+    """Sums over the lines of ``metrics.jsonl``; None when no line has stage times."""
     stages, total, updates = dict.fromkeys(STAGES, 0.0), 0.0, 0
     published: dict[Any, float] = {}
     saved: dict[Any, float] = {}
@@ -186,7 +183,7 @@ def spent(lines: Iterable[Line]) -> TimeSpent | None:
 
 
 def stage_times(found: TimeSpent) -> Table:
-    """One row for each stage that took any time worth telling; fits 80 columns."""
+    """Table with a row for each stage with a share of at least ``SHARE_MIN``; fits 80 columns."""
     title = f"where the learner's {found.seconds:.1f} s of {found.updates} updates went"
     table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("stage")
@@ -199,12 +196,12 @@ def stage_times(found: TimeSpent) -> Table:
         share = seconds / found.seconds if found.seconds > 0 else 0.0
         if share >= SHARE_MIN:
             bar = Text("█" * round(BAR_CELLS * share), style="yellow" if stage == "wait" else "green")
-            table.add_row(stage, f"{seconds:.1f}", f"{100 * share:.1f} %", bar, _MEANS.get(stage, ""))
+            table.add_row(stage, f"{seconds:.1f}", f"{100 * share:.1f} %", bar, _REASONS.get(stage, ""))
     return table
 
 
-def show_time(metrics_file: Path, console: Console) -> None:
-    """Print it; nothing where there is no update yet."""
+def print_stage_times(metrics_file: Path, console: Console) -> None:
+    """Print the table; nothing when there is no update yet."""
     found = spent(read_lines(metrics_file))
     if found is not None:
         console.print(stage_times(found))

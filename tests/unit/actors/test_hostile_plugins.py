@@ -366,7 +366,7 @@ async def test_one_hanging_and_one_failing_episode_do_not_hold_the_others_up(
     assert sorted(ended)[18] < ended[-1] and notes.events.count("create") == notes.events.count("release") == 20
 
 
-def test_what_plug_ins_print_is_bounded_and_the_log_says_how_much_was_dropped(
+def test_what_plug_ins_print_is_bounded_and_the_log_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with bounded_prints(characters_max=1000):

@@ -20,9 +20,9 @@ from pipeline.supervisor.evaluate import (
     EvaluationRequest,
     Weights,
     evaluate_checkpoint,
+    evaluation_config,
     find_weights,
-    show_result,
-    small_run,
+    print_result,
 )
 from pipeline.supervisor.processes import specs_of
 
@@ -70,7 +70,7 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
     )
     folder = RunDirectory(run.evaluations / "u000020-1")
     weights = Weights("u000020", run.checkpoints / "u000020" / "model", 20, 22)
-    made = small_run(config, weights, EvaluationRequest(tasks=7, samples=8), folder)
+    made = evaluation_config(config, weights, EvaluationRequest(tasks=7, samples=8), folder)
     assert made.run.path == folder.path and made.run.total_steps == 21
     section = made.evaluation
     assert (section.only, section.tasks, section.samples, section.greedy, section.split) == (True, 7, 8, False, "test")
@@ -113,7 +113,7 @@ def result(score: float | None = 0.5, status: str = "complete", **more: Any) -> 
 )
 def test_the_table_and_the_exit_code(told: dict[str, Any], code: ExitCode, run: RunDirectory) -> None:
     written = io.StringIO()
-    assert show_result(told, "u000020", run, Console(file=written, width=140)) is code
+    assert print_result(told, "u000020", run, Console(file=written, width=140)) is code
     text = written.getvalue()
     assert "u000020: 20 updates, split eval, 4 rollouts a task at temperature 0.7" in text
     assert ("0.500 ± 0.100" in text) is (told["score"] is not None)

@@ -15,7 +15,7 @@ import pytest
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
-from pipeline.supervisor.run import RunIsAlive, make_room, run_lock
+from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
 
 PROGRAM = """
 import sys
@@ -234,7 +234,7 @@ def test_killing_the_supervisor_leaves_nothing_not_even_grandchildren(scene):
     run.until(lambda: run.pids("grandchild") and run.pids("learner", "deaf"))
     run.process.kill()
     run.until(lambda: all(gone(pid) for _, _, pid in run.notes()))
-    run.until(lambda: can_claim(run.root))
+    run.until(lambda: can_lock(run.root))
 
 
 def test_a_directory_belongs_to_one_run(scene):
@@ -244,7 +244,7 @@ def test_a_directory_belongs_to_one_run(scene):
         pass
     run.process.terminate()
     run.ended()
-    assert can_claim(run.root)
+    assert can_lock(run.root)
 
 
 def test_the_live_display_shows_processes_on_a_terminal(scene):
@@ -255,7 +255,7 @@ def test_the_live_display_shows_processes_on_a_terminal(scene):
     assert "waits for" in out
 
 
-def can_claim(root: Path) -> bool:
+def can_lock(root: Path) -> bool:
     try:
         with run_lock(RunDirectory(root)):
             return True
@@ -265,19 +265,19 @@ def can_claim(root: Path) -> bool:
 
 def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     directory = RunDirectory(tmp_path / "r").create()
-    make_room(directory, "never", fresh=False)
+    prepare_directory(directory, "never", fresh=False)
     directory.config_file.write_text("")
     directory.model.mkdir()
     with pytest.raises(ConfigurationError, match="Use --fresh"):
-        make_room(directory, "never", fresh=False)
-    make_room(directory, "auto", fresh=False)
+        prepare_directory(directory, "never", fresh=False)
+    prepare_directory(directory, "auto", fresh=False)
     assert directory.config_file.exists()
-    make_room(directory, "never", fresh=True)
+    prepare_directory(directory, "never", fresh=True)
     assert [p.name for p in directory.path.iterdir()] == ["model"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(ConfigurationError, match=r"thesis\.tex"):
-        make_room(RunDirectory(tmp_path / "mine"), "auto", fresh=True)
+        prepare_directory(RunDirectory(tmp_path / "mine"), "auto", fresh=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
