@@ -109,7 +109,8 @@ def find_weights(run: RunDirectory, checkpoint: str | None) -> Weights:
         return _weights(found[number])
     there = ", ".join(str(n) for n in sorted(found)) or "none"
     raise ConfigurationError(
-        f"--checkpoint: expected best, latest, initial or one of the checkpoints that are kept ({there}), got {checkpoint!r}"
+        f"--checkpoint: expected best, latest, initial or one of the checkpoints that are kept ({there}), "
+        f"got {checkpoint!r}"
     )
 
 
