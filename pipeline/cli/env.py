@@ -1,4 +1,4 @@
-"""``afterplay env``: what environments there are, and how they are played."""
+"""``afterplay env``: list, show, play and create environments."""
 
 from __future__ import annotations
 
@@ -145,17 +145,17 @@ def demonstrate(
     """
     from pipeline.runtime.process import load_main
 
-    written, left_out = load_main(f"{_COMMANDS}.demonstrate:demonstrate")(
+    written, skipped = load_main(f"{_COMMANDS}.demonstrate:demonstrate")(
         name, _options(sets), section or name, range(first, first + count), out
     )
-    typer.echo(f"{written} episodes in {out}" + (f"; the expert gave up {left_out}" if left_out else ""))
+    typer.echo(f"{written} episodes in {out}" + (f"; the expert gave up {skipped}" if skipped else ""))
 
 
 @app.command()
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the new environment: small letters, digits and _.")],
     folder: Annotated[
-        Path | None, typer.Option("--folder", metavar="DIR", help="Where to; afterplay-NAME if it is left out.")
+        Path | None, typer.Option("--folder", metavar="DIR", help="Destination. Default: afterplay-NAME.")
     ] = None,
 ) -> None:
     """Write a plug-in package that works, with a test: an environment to change into your own.

@@ -1,9 +1,8 @@
-"""One HTML file with rollouts and everything that shows them: no network, no other file, nothing that a rollout says is
-ever markup.
+"""Rollouts as one HTML file: no network, no other file, and rollout text is never markup.
 
-What models and environments wrote travels as JSON in a script element that no browser runs, with ``<``, ``>`` and ``&``
-escaped (or compressed, in base64), and the page's program only ever makes text nodes of it. A content security policy
-that names the hashes of the page's own program and style forbids everything else, network included.
+Text of models and environments is embedded as JSON in a script element that no browser runs, with ``<``, ``>`` and
+``&`` escaped (or compressed, in base64), and the page's script only makes text nodes of it. A content security policy
+with the hashes of the page's own script and style forbids everything else, network included.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ PLAIN_BYTES_MAX = 256 * 1024
 """JSON beyond is compressed; a browser unpacks it with DecompressionStream."""
 PAGE_BYTES_MAX = 512 * 1024 * 1024
 """Of JSON before compression: what a browser holds. Further trajectories are listed without their tokens."""
-LEFT_OUT = "its tokens are not in this page, which is full: take fewer trajectories (--limit, or a filter)"
+PAGE_FULL = "its tokens are not in this page, which is full: take fewer trajectories (--limit, or a filter)"
 _AT_ONCE = 64
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What was written."""
+    """Counts of a written page."""
 
     shown: int
     transcripts: int
@@ -59,7 +58,7 @@ def write_page(
     for found in _in_chunks(reader, listing.rows, step):
         text = dumps(found_json(found, vocabulary))
         if found.transcript is not None and len(text) > room:
-            found = Found(found.listed, None, LEFT_OUT)
+            found = Found(found.listed, None, PAGE_FULL)
             text = dumps(found_json(found, vocabulary))
         room -= len(text)
         transcripts += found.transcript is not None

@@ -1,4 +1,4 @@
-"""``curves.png``: the run in one picture, from ``metrics.jsonl``."""
+"""``curves.png``: the curves of a run, drawn from ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw(metrics_file: Path, picture: Path) -> str | None:
 
 
 def _series(lines: Iterable[Line], key: str, within: str | None = None) -> tuple[list[int], list[float]]:
-    """Steps and values of one key; lines without a number there are left out."""
+    """Steps and values of one key; lines without a number there are skipped."""
     points = []
     for line in lines:
         holder: Any = line.get(within, {}) if within else line
@@ -88,12 +88,12 @@ def _reward(axis: Any, lines: list[Line]) -> None:
 
 def _evaluations(axis: Any, results: Sequence[Mapping[str, Any]]) -> None:
     """Scores on held-out tasks over the updates in the weights, with their standard errors."""
-    told = [r for r in results if isinstance(r.get("score"), int | float)]
-    if told:
+    found = [r for r in results if isinstance(r.get("score"), int | float)]
+    if found:
         axis.errorbar(
-            [r["updates"] for r in told],
-            [r["score"] for r in told],
-            yerr=[r.get("se") or 0.0 for r in told],
+            [r["updates"] for r in found],
+            [r["score"] for r in found],
+            yerr=[r.get("se") or 0.0 for r in found],
             label="held out (± se)", color=_COLOURS[1], marker="s", ms=4, lw=1.2, capsize=2,
         )  # fmt: skip
 
@@ -142,8 +142,8 @@ def _seconds(axis: Any, lines: list[Line]) -> None:
     steps = [int(line["step"]) for line in lines]
     base = [0.0] * len(lines)
     for colour, stage in enumerate(STAGES):
-        told = [line.get("seconds") for line in lines]
-        heights = [float(s.get(stage) or 0.0) if isinstance(s, Mapping) else 0.0 for s in told]
+        found = [line.get("seconds") for line in lines]
+        heights = [float(s.get(stage) or 0.0) if isinstance(s, Mapping) else 0.0 for s in found]
         if any(heights):
             axis.bar(steps, heights, 0.9, bottom=base, label=stage, color=_COLOURS[colour % len(_COLOURS)])
             base = [b + h for b, h in zip(base, heights, strict=True)]

@@ -34,7 +34,7 @@ class Transcript:
 
     trajectory: Trajectory
     seen: SeenTokens | None = None
-    """What the learner saw at its sampled tokens; None: it kept nothing of this one."""
+    """Values of the learner for its sampled tokens; None: no trace is kept."""
     step: int | None = None
     """Step of ``seen``."""
     policy_version: int | None = None
@@ -54,11 +54,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The first of all that fit."""
+    """The first of all matching trajectories."""
 
     rows: list[Listed]
     count: int
-    """How many fit."""
+    """All that match."""
 
 
 class RunReader:
@@ -66,7 +66,7 @@ class RunReader:
 
     def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
         self.notes: list[str] = []
-        """What a reader has to know about the list."""
+        """Remarks to show with the list."""
         self.name = directory.path.resolve().name
         self.model = directory.model
         self._limits = Limits(tokens_max=config.transport.tokens_max)
@@ -86,7 +86,7 @@ class RunReader:
         return frozenset(self._traces)
 
     def has_trace(self, listed: Listed) -> bool:
-        """Whether what the learner saw of it, or a failed or evaluated rollout, is kept."""
+        """True when a trace has its tokens."""
         return listed.trajectory_id in self._traces
 
     def find(self, rows: Sequence[Listed], step: Span | None = None) -> Iterator[Found]:

@@ -1,9 +1,4 @@
-"""The transcript of one rollout in the terminal.
-
-Rollouts as a table in the terminal, one line for each.
-
-What models and environments wrote, made harmless for a terminal.
-"""
+"""Rollouts in the terminal: the list as a table, one transcript, and escaping of control characters."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ _CONTROL_JSON = {i: f"\\u{i:04x}" for i in (*range(0x7F, 0xA0), *_DIRECTIONS, *_
 
 
 def safe(text: str) -> str:
-    """Without the control characters that would steer a terminal or turn its lines round; tabs and line ends stay."""
+    """Escape control characters that would steer a terminal or reverse its lines; tabs and line ends stay."""
     return text.translate(_CONTROL)
 
 
@@ -51,14 +46,14 @@ COLUMN: Mapping[str, str] = {
     "version": "versions",
 }
 CONTEXT_CHARACTERS_MAX = 4000
-"""Of one message; the middle of a longer one is left out."""
+"""Of one message; the middle of a longer one is omitted."""
 _VERSIONS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16")
 _SAMPLED = Style(color="green")
 _EDGE = Style(dim=True)
 
 
 def print_found(found: Mapping[str, Any], colour: Colour, console: Console) -> None:
-    """One trajectory as :func:`pipeline.cli.viewer.views.found_json` tells it."""
+    """Print one trajectory, as made by :func:`pipeline.cli.viewer.views.found_json`."""
     console.print(Rule(Text(str(found["trajectory_id"]), "bold"), align="left"))
     for name, value in _facts(found):
         console.print(Text.assemble((f"{name:>12}  ", "dim"), safe(value)), soft_wrap=True)
@@ -206,8 +201,8 @@ def _clock(seconds: float) -> str:
 
 BECAME_WIDTH_MIN = 14
 TASK_WIDTH_MIN = 6
-LEFT_OUT_FIRST = ("seconds", "versions", "environment", "sampled", "turns", "step", "reward", "task")
-"""Of a narrow terminal, in this order. An id is never cut: it is what a rollout is asked for by."""
+DROPPED_FIRST = ("seconds", "versions", "environment", "sampled", "turns", "step", "reward", "task")
+"""Columns dropped on a narrow terminal, in this order. Ids are never truncated: they select a rollout."""
 _STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted": "red"}
 
 
@@ -218,7 +213,7 @@ def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     widths = {heading: max([len(heading), *(line[i].cell_len for line in lines)]) for i, heading in enumerate(headings)}
     if len({row.environment for row in listing.rows}) < 2:
         del widths["environment"]
-    for heading in LEFT_OUT_FIRST:
+    for heading in DROPPED_FIRST:
         over = _taken(widths) + BECAME_WIDTH_MIN - console.width
         if over > max(0, widths["task"] - TASK_WIDTH_MIN):
             widths.pop(heading, None)

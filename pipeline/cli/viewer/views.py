@@ -1,8 +1,8 @@
-"""What is shown of a trajectory, as plain JSON: for ``--json``, for the terminal and for the page.
+"""Trajectories as plain JSON, for ``--json``, the terminal and the page.
 
 The columns of a completion have one entry for each sampled token: ``ids``, ``texts``, ``logprobs`` (log μ),
 ``versions``; and, where a learner's trace is there, ``ratios`` (π/μ), ``entropies``, ``advantages`` and ``flags``
-(:class:`pipeline.traces.Flag`). A column that nobody recorded is null, as is a single value that is not known.
+(:class:`pipeline.store.traces.Flag`). A column that nobody recorded is null, as is a single value that is not known.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.cli.experience import open_run
 from pipeline.cli.viewer import page
-from pipeline.cli.viewer.page import LEFT_OUT, render, write_page
+from pipeline.cli.viewer.page import PAGE_FULL, render, write_page
 from pipeline.cli.viewer.reader import RunReader
 from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.errors import ConfigurationError
@@ -108,7 +108,7 @@ def test_tokens_beyond_the_bound_are_left_out_and_said_to_be(tmp_path):
     rows = data_of(text)["rows"]
     with_tokens = [r for r in rows if r["transcript"]]
     assert len(rows) == made.shown == 6 and 0 < made.transcripts == len(with_tokens) < 6
-    assert {r["missing"] for r in rows if not r["transcript"]} == {LEFT_OUT}
+    assert {r["missing"] for r in rows if not r["transcript"]} == {PAGE_FULL}
 
 
 def test_every_rollout_of_the_list_is_in_the_page_in_its_order(tmp_path):
