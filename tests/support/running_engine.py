@@ -76,7 +76,7 @@ def running_engine(config: RunConfig, index: int = 0) -> Iterator[RunningEngine]
     log = RunDirectory(config.run.path).logs / f"engine-{index}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__file__).parents[3]), environment.get("PYTHONPATH")])
+        filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")])
     )
     with log.open("ab") as sink:
         process = subprocess.Popen(
