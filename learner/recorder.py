@@ -35,7 +35,7 @@ ABSENT: Final = object()
 
 @dataclass(frozen=True)
 class Update:
-    """What the numbers are read from."""
+    """One finished update: the source of every number."""
 
     batch: Batch
     report: StepReport
@@ -267,7 +267,7 @@ def step_line(update: Update) -> dict[str, Any]:
 
 
 def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Trained:
-    """What CONSUMED says of the update. Entropies of trajectories of which only one turn was trained are left out: they
+    """Facts of the update for the message CONSUMED. Entropies of trajectories of which only one turn was trained are left out: they
     are not means over the trajectory."""
     s = report.statistics
     partial = {row.trajectory_index for row in batch.rows if not row.whole}

@@ -50,7 +50,7 @@ REW = (-10, -5, -2, -1, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10)
 SAMPLES = (1, 2, 3, 4, 6, 8, 16)
 """Times one trajectory was handed to a learner."""
 SOURCES = ("fresh", "replay")
-"""Where a trained token comes from."""
+"""Origins of a trained token."""
 
 M = TypeVar("M", Counter, Gauge, "Histogram")
 

@@ -13,7 +13,7 @@ from time import monotonic
 
 import pytest
 
-from grafana.names import TOOLS_ONLY, VLLM_ONLY
+from grafana.dashboard_lint import TOOLS_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 from grafana.prove import EVERY_DASHBOARD, FOLDER, load, prove, prove_within
 from grafana.targets import targets_of_run

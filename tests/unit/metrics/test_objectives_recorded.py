@@ -1,4 +1,4 @@
-"""What an update did beside the policy loss reaches the metrics and the line of ``metrics.jsonl``."""
+"""KL, critic, demonstrations and skipped steps reach the metrics and the line of ``metrics.jsonl``."""
 
 from dataclasses import replace
 
