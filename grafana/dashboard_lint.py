@@ -1,4 +1,4 @@
-"""Checks of a dashboard's JSON that need no Prometheus, and the series that our processes do not export themselves."""
+"""Checks of a dashboard's JSON that need no Prometheus, and the names of series that others export."""
 
 from __future__ import annotations
 

@@ -267,8 +267,8 @@ def step_line(update: Update) -> dict[str, Any]:
 
 
 def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Trained:
-    """Facts of the update for the message CONSUMED. Entropies of trajectories of which only one turn was trained are left out: they
-    are not means over the trajectory."""
+    """Facts of the update for the message CONSUMED. Entropies of trajectories of which only one turn was trained are
+    left out: they are not means over the trajectory."""
     s = report.statistics
     partial = {row.trajectory_index for row in batch.rows if not row.whole}
     groups, sequence = {}, 0
