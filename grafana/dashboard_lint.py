@@ -18,8 +18,8 @@ _SUFFIXES = ("_bucket", "_sum", "_count")
 VLLM_UPDATE = "vllm:rl_weight_update_operation_duration_seconds"
 
 TRANSFER_ONLY = frozenset({f"{VLLM_UPDATE}_sum", f"{VLLM_UPDATE}_count"})
-"""Series that vLLM exports only once weights travel through its own transfer engines (``engine.weight_transfer`` nccl or
-ipc)."""
+"""Series that vLLM exports only once weights travel through its own transfer engines (``engine.weight_transfer`` nccl
+or ipc)."""
 
 VLLM_ONLY = TRANSFER_ONLY | {"vllm:num_preemptions_total"}
 """Series that vLLM exports and the embedded engine does not."""
