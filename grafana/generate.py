@@ -1,23 +1,41 @@
-"""Write every generated file: ``python -m grafana.generate`` (``--check`` only compares, exit 1 on a difference)."""
+"""Write every generated file: ``python -m grafana.generate`` (``--check`` only compares, exit 1 on a difference).
+
+From the declarations (``grafana/boards/*.yaml``) to Grafana's dashboards and Prometheus' rule file. Ids of panels are
+ours and stable: row ``r`` (1, 2, …) has id ``100·r`` and its panels ``100·r + 1`` …, so links to panels survive
+additions to other rows.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
-from grafana.alerts import alerts_yaml
-from grafana.boards import BOARDS
-from grafana.panels import DATASOURCE, build_panel, build_row
-from grafana.promql import metric
-from grafana.sdk import Builder, JSONEncoder, builders, models
-from grafana.specs import BoardSpec
+import yaml
+
+from grafana.declarations import ALERTS, BOARDS, Band, Board, Limit, Panel, scoped
+
+with warnings.catch_warnings():  # the SDK warns about its own import
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, timeseries
+    from grafana_foundation_sdk.builders import dashboard as builders
+    from grafana_foundation_sdk.cog.builder import Builder
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models import common as common_models
+    from grafana_foundation_sdk.models import dashboard as models
+    from grafana_foundation_sdk.models import heatmap as heatmap_models
+    from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 HERE = Path(__file__).parent
 TAG = "afterplay"
+RUNBOOK = "docs/RUNBOOK.md"
+DATASOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+GREEN, ORANGE, RED, BLUE = "green", "orange", "red", "blue"
+AnyPanel = stat.Panel | timeseries.Panel | heatmap.Panel
 
 
-def dashboard_json(spec: BoardSpec) -> str:
+def dashboard_json(spec: Board) -> str:
     """One dashboard as Grafana's JSON, keys sorted, newline at the end."""
     board = (
         builders.Dashboard(spec.title)
@@ -33,7 +51,7 @@ def dashboard_json(spec: BoardSpec) -> str:
         .links([_link()])
     )
     for number, row in enumerate(spec.rows, 1):
-        board.with_row(build_row(row, 100 * number))
+        board.with_row(builders.Row(row.title).id(100 * number))
         for index, panel in enumerate(row.panels, 1):
             board.with_panel(build_panel(panel, 100 * number + index))
     return JSONEncoder(sort_keys=True, indent=2).encode(board.build()) + "\n"
@@ -68,8 +86,8 @@ def _query_variable(name: str, label: str, query: str) -> builders.QueryVariable
 
 
 def _annotations() -> list[Builder[models.AnnotationQuery]]:
-    published = f"changes({metric('learner_policy_version')}[$__rate_interval]) > 0"
-    restarted = f"changes({metric('process_start_time_seconds')}[$__rate_interval]) > 0"
+    published = scoped("changes(afterplay_learner_policy_version[$__rate_interval]) > 0")
+    restarted = scoped("changes(process_start_time_seconds[$__rate_interval]) > 0")
     return [
         _annotation("Weights published", published, "blue", "weights published", "{{instance}}"),
         _annotation("Restarts", restarted, "orange", "restart", "{{job}} {{instance}}"),
@@ -85,6 +103,127 @@ def _annotation(name: str, expr: str, color: str, title: str, text: str) -> buil
 def _link() -> builders.DashboardLink:
     link = builders.DashboardLink("Afterplay dashboards").type(models.DashboardLinkType.DASHBOARDS).tags([TAG])
     return link.as_dropdown(True).keep_time(True).include_vars(True)
+
+
+def build_panel(spec: Panel, panel_id: int) -> AnyPanel:
+    panel: AnyPanel
+    if spec.kind == "stat":
+        panel = _stat(spec)
+    elif spec.kind == "heatmap":
+        panel = _heatmap(spec)
+    else:
+        panel = _timeseries(spec)
+    panel.id(panel_id).title(spec.title).description(spec.description).unit(spec.unit)
+    panel.datasource(DATASOURCE).span(spec.width).height(spec.height)
+    if spec.decimals is not None:
+        panel.decimals(spec.decimals)
+    for index, (legend, query) in enumerate(spec.queries.items()):
+        panel.with_target(_target(query, legend, chr(ord("A") + index), heat=spec.kind == "heatmap"))
+    return panel
+
+
+def _target(query: str, legend: str, ref_id: str, heat: bool) -> prometheus.Dataquery:
+    target = prometheus.Dataquery().ref_id(ref_id).expr(query).datasource(DATASOURCE).range()
+    target.editor_mode(prometheus_models.QueryEditorMode.CODE)
+    if heat:
+        return target.format(prometheus_models.PromQueryFormat.HEATMAP).legend_format("{{le}}")
+    return target.legend_format(legend or "__auto")
+
+
+def _stat(spec: Panel) -> stat.Panel:
+    return (
+        stat.Panel()
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .color_mode(common_models.BigValueColorMode.BACKGROUND)
+        .graph_mode(common_models.BigValueGraphMode.AREA)
+        .thresholds(thresholds(spec.limit))
+    )
+
+
+def _timeseries(spec: Panel) -> timeseries.Panel:
+    panel = (
+        timeseries.Panel()
+        .line_width(1)
+        .fill_opacity(30 if spec.stacked else 8)
+        .show_points(common_models.VisibilityMode.AUTO)
+        .span_nulls(True)
+        .legend(
+            common.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(common_models.LegendDisplayMode.LIST)
+            .placement(common_models.LegendPlacement.BOTTOM)
+        )
+        .tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
+    )
+    if spec.stacked:
+        panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+    if spec.log_scale:
+        scale = common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(2)
+        panel.scale_distribution(scale)
+    if spec.limit is not None:
+        panel.thresholds(thresholds(spec.limit))
+        panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED))
+    return panel
+
+
+def _heatmap(spec: Panel) -> heatmap.Panel:
+    color = (
+        heatmap.HeatmapColorOptions()
+        .mode(heatmap_models.HeatmapColorMode.SCHEME)
+        .scheme("Oranges")
+        .scale(heatmap_models.HeatmapColorScale.EXPONENTIAL)
+        .exponent(0.5)
+        .steps(64)
+        .fill("dark-orange")
+    )
+    axis = heatmap.YAxisConfig().unit(spec.unit)
+    return heatmap.Panel().calculate(False).color(color).cell_gap(1).y_axis(axis).show_legend()
+
+
+def thresholds(limit: Limit | Band | None) -> builders.ThresholdsConfig:
+    """Colours of a panel from the constant that its alert uses."""
+    return builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(threshold_steps(limit))
+
+
+def threshold_steps(limit: Limit | Band | None) -> list[models.Threshold]:
+    """Grafana's steps: each colour holds from its value upwards; the first has no value."""
+    if limit is None:
+        return [_step(None, BLUE)]
+    if isinstance(limit, Band):
+        low, high = limit.center - limit.tolerance, limit.center + limit.tolerance
+        return [_step(None, ORANGE), _step(low, GREEN), _step(high, ORANGE)]
+    if limit.bad == "above":
+        steps = [_step(None, GREEN)]
+        if limit.warning is not None:
+            steps.append(_step(limit.warning, ORANGE))
+        if limit.critical is not None:
+            # An alert fires above its limit and Grafana colours from it on; 0 must stay green for counts of failures.
+            steps.append(_step(limit.critical if limit.critical else 1, RED))
+        return steps
+    if limit.critical is not None and limit.warning is not None:
+        return [_step(None, RED), _step(limit.critical, ORANGE), _step(limit.warning, GREEN)]
+    return [_step(None, ORANGE if limit.critical is None else RED), _step(limit.warning or limit.critical, GREEN)]
+
+
+def _step(value: float | None, color: str) -> models.Threshold:
+    return models.Threshold(value=value, color=color)
+
+
+def alerts_yaml() -> str:
+    """The rule file."""
+    rules = [
+        {
+            "alert": alert.name,
+            "expr": alert.expr,
+            "for": alert.for_,
+            "labels": {"severity": alert.severity},
+            "annotations": {"summary": alert.summary, "runbook": f"{RUNBOOK}#{alert.name.lower()}"},
+        }
+        for alert in ALERTS
+    ]
+    head = "# Generated by `python -m grafana.generate` from grafana/boards/signals.yaml.\n"
+    document = {"groups": [{"name": "afterplay", "interval": "15s", "rules": rules}]}
+    return head + yaml.safe_dump(document, sort_keys=False, width=140, allow_unicode=True)
 
 
 def outputs() -> dict[Path, str]:

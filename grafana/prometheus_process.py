@@ -24,7 +24,7 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What Prometheus scrapes: ``job`` label and ``host:port``."""
+    """Process that Prometheus scrapes: ``job`` label and ``host:port``."""
 
     job: str
     address: str

@@ -19,8 +19,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grafana.dashboard_lint import metric_names, queries, substitute, variable_queries
-from grafana.names import TOOLS_ONLY, TRANSFER_ONLY, VLLM_ONLY
+from grafana.dashboard_lint import (
+    TOOLS_ONLY,
+    TRANSFER_ONLY,
+    VLLM_ONLY,
+    metric_names,
+    queries,
+    substitute,
+    variable_queries,
+)
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 
 FOLDER = Path(__file__).parent / "dashboards"

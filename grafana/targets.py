@@ -1,4 +1,4 @@
-"""Which addresses of a run Prometheus should scrape: ``python -m grafana.targets RUN_DIRECTORY [-o targets.json]``.
+"""Addresses of a run that Prometheus should scrape: ``python -m grafana.targets RUN_DIRECTORY [-o targets.json]``.
 
 The output is Prometheus' ``file_sd`` format, read by ``grafana/prometheus/local.yml``. Write it again after a restart
 when ``metrics.port`` is 0 (free ports).

@@ -37,7 +37,7 @@ from learner.device_turn import DeviceTurn
 from learner.observability.report import StepReport
 from learner.observability.timing import LoopClock
 from learner.prefetch import PrefetchedBatch, Prefetcher, make_batch
-from learner.recorder import MetricsLog, record_step, step_line, trained_facts
+from learner.recorder import MetricsLog, Update, record_step, step_line, trained_facts
 from learner.session import LearnerSession
 from learner.traces import Tracer
 from learner.training.trainer import Trainer
@@ -133,10 +133,10 @@ class LearnerLoop:
         with self._clock.stage("publish"):
             await self._start_publication(tasks, await self._snapshot())
         times = self._clock.lap()
-        record_step(self._metrics, batch, report, times, choice)
         left_out = self._config.groups.groups_per_step - len(batch.groups)
-        line = step_line(batch, report, times, self._last_publication, choice)
-        self._lines.write({**line, "saved": self._writer.saved, "groups_left_out": left_out})
+        done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
+        record_step(self._metrics, done)
+        self._lines.write(step_line(done))
         self._log_step(batch, report)
         updates = self._trainer.updates
         if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):

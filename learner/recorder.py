@@ -1,4 +1,4 @@
-"""From a step report to metrics, to the line in ``metrics.jsonl`` and to the log.
+"""The numbers of an update: one table that gives Prometheus metrics and the line in ``metrics.jsonl``.
 
 ``metrics.jsonl``: one JSON object a line for each update, in order, also after a resume.
 """
@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,204 +21,254 @@ from learner.data.rows import Batch
 from learner.data.trained import Trained, TrainedGroup
 from learner.losses.corrections import REASONS
 from learner.observability.report import CriticReport, StepReport
-from learner.observability.statistics import SourceStatistics, Weights
+from learner.observability.statistics import BatchStatistics, SourceStatistics, Weights
 from learner.observability.timing import StepTimes
+from pipeline.metrics.base import Declaration
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.rundir import write_bytes_atomically
 from pipeline.schema import Trajectory
 
-
-def record_step(
-    metrics: LearnerMetrics, batch: Batch, report: StepReport, times: StepTimes, choice: ReplayChoice | None = None
-) -> None:
-    """Fill every metric that a step changes."""
-    s = report.statistics
-    metrics.updates_total.inc()
-    metrics.steps_total.inc(report.optimizer_steps)
-    for kind, count in _tokens(report).items():
-        metrics.tokens_total.labels(kind=kind).inc(count)
-    for stage, seconds in times.by_stage(report.seconds).items():
-        metrics.step_duration_seconds.labels(stage=stage).observe(seconds)
-    metrics.wait_seconds_total.inc(times.wait)
-    for name, source in s.by_source.items():
-        _record_source(metrics, name, source)
-    for level, weights in (("token", s.all.ratio), ("sequence", s.all.sequence_ratio)):
-        _record_weights(metrics, level, weights)
-    metrics.rejected_tokens_total.labels(reason="nonfinite").inc(s.all.rejected)
-    metrics.rejected_tokens_total.labels(reason="second_moment").inc(s.all.masked)
-    for reason, count in masked_by(s.all).items():
-        metrics.rejected_tokens_total.labels(reason=reason).inc(count)
-    metrics.staleness_versions.observe_many(s.staleness)
-    metrics.replay_age_versions.observe_many(s.replay_ages)
-    metrics.replay_token_ratio.set(s.replay_share)
-    metrics.off_policy_token_ratio.set(s.off_share)
-    metrics.policy_loss.labels(policy="on").set(s.on_loss)
-    metrics.policy_loss.labels(policy="off").set(s.off_loss)
-    metrics.guard_learning_rate_ratio.set(report.guard_lr_factor)
-    for name, trajectories in (("fresh", batch.fresh), ("replay", batch.replayed)):
-        metrics.trained_trajectories_total.labels(source=name).inc(len(trajectories))
-    if choice is not None:
-        metrics.scored_candidates_total.inc(choice.scored)
-        metrics.failed_choices_total.inc(len(choice.failed))
-    metrics.logprob_diff_nats.observe_many(s.logprob_differences)
-    metrics.behaviour_kl_nats.labels(estimator="k1").set(_or_zero(s.all.kl_k1.value))
-    metrics.behaviour_kl_nats.labels(estimator="k3").set(_or_zero(s.all.kl_k3.value))
-    metrics.entropy_nats.set(_or_zero(s.all.entropy.value))
-    metrics.loss.labels(term="policy").set(report.policy_loss)
-    metrics.loss.labels(term="entropy").set(report.entropy_loss)
-    metrics.loss.labels(term="kl").set(report.kl_loss)
-    metrics.loss.labels(term="supervised").set(report.supervised_loss)
-    _record_objectives(metrics, report)
-    metrics.grad_norm.set(report.grad_norm)
-    metrics.learning_rate.set(report.learning_rate)
-    for where, count in report.nonfinite.items():
-        metrics.nonfinite_steps_total.labels(where=where).inc(count)
-    for environment, reward in rewards_by_environment(batch.fresh).items():
-        metrics.reward_mean.labels(env=environment).set(reward)
+M = LearnerMetrics
+ABSENT: Final = object()
+"""Read where an update has no such number: its key is left out of the line, its metric stays as it is."""
 
 
-def _record_objectives(metrics: LearnerMetrics, report: StepReport) -> None:
-    metrics.reference_kl_nats.set(_or_zero(report.statistics.all.reference_kl.value))
-    metrics.kl_coefficient.set(report.kl_coefficient)
-    metrics.supervised_tokens_total.inc(report.supervised_tokens)
-    metrics.shared_tokens_total.inc(report.tokens_shared)
-    metrics.overlong_trajectories_total.inc(report.overlong)
-    critic = report.critic
-    if critic is not None:
-        metrics.loss.labels(term="value").set(critic.loss)
-        metrics.value_clip_ratio.set(critic.clip_ratio)
-        metrics.value_grad_norm.set(critic.grad_norm)
-        if critic.explained_variance is not None:
-            metrics.value_explained_variance.set(critic.explained_variance)
+@dataclass(frozen=True)
+class Update:
+    """One finished update: the source of every number."""
+
+    batch: Batch
+    report: StepReport
+    times: StepTimes
+    published: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the last finished publication."""
+    choice: ReplayChoice | None = None
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the last finished checkpoint."""
+    groups_left_out: int = 0
+
+    @property
+    def s(self) -> BatchStatistics:
+        return self.report.statistics
+
+    @property
+    def all(self) -> SourceStatistics:
+        return self.report.statistics.all
+
+    @property
+    def replay(self) -> SourceStatistics:
+        return self.report.statistics.by_source["replay"]
+
+    @cached_property
+    def fresh(self) -> list[Trajectory]:
+        return self.batch.fresh
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage."""
+        return self.times.by_stage(self.report.seconds)
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Tokens left out of the loss, by reason."""
+        masks = {reason: self.all.reasons[code] for code, reason in enumerate(REASONS) if code}
+        return {"nonfinite": self.all.rejected, "second_moment": self.all.masked, **masks}
 
 
-def _record_source(metrics: LearnerMetrics, name: str, source: SourceStatistics) -> None:
-    for level, values, weights in (
-        ("token", source.ratios_S, source.ratio),
-        ("sequence", source.sequence_ratios, source.sequence_ratio),
-    ):
-        metrics.importance_ratio.labels(level=level, source=name).observe_many(values)
-        metrics.importance_ratio_squared_total.labels(level=level, source=name).inc(weights.total_squared)
-    metrics.source_loss.labels(source=name).set(source.loss)
-    for stat, value in (("mean", source.ratio.mean), ("min", source.ratio.smallest), ("max", source.ratio.largest)):
-        metrics.source_importance_ratio.labels(source=name, stat=stat).set(
-            _or_zero(value) if source.ratio.count else 0.0
-        )
-    metrics.source_ess_ratio.labels(source=name).set(_or_zero(source.ratio.ess_ratio))
-    for estimator, mean in (("k1", source.kl_k1), ("k3", source.kl_k3)):
-        metrics.source_kl_nats.labels(source=name, estimator=estimator).set(_or_zero(mean.value))
-    low, high = source.clipped_low, source.clipped_high
-    metrics.clipped_tokens_total.labels(side="low").inc(low.total)
-    metrics.clipped_tokens_total.labels(side="high").inc(high.total)
-    metrics.clip_ratio.labels(source=name).set(_or_zero(low.value) + _or_zero(high.value))
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number of an update: its key in ``metrics.jsonl``, its metric, or both."""
+
+    key: str
+    """Empty: it is not in the line."""
+    read: Callable[[Update], Any]
+    """A mapping, for a metric, is from label values to numbers."""
+    metric: Declaration[Any] | None = None
+    labels: tuple[str, ...] = ()
+    """Values of the metric's labels."""
+    doc: str = ""
+    """Meaning; the metric's help where it is empty."""
+    keep: bool = False
+    """None leaves the gauge as it is; otherwise it becomes 0."""
 
 
-def _record_weights(metrics: LearnerMetrics, level: str, weights: Weights) -> None:
-    if weights.count:
-        for stat, value in (("mean", weights.mean), ("min", weights.smallest), ("max", weights.largest)):
-            metrics.batch_importance_ratio.labels(level=level, stat=stat).set(_or_zero(value))
-        metrics.batch_ess_ratio.labels(level=level).set(_or_zero(weights.ess_ratio))
+def _critic(read: Callable[[CriticReport], float | None]) -> Callable[[Update], Any]:
+    return lambda u: ABSENT if u.report.critic is None else read(u.report.critic)
 
 
-def step_line(
-    batch: Batch, report: StepReport, times: StepTimes, published: dict[str, Any], choice: ReplayChoice | None = None
-) -> dict[str, Any]:
-    """The JSON object of one update. ``step`` counts finished updates (the first line is step 1); times are Unix
-    seconds; ``published`` tells of the last finished publication. ``seconds``: the stages add up to ``step``, the time
-    since the line before. Rewards, signals, turns and times are of fresh trajectories: they tell how good the policy
-    is."""
-    s, trajectories = report.statistics, batch.fresh
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    replayed = [t.reward for t in batch.replayed if t.reward is not None]
-    timings = [t.timings for t in trajectories]
-    sources = s.by_source
-    tokens = _tokens(report)
-    return {
-        "step": report.update + 1,
-        "update": report.update,
-        "time": report.finished_at,
-        "started": report.started_at,
-        "finished": report.finished_at,
-        "policy_version": report.policy_version,
-        "reward_mean": _mean(rewards),
-        "reward_std": float(np.std(rewards)) if rewards else None,
-        "reward_mean_replayed": _mean(replayed),
-        "rewards": rewards_by_environment(trajectories),
-        "signals": first_signals(trajectories),
-        "ratio_mean": s.all.ratio.mean,
-        "ratio_min": s.all.ratio.smallest if s.all.ratio.count else None,
-        "ratio_max": s.all.ratio.largest if s.all.ratio.count else None,
-        "ess_ratio": s.all.ratio.ess_ratio,
-        "ess_fresh": sources["fresh"].ratio.ess_ratio,
-        "ess_replay": sources["replay"].ratio.ess_ratio,
-        "ess_carried": sources["replay"].ratio.carried_ratio,
-        "ratio_mean_replay": sources["replay"].ratio.mean,
-        "ratio_max_replay": sources["replay"].ratio.largest if sources["replay"].ratio.count else None,
-        "kl_k3_replay": sources["replay"].kl_k3.value,
-        "sequence_ess_ratio": s.all.sequence_ratio.ess_ratio,
-        "kl_k1": s.all.kl_k1.value,
-        "kl_k3": s.all.kl_k3.value,
-        "entropy": s.all.entropy.value,
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        **_critic(report.critic),
-        "clip_fraction": _or_zero(s.all.clipped_low.value) + _or_zero(s.all.clipped_high.value),
-        **{
-            f"clip_fraction_{name}": _or_zero(source.clipped_low.value) + _or_zero(source.clipped_high.value)
-            for name, source in sources.items()
-        },
-        "loss_on": s.on_loss,
-        "loss_off": s.off_loss,
-        "guard_lr_factor": report.guard_lr_factor,
-        "clip_fraction_low": s.all.clipped_low.value,
-        "clip_fraction_high": s.all.clipped_high.value,
-        "staleness_mean": float(s.staleness.mean()) if len(s.staleness) else None,
-        "staleness_max": int(s.staleness.max()) if len(s.staleness) else None,
-        "logprob_diff_mean": float(s.logprob_differences.mean()) if len(s.logprob_differences) else None,
-        "replay_age_mean": _mean(s.replay_ages),
-        "replay_age_max": int(s.replay_ages.max()) if len(s.replay_ages) else None,
-        "replay_share": s.replay_share,
-        "off_share": s.off_share,
-        "n_replayed": len(batch.replayed),
-        "overlong": report.overlong,
-        "hinted": sum(bool(t.hinted_contexts) for t in batch.trajectories),
-        "baseline_mean": _mean([g.plan.baseline for g in batch.groups if g.plan.baseline is not None]),
-        "choice_failed": len(choice.failed) if choice is not None else 0,
-        "sampled_tokens_fresh": sum(t.n_sampled for t in trajectories),
-        "rejected": {"nonfinite": s.all.rejected, "second_moment": s.all.masked, **masked_by(s.all)},
-        "masked_fraction": {
-            reason: count / max(1, s.all.seen)
-            for reason, count in (("second_moment", s.all.masked), *masked_by(s.all).items())
-        },
-        "truncated_fraction": s.all.truncated.value,
-        "kl_reference": s.all.reference_kl.value,
-        "kl_coefficient": report.kl_coefficient,
-        "kl_loss": report.kl_loss,
-        "supervised_loss": report.supervised_loss,
-        "supervised_tokens": report.supervised_tokens,
-        "learning_rate": report.learning_rate,
-        "optimizer_steps": report.optimizer_steps,
-        "nonfinite": dict(report.nonfinite),
-        "tokens_trained": report.tokens_trained,
-        "tokens_masked": tokens["masked"],
-        "tokens_padding": tokens["padding"],
-        "tokens_shared": report.tokens_shared,
-        "tokens_without_signal": report.tokens_without_signal,
-        "tokens_per_second": report.tokens_per_second,
-        "seconds": {**times.by_stage(report.seconds), "step": times.total},
-        "published": published,
-        "n_groups": len(batch.groups),
-        "n_trajectories": len(batch.trajectories),
-        "turns_mean": _mean([len(t.turns) for t in trajectories]),
-        "sampled_tokens_mean": _mean([t.n_sampled for t in trajectories]),
-        "generation_started": min((t.started_at for t in timings), default=None),
-        "generation_finished": max((t.finished_at for t in timings), default=None),
-    }
+def _of_source(source: str, **keys: str) -> tuple[Number, ...]:
+    """Numbers of one source of tokens. ``keys``: those in the line."""
+
+    def of(read: Callable[[SourceStatistics], Any]) -> Callable[[Update], Any]:
+        return lambda u: read(u.s.by_source[source])
+
+    def key(name: str) -> str:
+        return keys.get(name, "")
+
+    return (
+        Number(key("ess"), of(lambda s: s.ratio.ess_ratio), M.source_ess_ratio, (source,)),
+        Number(key("ratio_mean"), of(lambda s: s.ratio.mean), M.source_importance_ratio, (source, "mean")),
+        Number("", of(lambda s: _smallest(s.ratio)), M.source_importance_ratio, (source, "min")),
+        Number(key("ratio_max"), of(lambda s: _largest(s.ratio)), M.source_importance_ratio, (source, "max")),
+        Number("", of(lambda s: s.kl_k1.value), M.source_kl_nats, (source, "k1")),
+        Number(key("kl_k3"), of(lambda s: s.kl_k3.value), M.source_kl_nats, (source, "k3")),
+        Number(f"clip_fraction_{source}", of(lambda s: _clipped(s)), M.clip_ratio, (source,)),
+        Number("", of(lambda s: s.loss), M.source_loss, (source,)),
+        Number("", of(lambda s: s.ratios_S), M.importance_ratio, ("token", source)),
+        Number("", of(lambda s: s.sequence_ratios), M.importance_ratio, ("sequence", source)),
+        Number("", of(lambda s: s.ratio.total_squared), M.importance_ratio_squared_total, ("token", source)),
+        Number(
+            "", of(lambda s: s.sequence_ratio.total_squared), M.importance_ratio_squared_total, ("sequence", source)
+        ),
+    )
+
+
+NUMBERS: Final = (
+    Number("step", lambda u: u.report.update + 1, doc="Finished updates: the first line is step 1."),
+    Number("update", lambda u: u.report.update, doc="Number of the update, from 0."),
+    Number("time", lambda u: u.report.finished_at, doc="Unix time when the update was finished."),
+    Number("started", lambda u: u.report.started_at, doc="Unix time when the update began."),
+    Number("finished", lambda u: u.report.finished_at, doc="As time."),
+    Number("policy_version", lambda u: u.report.policy_version, doc="The learner's version before the update."),
+    Number("", lambda u: 1, M.updates_total),
+    Number("optimizer_steps", lambda u: u.report.optimizer_steps, M.steps_total),
+    Number("reward_mean", lambda u: _mean(_rewards(u.fresh)), doc="Mean reward of the fresh trajectories."),
+    Number("reward_std", lambda u: _std(_rewards(u.fresh)), doc="Its standard deviation."),
+    Number("reward_mean_replayed", lambda u: _mean(_rewards(u.batch.replayed)), doc="Of the replayed trajectories."),
+    Number("rewards", lambda u: rewards_by_environment(u.fresh), M.reward_mean),
+    Number("signals", lambda u: first_signals(u.fresh), doc="Mean of each signal of the environments, fresh only."),
+    Number("ratio_mean", lambda u: u.all.ratio.mean, M.batch_importance_ratio, ("token", "mean"), keep=True),
+    Number("ratio_min", lambda u: _smallest(u.all.ratio), M.batch_importance_ratio, ("token", "min"), keep=True),
+    Number("ratio_max", lambda u: _largest(u.all.ratio), M.batch_importance_ratio, ("token", "max"), keep=True),
+    Number("", lambda u: u.all.sequence_ratio.mean, M.batch_importance_ratio, ("sequence", "mean"), keep=True),
+    Number("", lambda u: _smallest(u.all.sequence_ratio), M.batch_importance_ratio, ("sequence", "min"), keep=True),
+    Number("", lambda u: _largest(u.all.sequence_ratio), M.batch_importance_ratio, ("sequence", "max"), keep=True),
+    Number("ess_ratio", lambda u: u.all.ratio.ess_ratio, M.batch_ess_ratio, ("token",), keep=True),
+    Number("sequence_ess_ratio", lambda u: u.all.sequence_ratio.ess_ratio, M.batch_ess_ratio, ("sequence",), keep=True),
+    *_of_source("fresh", ess="ess_fresh"),
+    *_of_source(
+        "replay", ess="ess_replay", ratio_mean="ratio_mean_replay", ratio_max="ratio_max_replay", kl_k3="kl_k3_replay"
+    ),
+    Number("ess_carried", lambda u: u.replay.ratio.carried_ratio, doc="ess_replay times min(1, ratio_mean_replay)."),
+    Number("kl_k1", lambda u: u.all.kl_k1.value, M.behaviour_kl_nats, ("k1",)),
+    Number("kl_k3", lambda u: u.all.kl_k3.value, M.behaviour_kl_nats, ("k3",)),
+    Number("entropy", lambda u: u.all.entropy.value, M.entropy_nats),
+    Number("loss", lambda u: u.report.loss, doc="Policy loss and entropy bonus of the last optimizer step."),
+    Number("", lambda u: u.report.policy_loss, M.loss, ("policy",)),
+    Number("", lambda u: u.report.entropy_loss, M.loss, ("entropy",)),
+    Number("kl_loss", lambda u: u.report.kl_loss, M.loss, ("kl",)),
+    Number("supervised_loss", lambda u: u.report.supervised_loss, M.loss, ("supervised",)),
+    Number("value_loss", _critic(lambda c: c.loss), M.loss, ("value",)),
+    Number("value_clip_fraction", _critic(lambda c: c.clip_ratio), M.value_clip_ratio),
+    Number("value_grad_norm", _critic(lambda c: c.grad_norm), M.value_grad_norm),
+    Number("value_explained_variance", _critic(lambda c: c.explained_variance), M.value_explained_variance, keep=True),
+    Number("grad_norm", lambda u: u.report.grad_norm, M.grad_norm),
+    Number("learning_rate", lambda u: u.report.learning_rate, M.learning_rate),
+    Number("nonfinite", lambda u: dict(u.report.nonfinite), M.nonfinite_steps_total),
+    Number("clip_fraction", lambda u: _clipped(u.all), doc="Clipped tokens among the trained ones."),
+    Number("clip_fraction_low", lambda u: u.all.clipped_low.value, doc="Those clipped at the lower bound."),
+    Number("clip_fraction_high", lambda u: u.all.clipped_high.value, doc="Those clipped at the upper bound."),
+    Number("", lambda u: u.all.clipped_low.total, M.clipped_tokens_total, ("low",)),
+    Number("", lambda u: u.all.clipped_high.total, M.clipped_tokens_total, ("high",)),
+    Number("loss_on", lambda u: u.s.on_loss, M.policy_loss, ("on",)),
+    Number("loss_off", lambda u: u.s.off_loss, M.policy_loss, ("off",)),
+    Number("guard_lr_factor", lambda u: u.report.guard_lr_factor, M.guard_learning_rate_ratio),
+    Number("", lambda u: u.s.staleness, M.staleness_versions),
+    Number("staleness_mean", lambda u: _mean(u.s.staleness), doc="Mean age of the fresh trajectories, versions."),
+    Number("staleness_max", lambda u: _max(u.s.staleness), doc="Largest age of the fresh trajectories, versions."),
+    Number("", lambda u: u.s.logprob_differences, M.logprob_diff_nats),
+    Number("logprob_diff_mean", lambda u: _mean(u.s.logprob_differences), doc="Mean engine mismatch at lag 0, nats."),
+    Number("", lambda u: u.s.replay_ages, M.replay_age_versions),
+    Number("replay_age_mean", lambda u: _mean(u.s.replay_ages), doc="Mean age of the replayed ones, versions."),
+    Number("replay_age_max", lambda u: _max(u.s.replay_ages), doc="Largest age of the replayed ones, versions."),
+    Number("replay_share", lambda u: u.s.replay_share, M.replay_token_ratio),
+    Number("off_share", lambda u: u.s.off_share, M.off_policy_token_ratio),
+    Number("", lambda u: len(u.fresh), M.trained_trajectories_total, ("fresh",)),
+    Number("n_replayed", lambda u: len(u.batch.replayed), M.trained_trajectories_total, ("replay",)),
+    Number("overlong", lambda u: u.report.overlong, M.overlong_trajectories_total),
+    Number(
+        "hinted",
+        lambda u: sum(bool(t.hinted_contexts) for t in u.batch.trajectories),
+        doc="Trajectories with a counterfactual prompt.",
+    ),
+    Number(
+        "baseline_mean",
+        lambda u: _mean([g.plan.baseline for g in u.batch.groups if g.plan.baseline is not None]),
+        doc="Mean planned baseline of the groups that have one.",
+    ),
+    Number("", lambda u: u.choice.scored if u.choice else 0, M.scored_candidates_total),
+    Number("choice_failed", lambda u: len(u.choice.failed) if u.choice else 0, M.failed_choices_total),
+    Number("sampled_tokens_fresh", lambda u: sum(t.n_sampled for t in u.fresh), doc="Sampled tokens, fresh only."),
+    Number("rejected", lambda u: u.rejected, M.rejected_tokens_total),
+    Number(
+        "masked_fraction",
+        lambda u: {why: n / max(1, u.all.seen) for why, n in u.rejected.items() if why != "nonfinite"},
+        doc="Rejected tokens among all sampled tokens, by reason.",
+    ),
+    Number(
+        "truncated_fraction",
+        lambda u: u.all.truncated.value,
+        doc="Trained tokens whose correction weight was cut at its maximum.",
+    ),
+    Number("kl_reference", lambda u: u.all.reference_kl.value, M.reference_kl_nats),
+    Number("kl_coefficient", lambda u: u.report.kl_coefficient, M.kl_coefficient),
+    Number("supervised_tokens", lambda u: u.report.supervised_tokens, M.supervised_tokens_total),
+    Number("tokens_trained", lambda u: u.report.tokens_trained, M.tokens_total, ("trained",)),
+    Number("tokens_masked", lambda u: u.report.tokens_masked, M.tokens_total, ("masked",)),
+    Number("tokens_padding", lambda u: u.report.tokens_padding, M.tokens_total, ("padding",)),
+    Number("tokens_shared", lambda u: u.report.tokens_shared, M.shared_tokens_total),
+    Number(
+        "tokens_without_signal",
+        lambda u: u.report.tokens_without_signal,
+        doc="Sampled tokens with an advantage of exactly 0.",
+    ),
+    Number("tokens_per_second", lambda u: u.report.tokens_per_second, doc="Tokens of the rows over the step's time."),
+    Number("", lambda u: u.stages, M.step_duration_seconds),
+    Number(
+        "seconds",
+        lambda u: {**u.stages, "step": u.times.total},
+        doc="Time by stage; step: their sum, the time since the line before.",
+    ),
+    Number("", lambda u: u.times.wait, M.wait_seconds_total),
+    Number("published", lambda u: u.published, doc="Facts of the last finished publication of weights."),
+    Number("n_groups", lambda u: len(u.batch.groups), doc="Groups of the update."),
+    Number("n_trajectories", lambda u: len(u.batch.trajectories), doc="Trajectories of the update."),
+    Number("turns_mean", lambda u: _mean([len(t.turns) for t in u.fresh]), doc="Mean turns, fresh only."),
+    Number("sampled_tokens_mean", lambda u: _mean([t.n_sampled for t in u.fresh]), doc="Mean tokens, fresh only."),
+    Number(
+        "generation_started",
+        lambda u: min((t.timings.started_at for t in u.fresh), default=None),
+        doc="Unix time when the first fresh trajectory began.",
+    ),
+    Number(
+        "generation_finished",
+        lambda u: max((t.timings.finished_at for t in u.fresh), default=None),
+        doc="Unix time when the last fresh trajectory ended.",
+    ),
+    Number("saved", lambda u: u.saved, doc="Facts of the last finished checkpoint."),
+    Number("groups_left_out", lambda u: u.groups_left_out, doc="Groups not trained as their rewards were equal."),
+)
+
+
+def record_step(metrics: LearnerMetrics, update: Update) -> None:
+    """Fill every metric that an update changes."""
+    for number in NUMBERS:
+        value = number.read(update) if number.metric is not None else ABSENT
+        if number.metric is None or value is ABSENT or (value is None and number.keep):
+            continue
+        for labels, one in value.items() if isinstance(value, Mapping) else [(number.labels, value)]:
+            number.metric.record(metrics, [labels] if isinstance(labels, str) else labels, 0.0 if one is None else one)
+
+
+def step_line(update: Update) -> dict[str, Any]:
+    """The JSON object of one update."""
+    found = {number.key: number.read(update) for number in NUMBERS if number.key}
+    return {key: value for key, value in found.items() if value is not ABSENT}
 
 
 def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Trained:
-    """What CONSUMED says of the update. Entropies of trajectories of which only one turn was trained are left out: they
-    are not means over the trajectory."""
+    """Facts of the update for the message CONSUMED. Entropies of trajectories of which only one turn was trained are
+    left out: they are not means over the trajectory."""
     s = report.statistics
     partial = {row.trajectory_index for row in batch.rows if not row.whole}
     groups, sequence = {}, 0
@@ -232,11 +284,6 @@ def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Tra
     ess = {"all": s.all.ratio.ess_ratio, **{name: part.ratio.ess_ratio for name, part in s.by_source.items()}}
     ess["carried"] = s.by_source["replay"].ratio.carried_ratio
     return Trained(ess, groups, report.policy_version)
-
-
-def masked_by(source: SourceStatistics) -> dict[str, int]:
-    """Tokens that ``importance.masks`` rejected, by reason."""
-    return {reason: source.reasons[code] for code, reason in enumerate(REASONS) if code}
 
 
 def rewards_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -261,20 +308,8 @@ def first_signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
-def _critic(report: CriticReport | None) -> dict[str, float | None]:
-    """Of the last optimizer step of the critic; nothing without one."""
-    if report is None:
-        return {}
-    return {
-        "value_loss": report.loss,
-        "value_clip_fraction": report.clip_ratio,
-        "value_grad_norm": report.grad_norm,
-        "value_explained_variance": report.explained_variance,
-    }
-
-
-def _tokens(report: StepReport) -> dict[str, int]:
-    return {"trained": report.tokens_trained, "masked": report.tokens_masked, "padding": report.tokens_padding}
+def _rewards(trajectories: Sequence[Trajectory]) -> list[float]:
+    return [t.reward for t in trajectories if t.reward is not None]
 
 
 def _mean(values: npt.ArrayLike) -> float | None:
@@ -282,8 +317,24 @@ def _mean(values: npt.ArrayLike) -> float | None:
     return float(array.mean()) if array.size else None
 
 
-def _or_zero(value: float | None) -> float:
-    return 0.0 if value is None else value
+def _std(values: Sequence[float]) -> float | None:
+    return float(np.std(values)) if values else None
+
+
+def _max(values: npt.NDArray[np.int64]) -> int | None:
+    return int(values.max()) if len(values) else None
+
+
+def _smallest(weights: Weights) -> float | None:
+    return weights.smallest if weights.count else None
+
+
+def _largest(weights: Weights) -> float | None:
+    return weights.largest if weights.count else None
+
+
+def _clipped(source: SourceStatistics) -> float:
+    return (source.clipped_low.value or 0.0) + (source.clipped_high.value or 0.0)
 
 
 class MetricsLog:

@@ -1,4 +1,4 @@
-"""What one update did: the numbers that go to metrics, to ``metrics.jsonl`` and to the log."""
+"""Report of one update, the stopwatch of its stages, and the steps that it skipped."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SkippedStep:
     """An optimizer step that was not taken."""
 
     where: NonFinite
-    """What was not finite; ``value``: the critic's step, loss or gradient."""
+    """The value that was not finite; ``value``: the critic's step, loss or gradient."""
     rows: tuple[int, ...]
     """Their numbers in the update."""
 
@@ -133,7 +133,7 @@ class StepReport:
     kl_coefficient: float = 0.0
     """That the update was made with; an adaptive controller may have changed it since."""
     guard_lr_factor: float = 1.0
-    """What the ESS guard multiplied the learning rate with: mean over optimizer steps; 1 where it is off."""
+    """Factor of the ESS guard on the learning rate: mean over optimizer steps; 1 where it is off."""
     critic: CriticReport | None = None
     """None: there is none."""
     skipped: SkippedBatch | None = None

@@ -87,7 +87,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """What a training pass saw at each sampled token, arrays ``[S]`` in one order."""
+    """Values of a training pass at each sampled token, arrays ``[S]`` in one order."""
 
     logprobs: FloatArray
     """log π before the optimizer step."""

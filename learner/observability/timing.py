@@ -1,4 +1,4 @@
-"""Where the learner's time goes between two updates, and what went on beside it.
+"""Clock of the learner's loop: the time between two updates, by stage.
 
 Each second between the lines of two updates belongs to exactly one stage. Those of the trainer
 (:class:`learner.observability.report.Stopwatch`) run in one thread, one after another; those of the loop lie around
@@ -26,7 +26,7 @@ class StepTimes:
     """Blocked by publication: copying the weights and waiting for the version before; with ``engine.colocate: sleep``
     also for the engines to give the device."""
     total: float
-    """From the line of the update before (of the first one: from the begin of the loop)."""
+    """Since the line of the update before (of the first one: from the begin of the loop)."""
     save: float = 0.0
     """Blocked by the checkpoint after the update before: copying it and waiting for the one before."""
 

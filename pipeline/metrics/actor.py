@@ -1,10 +1,10 @@
-"""Metrics of an actor. Attribute names are the metric names without ``afterplay_actor_``."""
+"""Metrics of an actor, set where its episodes, engines, tools and sends are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.metrics.base import LAG, LAT, LONG, REW, TOK, CollectorRegistry, counter, gauge, histogram
+from pipeline.metrics.base import LAG, LAT, LONG, REW, TOK, CollectorRegistry, MetricSet, counter, gauge, histogram
 
 OUTCOMES = ("complete", "truncated", "aborted", "error")
 TOKEN_KINDS = ("prompt", "generated", "discarded")
@@ -29,140 +29,86 @@ TOOL_OUTCOMES = (
     "wrong_value",
     "release_failed",
 )
-_P = "afterplay_actor_"
 
 
-class ActorMetrics:
-    """``environments`` and ``backends`` are the label values to initialise."""
+class ActorMetrics(MetricSet):
+    """Episodes, sending, routing, lessons and tools of an actor."""
 
-    def __init__(
-        self, registry: CollectorRegistry, environments: Sequence[str] = (), backends: Sequence[str] = BACKENDS
-    ) -> None:
-        env = {"env": tuple(environments)}
-        r = registry
-        self.policy_version = gauge(r, _P + "policy_version", "Policy version of the weights now generating.")
-        self.trajectories_total = counter(
-            r,
-            _P + "trajectories_total",
-            "Finished trajectories; outcome = complete, truncated, aborted or error.",
-            {**env, "outcome": OUTCOMES},
-        )
-        self.tokens_total = counter(
-            r, _P + "tokens_total", "Tokens; kind = prompt, generated or discarded.", {"kind": TOKEN_KINDS}
-        )
-        self.episode_duration_seconds = histogram(
-            r, _P + "episode_duration_seconds", "Wall time of one episode.", LONG, env
-        )
-        self.episode_tokens = histogram(r, _P + "episode_tokens", "Generated tokens per episode.", TOK, env)
-        self.episode_reward = histogram(r, _P + "episode_reward", "Undiscounted episode reward.", REW, env)
-        self.trajectory_span_versions = histogram(
-            r,
-            _P + "trajectory_span_versions",
-            "Newest minus oldest policy version inside one trajectory (in-flight weight updates).",
-            LAG,
-        )
-        self.generate_duration_seconds = histogram(
-            r, _P + "generate_duration_seconds", "Latency of one generation request.", LAT, {"backend": tuple(backends)}
-        )
-        self.env_step_duration_seconds = histogram(
-            r, _P + "env_step_duration_seconds", "Latency of one environment or reward step.", LAT, env
-        )
-        self.inflight_requests = gauge(r, _P + "inflight_requests", "Generation requests in flight.")
-        self.inflight_episodes = gauge(r, _P + "inflight_episodes", "Episodes being played.")
-        self.engine_errors_total = counter(
-            r,
-            _P + "engine_errors_total",
-            "Generation requests that failed; kind = unavailable, refused or protocol.",
-            {"kind": ENGINE_ERRORS},
-        )
-        self._build_sending(r)
-        self._build_routing(r)
-        self._build_lessons(r)
-        self._build_tools(r)
-        self.door_calls_total = counter(
-            r,
-            _P + "door_calls_total",
-            "Calls of agent programs; route = chat, generate, models, lease (a program asks for a task) or finish; "
-            "outcome = ok, limit (of the episode), refused (the call is wrong), too_many, engine (it did not answer) "
-            "or hung_up (the program did not wait for the answer).",
-            {"env": tuple(environments), "route": DOOR_ROUTES, "outcome": DOOR_OUTCOMES},
-        )
-        self.leaked_tasks_total = counter(
-            r, _P + "leaked_tasks_total", "asyncio tasks that an episode's steps left running; they are cancelled.", env
-        )
+    prefix = "afterplay_actor_"
 
-    def _build_sending(self, r: CollectorRegistry) -> None:
-        self.send_queue_trajectories = gauge(
-            r, _P + "send_queue_trajectories", "Trajectories waiting to be sent to replay."
-        )
-        self.send_blocked_seconds_total = counter(
-            r, _P + "send_blocked_seconds_total", "Time blocked on replay back-pressure."
-        )
-        self.send_failures_total = counter(
-            r,
-            _P + "send_failures_total",
-            "Trajectory sends that failed; reason = timeout, rejected or disconnected.",
-            {"reason": SEND_FAILURES},
-        )
+    def __init__(self, registry: CollectorRegistry, environments: Sequence[str] = ()) -> None:
+        super().__init__(registry, environments=environments)
 
-    def _build_routing(self, r: CollectorRegistry) -> None:
-        self.sticky_placements_total = counter(
-            r,
-            _P + "sticky_placements_total",
-            "Requests by how their engine was found; kind = first (new session), sticky (same engine) or moved.",
-            {"kind": PLACEMENTS},
-        )
-        self.sticky_moves_total = counter(
-            r,
-            _P + "sticky_moves_total",
-            "Sessions that lost their engine; reason = died, lagging (old weights) or evicted (session table full).",
-            {"reason": MOVES},
-        )
-        self.sticky_sessions = gauge(r, _P + "sticky_sessions", "Sessions with a placement.")
-        self.engines = gauge(r, _P + "engines", "Engines; state = fit or unfit.", {"state": ("fit", "unfit")})
-        self.prefix_cache_hit_ratio = gauge(
-            r, _P + "prefix_cache_hit_ratio", "Prompt tokens found in prefix caches, as the replies told; 0 to 1."
-        )
-        self.prefix_tokens_total = counter(
-            r,
-            _P + "prefix_tokens_total",
-            "Prompt tokens by what the prefix cache did; result = hit or miss.",
-            {"result": ("hit", "miss")},
-        )
+    policy_version = gauge("Policy version of the weights now generating.")
+    trajectories_total = counter(
+        "Finished trajectories; outcome = complete, truncated, aborted or error.", env="environments", outcome=OUTCOMES
+    )
+    tokens_total = counter("Tokens; kind = prompt, generated or discarded.", kind=TOKEN_KINDS)
+    episode_duration_seconds = histogram("Wall time of one episode.", LONG, env="environments")
+    episode_tokens = histogram("Generated tokens per episode.", TOK, env="environments")
+    episode_reward = histogram("Undiscounted episode reward.", REW, env="environments")
+    trajectory_span_versions = histogram(
+        "Newest minus oldest policy version inside one trajectory (in-flight weight updates).",
+        LAG,
+    )
+    generate_duration_seconds = histogram("Latency of one generation request.", LAT, backend=BACKENDS)
+    env_step_duration_seconds = histogram("Latency of one environment or reward step.", LAT, env="environments")
+    inflight_requests = gauge("Generation requests in flight.")
+    inflight_episodes = gauge("Episodes being played.")
+    engine_errors_total = counter(
+        "Generation requests that failed; kind = unavailable, refused or protocol.", kind=ENGINE_ERRORS
+    )
 
-    def _build_lessons(self, r: CollectorRegistry) -> None:
-        self.lesson_searches_total = counter(
-            r,
-            _P + "lesson_searches_total",
-            "Searches for lessons; outcome = found, none, timeout, error or no_room (found, too long for the context).",
-            {"outcome": LESSON_SEARCHES},
-        )
-        self.lesson_search_duration_seconds = histogram(
-            r, _P + "lesson_search_duration_seconds", "Time an episode waited for lessons.", LAT
-        )
-        self.guided_episodes_total = counter(
-            r,
-            _P + "guided_episodes_total",
-            "Finished episodes with lessons in the prompt; train = keep (as played) or discard (without them).",
-            {"train": ("keep", "discard")},
-        )
-        self.guidance_reward = histogram(
-            r,
-            _P + "guidance_reward",
-            "Undiscounted episode reward while lessons are on; guided = yes (in the prompt) or no.",
-            REW,
-            {"guided": GUIDED},
-        )
+    send_queue_trajectories = gauge("Trajectories waiting to be sent to replay.")
+    send_blocked_seconds_total = counter("Time blocked on replay back-pressure.")
+    send_failures_total = counter(
+        "Trajectory sends that failed; reason = timeout, rejected or disconnected.", reason=SEND_FAILURES
+    )
 
-    def _build_tools(self, r: CollectorRegistry) -> None:
-        """Label values of ``tool`` are the names of the run file's and environments' tools, and ``unknown``."""
-        self.tool_calls_total = counter(
-            r,
-            _P + "tool_calls_total",
-            "Tool calls; outcome = ok, refused (the tool said no), unreadable, unknown, bad_arguments, too_many, "
-            "timeout, raised, wrong_value or release_failed.",
-            {"tool": ("unknown",), "outcome": TOOL_OUTCOMES},
-        )
-        self.tool_duration_seconds = histogram(
-            r, _P + "tool_duration_seconds", "Time of one tool call.", LAT, {"tool": ()}
-        )
+    sticky_placements_total = counter(
+        "Requests by how their engine was found; kind = first (new session), sticky (same engine) or moved.",
+        kind=PLACEMENTS,
+    )
+    sticky_moves_total = counter(
+        "Sessions that lost their engine; reason = died, lagging (old weights) or evicted (session table full).",
+        reason=MOVES,
+    )
+    sticky_sessions = gauge("Sessions with a placement.")
+    engines = gauge("Engines; state = fit or unfit.", state=("fit", "unfit"))
+    prefix_cache_hit_ratio = gauge("Prompt tokens found in prefix caches, as the replies told; 0 to 1.")
+    prefix_tokens_total = counter(
+        "Prompt tokens by what the prefix cache did; result = hit or miss.", result=("hit", "miss")
+    )
+
+    lesson_searches_total = counter(
+        "Searches for lessons; outcome = found, none, timeout, error or no_room (found, too long for the context).",
+        outcome=LESSON_SEARCHES,
+    )
+    lesson_search_duration_seconds = histogram("Time an episode waited for lessons.", LAT)
+    guided_episodes_total = counter(
+        "Finished episodes with lessons in the prompt; train = keep (as played) or discard (without them).",
+        train=("keep", "discard"),
+    )
+    guidance_reward = histogram(
+        "Undiscounted episode reward while lessons are on; guided = yes (in the prompt) or no.", REW, guided=GUIDED
+    )
+
+    tool_calls_total = counter(
+        "Tool calls; outcome = ok, refused (the tool said no), unreadable, unknown, bad_arguments, too_many, "
+        "timeout, raised, wrong_value or release_failed.",
+        tool=("unknown",),
+        outcome=TOOL_OUTCOMES,
+    )
+    tool_duration_seconds = histogram("Time of one tool call.", LAT, tool=())
+
+    door_calls_total = counter(
+        "Calls of agent programs; route = chat, generate, models, lease (a program asks for a task) or finish; "
+        "outcome = ok, limit (of the episode), refused (the call is wrong), too_many, engine (it did not answer) or "
+        "hung_up (the program did not wait for the answer).",
+        env="environments",
+        route=DOOR_ROUTES,
+        outcome=DOOR_OUTCOMES,
+    )
+    leaked_tasks_total = counter(
+        "asyncio tasks that an episode's steps left running; they are cancelled.", env="environments"
+    )

@@ -1,9 +1,8 @@
-"""Buckets, builders and the histogram that numpy fills.
+"""Declarations of metrics, bucket bounds, the histogram that numpy fills, and the metrics common to all processes.
 
-Every label child is made when the metric is built, so ``rate()`` sees a 0 before the first event.
-``prometheus_client`` is imported in this package and nowhere else.
-
-What every process tells about itself.
+A :class:`MetricSet` declares its metrics as class attributes; the attribute name after ``prefix`` is the name in
+Prometheus. ``docs/METRICS.md`` is generated from the declarations. Every label child is made when a set is built, so
+``rate()`` sees a 0 before the first event. ``prometheus_client`` is imported in this package and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -50,41 +50,88 @@ REW = (-10, -5, -2, -1, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10)
 SAMPLES = (1, 2, 3, 4, 6, 8, 16)
 """Times one trajectory was handed to a learner."""
 SOURCES = ("fresh", "replay")
-"""Where a trained token comes from."""
+"""Origins of a trained token."""
 
-Labels = Mapping[str, Sequence[str]]
-"""Label name to the values it may take, in the order of the metric's labels."""
-
-
-def counter(registry: CollectorRegistry, name: str, help: str, labels: Labels | None = None) -> Counter:
-    """A counter with every child at 0. ``name`` ends in ``_total``."""
-    metric = Counter(name, help, tuple(labels or ()), registry=registry)
-    for values in _children(labels):
-        metric.labels(*values)
-    return metric
+M = TypeVar("M", Counter, Gauge, "Histogram")
 
 
-def gauge(registry: CollectorRegistry, name: str, help: str, labels: Labels | None = None) -> Gauge:
-    """A gauge with every child at 0."""
-    metric = Gauge(name, help, tuple(labels or ()), registry=registry)
-    for values in _children(labels):
-        metric.labels(*values)
-    return metric
+@dataclass(slots=True)
+class Declaration(Generic[M]):
+    """One metric of a :class:`MetricSet`. On the set's class it is itself, on an instance the built metric."""
+
+    kind: type[M]
+    help: str
+    labels: Mapping[str, Sequence[str] | str]
+    """Label name to its values, or to the name under which :class:`MetricSet` is given them."""
+    buckets: Sequence[float] = ()
+    """Upper bounds of a histogram."""
+    name: str = field(default="", init=False)
+    """Attribute of the set."""
+    full_name: str = field(default="", init=False)
+    """Name in Prometheus."""
+
+    def __set_name__(self, owner: type[MetricSet], name: str) -> None:
+        self.name, self.full_name = name, owner.prefix + name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Declaration[M]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> M: ...
+
+    def __get__(self, instance: object, owner: type) -> Declaration[M] | M:
+        return self
+
+    def build(self, registry: CollectorRegistry, given: Mapping[str, Sequence[str]]) -> M:
+        """The registered metric with every child at 0."""
+        make: Callable[..., M] = self.kind
+        buckets = {"buckets": self.buckets} if self.buckets else {}
+        metric = make(self.full_name, self.help, labelnames=tuple(self.labels), registry=registry, **buckets)
+        values = (given[v] if isinstance(v, str) else v for v in self.labels.values())
+        for child in itertools.product(*values) if self.labels else ():
+            metric.labels(*child)
+        return metric
+
+    def record(self, metrics: MetricSet, labels: Sequence[str], value: Any) -> None:
+        """Add ``value`` to the counter, set the gauge to it, or observe it (or each of an array) in the histogram."""
+        metric = getattr(metrics, self.name)
+        child = metric.labels(*labels) if self.labels else metric
+        if self.kind is Counter:
+            child.inc(value)
+        elif self.kind is Gauge:
+            child.set(value)
+        else:
+            child.observe_many(value)
 
 
-def histogram(
-    registry: CollectorRegistry, name: str, help: str, buckets: Sequence[float], labels: Labels | None = None
-) -> Histogram:
-    """A :class:`Histogram` with every child empty, registered."""
-    metric = Histogram(name, help, buckets, tuple(labels or ()))
-    for values in _children(labels):
-        metric.labels(*values)
-    registry.register(metric)
-    return metric
+def counter(help: str, **labels: Sequence[str] | str) -> Declaration[Counter]:
+    """Declares a counter; see :attr:`Declaration.labels`."""
+    return Declaration(Counter, help, labels)
 
 
-def _children(labels: Labels | None) -> Iterable[tuple[str, ...]]:
-    return itertools.product(*labels.values()) if labels else ()
+def gauge(help: str, **labels: Sequence[str] | str) -> Declaration[Gauge]:
+    """Declares a gauge; see :attr:`Declaration.labels`."""
+    return Declaration(Gauge, help, labels)
+
+
+def histogram(help: str, buckets: Sequence[float], **labels: Sequence[str] | str) -> Declaration[Histogram]:
+    """Declares a histogram; see :attr:`Declaration.labels`."""
+    return Declaration(Histogram, help, labels, buckets)
+
+
+class MetricSet:
+    """Metrics of one kind of process. An instance has each metric built and registered under its attribute name."""
+
+    prefix: ClassVar[str]
+
+    def __init__(self, registry: CollectorRegistry, **given: Sequence[str]) -> None:
+        for name, declaration in self.declarations().items():
+            vars(self)[name] = declaration.build(registry, given)
+
+    @classmethod
+    def declarations(cls) -> dict[str, Declaration[Any]]:
+        """By attribute name, in order."""
+        return {name: value for name, value in vars(cls).items() if isinstance(value, Declaration)}
 
 
 class HistogramChild:
@@ -139,7 +186,14 @@ class Histogram(Collector):
     Count and sum are there for negative buckets too, which ``prometheus_client`` leaves out: a mean reward needs them.
     """
 
-    def __init__(self, name: str, help: str, buckets: Sequence[float], labelnames: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        buckets: Sequence[float],
+        labelnames: Sequence[str] = (),
+        registry: CollectorRegistry | None = None,
+    ) -> None:
         bounds = np.asarray(buckets, dtype=np.float64)
         if bounds.size == 0 or not (np.diff(bounds) > 0).all() or not np.isfinite(bounds).all():
             raise ValueError(f"histogram {name}: expected finite rising bucket bounds, got {list(buckets)}")
@@ -152,6 +206,8 @@ class Histogram(Collector):
         self._metrics: dict[tuple[str, ...], HistogramChild] = {}
         if not self._labelnames:
             self._metrics[()] = HistogramChild(bounds)
+        if registry is not None:
+            registry.register(self)
 
     def labels(self, *values: Any, **named: Any) -> HistogramChild:
         """The child of these label values, by position or by name; made when it is new."""
@@ -192,32 +248,26 @@ class Histogram(Collector):
         return [family]
 
 
-class ProcessMetrics:
-    """Build, run, event loop and heartbeat, and the usual ``process_*`` numbers."""
+class ProcessMetrics(MetricSet):
+    """Build, run, event loop and heartbeat of any process, and the usual ``process_*`` numbers."""
+
+    prefix = "afterplay_"
+    build_info = gauge(
+        "Constant 1; labels identify the build.", version="version", revision="revision", python="python"
+    )
+    run_info = gauge(
+        "Constant 1; labels identify the run (join with group_left, never label other series).",
+        run_id="run_id", algorithm="algorithm", model="model",
+    )  # fmt: skip
+    event_loop_lag_seconds = histogram("Delay between a scheduled and an actual event-loop wake-up.", LAT)
+    heartbeat_timestamp_seconds = gauge("Unix time of the last completed main-loop iteration.")
 
     def __init__(self, registry: CollectorRegistry, run_id: str, algorithm: str, model: str) -> None:
         build = {"version": (version(),), "revision": (revision(),), "python": (platform.python_version(),)}
-        self.build_info = gauge(registry, "afterplay_build_info", "Constant 1; labels identify the build.", build)
-        self.build_info.labels(*(v[0] for v in build.values())).set(1)
         run = {"run_id": (run_id,), "algorithm": (algorithm,), "model": (model,)}
-        self.run_info = gauge(
-            registry,
-            "afterplay_run_info",
-            "Constant 1; labels identify the run (join with group_left, never label other series).",
-            run,
-        )
-        self.run_info.labels(*(v[0] for v in run.values())).set(1)
-        self.event_loop_lag_seconds = histogram(
-            registry,
-            "afterplay_event_loop_lag_seconds",
-            "Delay between a scheduled and an actual event-loop wake-up.",
-            LAT,
-        )
-        self.heartbeat_timestamp_seconds = gauge(
-            registry,
-            "afterplay_heartbeat_timestamp_seconds",
-            "Unix time of the last completed main-loop iteration.",
-        )
+        super().__init__(registry, **build, **run)
+        self.build_info.labels(**{name: values[0] for name, values in build.items()}).set(1)
+        self.run_info.labels(**{name: values[0] for name, values in run.items()}).set(1)
         self.heartbeat_timestamp_seconds.set(time.time())
         ProcessCollector(registry=registry)
 

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pipeline.errors import ConfigurationError
 
 Health = Callable[[], tuple[bool, dict[str, Any]]]
-"""Whether the process is well, and what it tells about itself. Called in the server's thread."""
+"""Returns if the process is well, and details about it. Called in the server's thread."""
 
 
 class MetricsServer:

@@ -1,71 +1,114 @@
-"""From the core's counters and observations to Prometheus. Totals go on over restarts: they are those of the ledger."""
+"""Tables from the core's counters, observations and state to the replay stage's metrics.
+
+Totals go on over restarts: they are those of the journal.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from pipeline.metrics.base import HistogramChild
+from pipeline.metrics.base import Declaration
 from pipeline.metrics.replay import DIFFICULTIES, EQUAL_GROUPS, EVALUATIONS, GUARD, LEFT, POPULATIONS, ReplayMetrics
 from pipeline.stage.core import StageCore
 from pipeline.store.records import CancelReason, Drop
 
-_TERMINAL = {
-    "trajectories.trained": "trained",
-    "trajectories.baseline": "baseline",
-    "trajectories.evaluated": "evaluated",
-    f"trajectories.dropped.{Drop.FAILED}": "error",
-    f"trajectories.dropped.{Drop.ABORTED}": "aborted",
-    f"trajectories.dropped.{Drop.UNSCORED}": "unscored",
-    f"trajectories.dropped.{Drop.CANCELLED}": "cancelled",
-    f"trajectories.dropped.{Drop.REPLACED}": "dropped",
-    f"trajectories.dropped.{Drop.UNINFORMATIVE}": "uninformative",
+M = ReplayMetrics
+_REFUSED = (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA)
+_UNREADABLE = (Drop.DUPLICATE, Drop.CORRUPT, Drop.SCHEMA)
+_CANCELLED = [reason for reason in CancelReason if reason is not CancelReason.UNINFORMATIVE]
+_COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
+    ("trajectories.trained", M.terminal_trajectories_total, "trained"),
+    ("trajectories.baseline", M.terminal_trajectories_total, "baseline"),
+    ("trajectories.evaluated", M.terminal_trajectories_total, "evaluated"),
+    (f"trajectories.dropped.{Drop.FAILED}", M.terminal_trajectories_total, "error"),
+    (f"trajectories.dropped.{Drop.ABORTED}", M.terminal_trajectories_total, "aborted"),
+    (f"trajectories.dropped.{Drop.UNSCORED}", M.terminal_trajectories_total, "unscored"),
+    (f"trajectories.dropped.{Drop.CANCELLED}", M.terminal_trajectories_total, "cancelled"),
+    (f"trajectories.dropped.{Drop.REPLACED}", M.terminal_trajectories_total, "dropped"),
+    (f"trajectories.dropped.{Drop.UNINFORMATIVE}", M.terminal_trajectories_total, "uninformative"),
+    *((f"trajectories.dropped.{drop}", M.terminal_trajectories_total, "refused") for drop in _REFUSED),
+    *((f"trajectories.dropped.{drop}", M.dropped_trajectories_total, drop.value) for drop in _UNREADABLE),
+    ("trajectories.stale", M.dropped_trajectories_total, "stale"),
+    ("trajectories.sent", M.sampled_trajectories_total),
+    ("groups.trained", M.groups_total, "trained"),
+    ("groups.rolled_back", M.groups_total, "rolled_back"),
+    *((f"groups.cancelled.{reason}", M.groups_total, "cancelled") for reason in _CANCELLED),
+    ("groups.uninformative", M.groups_total, "uninformative"),
+    (f"groups.cancelled.{CancelReason.UNINFORMATIVE}", M.groups_total, "uninformative"),
+    ("groups.rescued", M.rescued_groups_total),
+    *((f"groups.equal_{action}", M.equal_groups_total, action) for action in EQUAL_GROUPS),
+    ("orders.issued", M.orders_issued_total),
+    ("orders.delivered", M.orders_total, "completed"),
+    ("orders.failed", M.orders_total, "error"),
+    *((f"orders.{how}", M.orders_total, how) for how in ("aborted", "expired", "cancelled")),
+    ("pool.saved", M.experience_saved_total, "rollout"),
+    ("pool.imported", M.experience_saved_total, "import"),
+    *((f"pool.left.{reason}", M.experience_left_total, reason) for reason in LEFT),
+    *((f"guard.{way}", M.guard_actions_total, way) for way in GUARD),
+    ("replays.trained", M.replays_trained_total),
+    ("replays.choice_failed", M.choice_failures_total),
+    *((f"evaluations.{how}", M.evaluations_total, how) for how in EVALUATIONS),
+)
+"""Counter of the journal, its metric, the value of the metric's label. A counter may have several metrics."""
+
+_PREFIXES: Final = {"peers.silent.": M.peers_dropped_total, "inserted.": M.inserted_trajectories_total}
+"""Counters whose name ends in the value of the metric's label."""
+
+_OBSERVATIONS: Final[dict[str, tuple[Declaration[Any], tuple[str, ...]]]] = {
+    "insert_staleness": (M.staleness_versions, ("insert",)),
+    "sample_staleness": (M.staleness_versions, ("sample",)),
+    "sample_wait": (M.sample_wait_seconds, ()),
+    "sample_age": (M.item_age_seconds, ()),
+    "item_samples": (M.item_samples, ()),
     **{
-        f"trajectories.dropped.{drop}": "refused"
-        for drop in (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA)
+        f"{population}_{name}": (metric, (population,))
+        for population in POPULATIONS
+        for name, metric in (
+            ("tokens", M.audit_tokens),
+            ("duration", M.audit_duration_seconds),
+            ("reward", M.audit_reward),
+            ("age", M.audit_age_versions),
+        )
     },
 }
-_DROPPED = {f"trajectories.dropped.{drop}": drop.value for drop in (Drop.DUPLICATE, Drop.CORRUPT, Drop.SCHEMA)}
-_GROUPS = {
-    "groups.trained": "trained",
-    "groups.rolled_back": "rolled_back",
-    **{f"groups.cancelled.{reason}": "cancelled" for reason in CancelReason},
-    "groups.uninformative": "uninformative",
-    f"groups.cancelled.{CancelReason.UNINFORMATIVE}": "uninformative",
-}
-_ORDERS = {
-    "orders.delivered": "completed",
-    "orders.failed": "error",
-    "orders.aborted": "aborted",
-    "orders.expired": "expired",
-    "orders.cancelled": "cancelled",
-}
+
+
+def _capacity(rule: Any) -> int:
+    """Groups that the staleness bound admits in all."""
+    return int((rule.bound + 1) * rule.groups_per_step)
+
+
+_GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
+    (M.trajectories, lambda core: core.journal.counters["trajectories.held"]),
+    (M.memory_bytes, lambda core: core.journal.counters["payload.bytes"]),
+    (M.orders_inflight, lambda core: core.leases.in_flight),
+    (M.groups_ready, lambda core: core.batches.ready + len(core.batches.placed) - len(core.dispatch.sent)),
+    (M.groups_open, lambda core: core.batches.open - core.batches.ready - len(core.batches.placed)),
+    (M.admission_capacity_trajectories, lambda core: core.batches.capacity() * core.config.groups.n_rollout),
+    (M.capacity_trajectories, lambda core: _capacity(core.batches.rule) * core.config.groups.n_rollout),
+    (M.connected_peers, lambda core: core.leases.connected, "actor"),
+    (M.connected_peers, lambda core: int(core.dispatch.peer is not None), "learner"),
+    (M.experience_pool_entries, lambda core: len(core.experience)),
+    (M.experience_pool_bytes, lambda core: core.experience.bytes),
+    (M.experience_pool_capacity, lambda core: core.config.replay.capacity if core.config.replay.enabled else 0),
+    (M.retired_tasks, lambda core: core.experience.retired),
+    (M.planned_share_ratio, lambda core: core.experience.share),
+    (M.guard_factor_ratio, lambda core: core.experience.factor),
+    (M.share_ratio, lambda core: core.replays.last_share),
+)
+"""A gauge, how the core is asked for it, the value of the gauge's label."""
 
 
 class Observer:
-    """Call :meth:`update` after every round."""
+    """Publishes what changed in the core; call :meth:`update` after every round."""
 
     def __init__(self, metrics: ReplayMetrics) -> None:
         self._m = metrics
         self._seen: dict[str, int] = {}
         self._oldest_at = 0.0
         self._evaluation = -1
-        m = metrics
-        self._plain = {
-            "orders.issued": m.orders_issued_total,
-            "trajectories.sent": m.sampled_trajectories_total,
-            "pool.saved": m.experience_saved_total.labels(origin="rollout"),
-            "pool.imported": m.experience_saved_total.labels(origin="import"),
-            **{f"pool.left.{reason}": m.experience_left_total.labels(reason=reason) for reason in LEFT},
-            **{f"guard.{way}": m.guard_actions_total.labels(direction=way) for way in GUARD},
-            "replays.trained": m.replays_trained_total,
-            "replays.choice_failed": m.choice_failures_total,
-            "groups.rescued": m.rescued_groups_total,
-            **{f"evaluations.{how}": m.evaluations_total.labels(outcome=how) for how in EVALUATIONS},
-            **{f"groups.equal_{action}": m.equal_groups_total.labels(action=action) for action in EQUAL_GROUPS},
-        }
-        """Counters whose metric counts the same."""
 
     def update(self, core: StageCore) -> None:
         """Publish what changed since the last call."""
@@ -76,68 +119,29 @@ class Observer:
                 self._seen[name] = value
                 if change > 0:
                     self._count(name, change)
-        self._histograms(core)
-        self._gauges(core)
+        for name, values in core.journal.take_observations().items():
+            if name in _OBSERVATIONS:
+                metric, of = _OBSERVATIONS[name]
+                metric.record(self._m, of, values)
+        for gauge, read, *values in _GAUGES:
+            gauge.record(self._m, values, read(core))
+        if time.monotonic() - self._oldest_at >= 1.0:
+            self._oldest_at = time.monotonic()
+            oldest = core.oldest_version
+            self._m.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))
+            self._difficulty(core)
         last = core.evaluations.last
         if last is not None and last["evaluation"] != self._evaluation:
             self._evaluation = last["evaluation"]
             self._evaluated(last)
 
     def _count(self, name: str, change: int) -> None:
-        m = self._m
-        if (plain := self._plain.get(name)) is not None:
-            plain.inc(change)
-        if name in _TERMINAL:
-            m.terminal_trajectories_total.labels(state=_TERMINAL[name]).inc(change)
-        if name in _DROPPED:
-            m.dropped_trajectories_total.labels(reason=_DROPPED[name]).inc(change)
-        if name in _GROUPS:
-            m.groups_total.labels(outcome=_GROUPS[name]).inc(change)
-        elif name in _ORDERS:
-            m.orders_total.labels(outcome=_ORDERS[name]).inc(change)
-        elif name == "trajectories.stale":
-            m.dropped_trajectories_total.labels(reason="stale").inc(change)
-        elif name.startswith("peers.silent."):
-            m.peers_dropped_total.labels(peer=name.removeprefix("peers.silent.")).inc(change)
-        elif name.startswith("inserted."):
-            m.inserted_trajectories_total.labels(env=name.removeprefix("inserted.")).inc(change)
-
-    def _histograms(self, core: StageCore) -> None:
-        m = self._m
-        targets: dict[str, HistogramChild] = {
-            "insert_staleness": m.staleness_versions.labels(at="insert"),
-            "sample_staleness": m.staleness_versions.labels(at="sample"),
-            "sample_wait": m.sample_wait_seconds.labels(),
-            "sample_age": m.item_age_seconds.labels(),
-            "item_samples": m.item_samples.labels(),
-        }
-        for population in POPULATIONS:
-            targets[f"{population}_tokens"] = m.audit_tokens.labels(population=population)
-            targets[f"{population}_duration"] = m.audit_duration_seconds.labels(population=population)
-            targets[f"{population}_reward"] = m.audit_reward.labels(population=population)
-            targets[f"{population}_age"] = m.audit_age_versions.labels(population=population)
-        for name, values in core.journal.take_observations().items():
-            if name in targets:
-                targets[name].observe_many(values)
-
-    def _gauges(self, core: StageCore) -> None:
-        m, counters, batches = self._m, core.journal.counters, core.batches
-        m.trajectories.set(counters["trajectories.held"])
-        m.memory_bytes.set(counters["payload.bytes"])
-        m.orders_inflight.set(core.leases.in_flight)
-        m.groups_ready.set(batches.ready + len(batches.placed) - len(core.dispatch.sent))
-        m.groups_open.set(batches.open - batches.ready - len(batches.placed))
-        n_rollout = core.config.groups.n_rollout
-        m.admission_capacity_trajectories.set(batches.capacity() * n_rollout)
-        m.capacity_trajectories.set((batches.rule.bound + 1) * batches.rule.groups_per_step * n_rollout)
-        m.connected_peers.labels(peer="actor").set(core.leases.connected)
-        m.connected_peers.labels(peer="learner").set(int(core.dispatch.peer is not None))
-        self._pool_gauges(core)
-        if time.monotonic() - self._oldest_at >= 1.0:
-            self._oldest_at = time.monotonic()
-            oldest = core.oldest_version
-            m.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))
-            self._difficulty(core)
+        for counted, metric, *labels in _COUNTERS:
+            if counted == name:
+                metric.record(self._m, labels, change)
+        for prefix, metric in _PREFIXES.items():
+            if name.startswith(prefix):
+                metric.record(self._m, (name.removeprefix(prefix),), change)
 
     def _evaluated(self, result: Mapping[str, Any]) -> None:
         m, split = self._m, result["split"]
@@ -152,16 +156,6 @@ class Observer:
             counts = {"scored": told["rollouts"], **{name: told[name] for name in ("truncated", "failed", "missing")}}
             for outcome, n in counts.items():
                 m.evaluation_rollouts.labels(env=env, split=split, outcome=outcome).set(n)
-
-    def _pool_gauges(self, core: StageCore) -> None:
-        m, experience, replay = self._m, core.experience, core.config.replay
-        m.experience_pool_entries.set(len(experience))
-        m.experience_pool_bytes.set(experience.bytes)
-        m.experience_pool_capacity.set(replay.capacity if replay.enabled else 0)
-        m.retired_tasks.set(experience.retired)
-        m.planned_share_ratio.set(experience.share)
-        m.guard_factor_ratio.set(experience.factor)
-        m.share_ratio.set(core.replays.last_share)
 
     def _difficulty(self, core: StageCore) -> None:
         experience, n = core.experience, core.config.groups.n_rollout

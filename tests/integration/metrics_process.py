@@ -11,10 +11,10 @@ from threading import Event, Thread
 from typing import Any
 
 import numpy as np
+from prometheus_client import Counter
 
-from grafana.names import VLLM_UPDATE
 from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry, Counter, Histogram, ProcessMetrics, counter, gauge, histogram
+from pipeline.metrics.base import CollectorRegistry, Histogram, MetricSet, ProcessMetrics, counter, gauge, histogram
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.metrics.server import MetricsServer
@@ -78,28 +78,28 @@ class Learner:
         m.checkpoint_timestamp_seconds.set(time.time())
 
 
+class EngineMetrics(MetricSet):
+    """Those of vLLM's own metrics that the dashboards show."""
+
+    prefix = "vllm:"
+    num_requests_running = gauge("Help.")
+    num_requests_waiting = gauge("Help.")
+    kv_cache_usage_perc = gauge("Help.")
+    generation_tokens_total = counter("Help.")
+    prefix_cache_hits_total = counter("Help.")
+    prefix_cache_queries_total = counter("Help.")
+    num_preemptions_total = counter("Help.")
+    rl_weight_update_operation_duration_seconds = histogram("Help.", (0.1, 1, 10), operation=("update",))
+
+
 class Engine:
     def __init__(self, registry: CollectorRegistry) -> None:
-        g, c = gauge, counter
-        self.gauges = [
-            g(registry, f"vllm:{n}", n) for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        ]
-        self.counters = [
-            c(registry, f"vllm:{n}", n)
-            for n in (
-                "generation_tokens_total",
-                "prefix_cache_hits_total",
-                "prefix_cache_queries_total",
-                "num_preemptions_total",
-            )
-        ]
-        labels = {"operation": ("update",)}
-        self.update = histogram(registry, VLLM_UPDATE, "seconds", (0.1, 1, 10), labels)
+        self.m = EngineMetrics(registry)
 
     def move(self, i: int) -> None:
-        for metric in (*self.gauges, *self.counters):
+        stir(self.m)
+        for metric in (self.m.num_requests_running, self.m.num_requests_waiting, self.m.kv_cache_usage_perc):
             metric.inc()
-        self.update.labels(operation="update").observe(0.5)
 
 
 ROLES: dict[str, Any] = {"actor": Actor, "replay": Replay, "learner": Learner, "engine": Engine}

@@ -13,7 +13,7 @@ from time import monotonic
 
 import pytest
 
-from grafana.names import TOOLS_ONLY, VLLM_ONLY
+from grafana.dashboard_lint import TOOLS_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 from grafana.prove import EVERY_DASHBOARD, FOLDER, load, prove, prove_within
 from grafana.targets import targets_of_run
@@ -137,7 +137,7 @@ def test_every_query_returns_data_from_a_real_run_that_replays_and_learns_from_l
         run.until_step(6, seconds_max=180)
         targets = targets_of_run(run.directory.path)
         assert {t.job for t in targets} == {f"afterplay-{role}" for role in ROLES}
-        assert sum(t.job == "afterplay-replay" for t in targets) == 2
+        assert sum(t.job == "afterplay-replay" for t in targets) == 1
         with PrometheusProcess(targets, rules=RULES) as prometheus:
             assert problems(Api(prometheus.url), seconds_max=90, without_data=VLLM_ONLY | TOOLS_ONLY) == ""
         assert run.interrupt() < 15

@@ -1,4 +1,4 @@
-"""What the compose files, the run file in the image and Prometheus' configuration say about each other is true."""
+"""The compose files, the run file in the image and Prometheus' configuration agree with each other."""
 
 from __future__ import annotations
 

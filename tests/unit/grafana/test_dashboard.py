@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from grafana import names
-from grafana.alerts import ALERTS
-from grafana.boards import BOARDS
 from grafana.dashboard_lint import (
+    ENGINE,
+    NOT_SHOWN,
+    RUNTIME,
+    TOOLS_ONLY,
     annotation_expressions,
     base_name,
     metric_names,
@@ -19,11 +20,9 @@ from grafana.dashboard_lint import (
     static_problems,
     substitute,
 )
-from grafana.generate import outputs
-from grafana.panels import threshold_steps
+from grafana.declarations import ALERTS, BOARDS, Band, Board, Limit
+from grafana.generate import outputs, threshold_steps
 from grafana.prove import FOLDER
-from grafana.specs import BoardSpec
-from grafana.thresholds import Band, Limit
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
 from pipeline.metrics.learner import LearnerMetrics
@@ -48,7 +47,7 @@ def exported(registry: CollectorRegistry) -> frozenset[str]:
     return frozenset(sample.name for family in registry.collect() for sample in family.samples)
 
 
-def dashboard(board: BoardSpec) -> dict[str, Any]:
+def dashboard(board: Board) -> dict[str, Any]:
     return json.loads((FOLDER / f"{board.uid}.json").read_text())
 
 
@@ -59,13 +58,13 @@ def test_committed_files_are_regenerated_identically() -> None:
 
 
 @EVERY_BOARD
-def test_panels_have_ids_units_descriptions_and_metrics_that_exist(board: BoardSpec, exported: frozenset[str]) -> None:
-    assert static_problems(dashboard(board), exported | names.ENGINE | names.RUNTIME | names.TOOLS_ONLY) == []
+def test_panels_have_ids_units_descriptions_and_metrics_that_exist(board: Board, exported: frozenset[str]) -> None:
+    assert static_problems(dashboard(board), exported | ENGINE | RUNTIME | TOOLS_ONLY) == []
 
 
 def test_alerts_name_only_metrics_that_exist(exported: frozenset[str]) -> None:
     for alert in ALERTS:
-        unknown = metric_names(alert.expr) - exported - names.RUNTIME
+        unknown = metric_names(alert.expr) - exported - RUNTIME
         assert not unknown, f"{alert.name} names {sorted(unknown)}"
 
 
@@ -80,12 +79,12 @@ def test_every_metric_is_in_a_panel_in_a_rule_or_on_the_list_of_those_that_need_
         shown |= {substitute(expr) for expr in annotation_expressions(board)}
     used = {base_name(name, histograms) for expr in shown for name in metric_names(expr)}
     ours = {name for name in kinds if not name.startswith("process_")}
-    assert ours - used - names.NOT_SHOWN.keys() == set(), "show these metrics, or say in NOT_SHOWN why not"
-    assert names.NOT_SHOWN.keys() - (ours - used) == set(), "these are shown, or no longer exist"
+    assert ours - used - NOT_SHOWN.keys() == set(), "show these metrics, or say in NOT_SHOWN why not"
+    assert NOT_SHOWN.keys() - (ours - used) == set(), "these are shown, or no longer exist"
 
 
 @EVERY_BOARD
-def test_first_row_has_six_to_eight_stats_whose_colours_change_where_their_alert_fires(board: BoardSpec) -> None:
+def test_first_row_has_six_to_eight_stats_whose_colours_change_where_their_alert_fires(board: Board) -> None:
     first = [p for p in dashboard(board)["panels"] if 100 < p["id"] < 200]
     assert 6 <= len(first) <= 8 and {p["type"] for p in first} == {"stat"}
     for panel, spec in zip(first, board.rows[0].panels, strict=True):
@@ -105,7 +104,7 @@ def alert_numbers(limit: Limit | Band) -> list[float]:
 
 
 @EVERY_BOARD
-def test_every_query_is_scoped_by_the_job_and_instance_variables(board: BoardSpec) -> None:
+def test_every_query_is_scoped_by_the_job_and_instance_variables(board: Board) -> None:
     for query in queries(dashboard(board)):
         assert query.expr.count("{") == query.expr.count('job=~"$job",instance=~"$instance"'), query.panel
 
@@ -119,13 +118,13 @@ def test_links_between_dashboards_keep_time_range_and_variables_which_all_of_the
 
 
 @EVERY_BOARD
-def test_descriptions_say_what_is_normal_and_what_to_do(board: BoardSpec) -> None:
+def test_descriptions_say_what_is_normal_and_what_to_do(board: Board) -> None:
     for panel in panels(dashboard(board)):
         assert panel["description"].startswith("Normal: ") and " If not: " in panel["description"], panel["title"]
 
 
 @EVERY_BOARD
-def test_no_two_panels_lie_on_each_other_and_none_leaves_the_grid(board: BoardSpec) -> None:
+def test_no_two_panels_lie_on_each_other_and_none_leaves_the_grid(board: Board) -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in dashboard(board)["panels"]:
         place = panel["gridPos"]

@@ -11,10 +11,7 @@ import promql_parser
 import pytest
 import yaml
 
-from grafana import thresholds as limits
-from grafana.alerts import ALERTS
-from grafana.alerts_experience import EXPERIENCE_ALERTS
-from grafana.boards import BOARDS
+from grafana.declarations import ALERTS, BOARDS, SIGNALS
 from pipeline.config.replay import EssGuardConfig
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +58,7 @@ def test_every_alert_and_every_panel_link_has_a_runbook_heading() -> None:
 
 
 def test_an_alert_of_the_replay_stages_fires_once_and_not_once_a_stage() -> None:
-    for alert in EXPERIENCE_ALERTS:
+    for alert in (alert for alert in ALERTS if alert.group == "experience"):
         node = promql_parser.parse(alert.expr)
         assert labels_are_gone(node), alert.name
 
@@ -80,4 +77,4 @@ def labels_are_gone(node: object) -> bool:
 
 
 def test_replays_are_called_too_far_off_where_the_guard_of_a_run_would_shrink_their_share() -> None:
-    assert limits.REPLAY_ESS.warning == EssGuardConfig().floor
+    assert SIGNALS["replay_ess"]["below"]["warning"] == EssGuardConfig().floor

@@ -12,7 +12,7 @@ from learner.losses.corrections import REASONS
 from learner.losses.registry import LOSSES
 from learner.observability.timing import StepTimes
 from learner.policy.policy import Policy
-from learner.recorder import step_line
+from learner.recorder import Update, step_line
 from learner.training.trainer import Trainer
 from pipeline.errors import TrainingError
 
@@ -167,7 +167,7 @@ def test_the_step_line_tells_the_kl_and_what_each_mask_took(kit):
     rows = rows_of(kit)
     trainer = trainer_of(kit, "gspo", "token_mean")
     report, _ = gradients(trainer, rows, references(rows))
-    line = step_line(Batch(0, (), tuple(rows)), report, StepTimes(0.0, 0.0, 0.0), {})
+    line = step_line(Update(Batch(0, (), tuple(rows)), report, StepTimes(0.0, 0.0, 0.0)))
     total = sum(row.n_sampled for row in rows)
     taken = {reason: line["rejected"][reason] for reason in REASONS[1:]}
     assert sum(taken.values()) == total - report.tokens_trained > 0

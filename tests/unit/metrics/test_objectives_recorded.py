@@ -1,4 +1,4 @@
-"""What an update did beside the policy loss reaches the metrics and the line of ``metrics.jsonl``."""
+"""KL, critic, demonstrations and skipped steps reach the metrics and the line of ``metrics.jsonl``."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from learner.data.rows import Batch
 from learner.observability.report import CriticReport, StepReport
 from learner.observability.statistics import Mean, TokenValues, batch_statistics
 from learner.observability.timing import StepTimes
-from learner.recorder import record_step, step_line
+from learner.recorder import Update, record_step, step_line
 from pipeline.metrics.learner import LearnerMetrics
 
 CRITIC = CriticReport(loss=0.25, clip_ratio=0.1, grad_norm=3.0, explained_variance=0.75)
@@ -33,7 +33,7 @@ def registry():
 @pytest.fixture
 def record(registry):
     metrics = LearnerMetrics(registry)
-    return lambda report: record_step(metrics, Batch(report.update, (), ()), report, StepTimes(0.0, 0.0, 1.0))
+    return lambda report: record_step(metrics, Update(Batch(report.update, (), ()), report, StepTimes(0.0, 0.0, 1.0)))
 
 
 def test_kl_critic_demonstrations_shared_tokens_and_overlong_trajectories_are_recorded(registry, record):
@@ -66,5 +66,5 @@ def test_skipped_steps_are_counted_by_what_was_not_finite_and_told_in_the_line(r
     counted = {
         where: registry.get_sample_value("afterplay_learner_nonfinite_steps_total", {"where": where}) for where in NONE
     }
-    line = step_line(Batch(0, (), ()), report, StepTimes(0.0, 0.0, 1.0), {})
+    line = step_line(Update(Batch(0, (), ()), report, StepTimes(0.0, 0.0, 1.0)))
     assert counted == line["nonfinite"] == {"loss": 0, "gradient": 1, "ratio": 0, "value": 2}

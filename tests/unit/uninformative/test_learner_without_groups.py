@@ -11,7 +11,7 @@ from learner.data.replay_choice import choose_replays
 from learner.data.rows import build_batch
 from learner.observability.timing import StepTimes
 from learner.policy.policy import Policy
-from learner.recorder import record_step, step_line, trained_facts
+from learner.recorder import Update, record_step, step_line, trained_facts
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.metrics.learner import LearnerMetrics
@@ -66,9 +66,10 @@ def test_an_update_without_groups_is_counted_and_changes_no_weight() -> None:
     report = trainer.train(batch, policy_version=3)
     assert trainer.updates == 1 and report.optimizer_steps == 0 and report.tokens_trained == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters, strict=True))
-    line = step_line(batch, report, StepTimes(0.0, 0.0, 1.0), {}, choice)
+    update = Update(batch, report, StepTimes(0.0, 0.0, 1.0), choice=choice)
+    line = step_line(update)
     assert line["step"] == 1 and line["n_groups"] == 0 and line["reward_mean"] is None
-    record_step(LearnerMetrics(CollectorRegistry(), environments=("a",)), batch, report, StepTimes(0, 0, 1), choice)
+    record_step(LearnerMetrics(CollectorRegistry(), environments=("a",)), update)
     facts = trained_facts(batch, report, choice)
     assert facts.policy_version == 3 and not facts.groups
     assert trainer.train(build_batch(1, ()), policy_version=4).update == 1
