@@ -127,7 +127,7 @@ class Services:
             environments=environments,
             metrics=metrics,
             guide=MemoryPrompter(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
-            hint_template=config.advantage.hint_template if config.advantage.wants_hints else None,
+            hint_template=config.advantage.hint_template,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},
         )

@@ -1,4 +1,4 @@
-"""From rows and rewards to advantages: what the estimators see of an update, and what comes back onto its rows."""
+"""Advantages of an update: its rows as scored trajectories, the estimator, and its result back on the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from learner.advantages.base import Estimates, Played
+from learner.advantages.base import Estimates, ScoredTrajectory
 from learner.advantages.registry import entry_of
 from learner.advantages.rewards import shaped
 from learner.data.microbatch import token_offsets
@@ -17,58 +17,58 @@ from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 
 
-def estimate(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+def estimate(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """Advantages of an update by the configured estimator.
 
     Raises :class:`TrainingError` without trajectories, or when the estimator gives arrays of other shapes or values
     that are not finite.
     """
-    if not played:
+    if not scored:
         raise TrainingError("expected at least one trajectory to estimate advantages of, got none")
-    estimates = entry_of(config).estimate(played, config)
+    estimates = entry_of(config).estimate(scored, config)
     for name in ("advantages", "returns"):
         arrays = getattr(estimates, name)
         if arrays is None and name == "returns":
             continue
-        if len(arrays) != len(played):
+        if len(arrays) != len(scored):
             raise TrainingError(
-                f"expected {name} of {len(played)} trajectories from the estimator {config.estimator}, got "
+                f"expected {name} of {len(scored)} trajectories from the estimator {config.estimator.name}, got "
                 f"{len(arrays)}"
             )
-        for p, values in zip(played, arrays, strict=True):
+        for p, values in zip(scored, arrays, strict=True):
             if values.shape != (p.n_tokens,) or not np.isfinite(values).all():
                 raise TrainingError(
-                    f"expected {p.n_tokens} finite {name} from the estimator {config.estimator}, got {values!r}"
+                    f"expected {p.n_tokens} finite {name} from the estimator {config.estimator.name}, got {values!r}"
                 )
     return estimates
 
 
 def with_advantages(
-    batch: Batch, evidence: TokenScores, config: AdvantageConfig, penalties: TokenArray | None = None
+    batch: Batch, scores: TokenScores, config: AdvantageConfig, penalties: TokenArray | None = None
 ) -> tuple[Batch, TokenScores]:
-    """The batch with estimated advantages, and the evidence with the returns where the estimator gives some.
+    """The batch with estimated advantages, and the scores with the returns where the estimator gives some.
 
     Fresh and replayed trajectories of a group are estimated together, from the rewards as ``advantage`` shapes them.
     ``penalties`` float32 ``[S]`` by token number: taken off the rewards (a KL penalty times its coefficient).
     The whole update must be given at once: groups and whitening go over all of it. Raises :class:`TrainingError`.
     """
-    played = shaped(played_of(batch, evidence, penalties), batch.trajectories, config)
-    estimates = estimate(played, config)
+    scored = shaped(scored_of(batch, scores, penalties), batch.trajectories, config)
+    estimates = estimate(scored, config)
     advantages = _by_token(batch, estimates.advantages)
     first = token_offsets(batch.rows)
     rows = tuple(
         replace(row, advantages=advantages[at : at + row.n_sampled]) for row, at in zip(batch.rows, first, strict=True)
     )
     returns = None if estimates.returns is None else _by_token(batch, estimates.returns)
-    return replace(batch, rows=rows), replace(evidence, returns=returns)
+    return replace(batch, rows=rows), replace(scores, returns=returns)
 
 
-def played_of(batch: Batch, evidence: TokenScores, penalties: TokenArray | None = None) -> list[Played]:
+def scored_of(batch: Batch, scores: TokenScores, penalties: TokenArray | None = None) -> list[ScoredTrajectory]:
     """One for each trajectory of the batch, by ``Row.trajectory_index``, with its rewards as they were given."""
     numbers = _tokens_of_sequences(batch)
     turns = np.concatenate([row.turns[row.loss_mask] for row in batch.rows])
     behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row in batch.rows]).astype(np.float64)
-    played = []
+    scored = []
     sequence = 0
     for g, group in enumerate(batch.groups):
         for trajectory in group.trajectories:
@@ -77,8 +77,8 @@ def played_of(batch: Batch, evidence: TokenScores, penalties: TokenArray | None 
                     f"expected a reward on {trajectory.trajectory_id}, got None: only scored groups are dispatched"
                 )
             tokens = numbers[sequence]
-            played.append(
-                Played(
+            scored.append(
+                ScoredTrajectory(
                     group=g,
                     reward=trajectory.reward,
                     turns=turns[tokens].astype(np.int32),
@@ -87,24 +87,24 @@ def played_of(batch: Batch, evidence: TokenScores, penalties: TokenArray | None 
                     baseline=group.plan.baseline,
                     replayed=group.is_replayed(trajectory),
                     behaviour=behaviour[tokens] if trajectory.recorded else None,
-                    logprobs=_at(evidence.logprobs, tokens),
-                    reference=_at(evidence.reference, tokens),
-                    entropies=_at(evidence.entropies, tokens),
-                    values=_at(evidence.values, tokens),
-                    hinted=_known(_at(evidence.hinted, tokens)),
+                    logprobs=_at(scores.logprobs, tokens),
+                    reference=_at(scores.reference, tokens),
+                    entropies=_at(scores.entropies, tokens),
+                    values=_at(scores.values, tokens),
+                    hinted=_unless_missing(_at(scores.hinted, tokens)),
                     penalties=_at(penalties, tokens),
                 )
             )
             sequence += 1
-    return played
+    return scored
 
 
 def _at(array: TokenArray | None, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
     return None if array is None else array[tokens].astype(np.float64)
 
 
-def _known(array: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | None:
-    """None where nothing of it is known: the trajectory has no hint."""
+def _unless_missing(array: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | None:
+    """None where all is NaN: the trajectory has no hint."""
     return None if array is None or np.isnan(array).all() else array
 
 

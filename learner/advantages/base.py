@@ -1,4 +1,4 @@
-"""What an advantage estimator gets and gives. Numpy, float64, no gradient.
+"""Interface of the advantage estimators: scored trajectories in, advantages out. Numpy, float64, no gradient.
 
 Dimensions: N trajectories of an update, G trajectories of a group, S trained tokens of one trajectory (in order of
 position, over its branches), K turns of it.
@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ScoredTrajectory:
     """One trajectory as an estimator sees it.
 
     Raises :class:`TrainingError` for a reward that is not finite or arrays whose lengths disagree.
@@ -39,17 +39,17 @@ class Played:
     baseline: float | None = None
     """Reward of the group's greedy rollout (ReMax)."""
     logprobs: FloatArray | None = None
-    """``[S]`` log π today."""
+    """``[S]`` log π before the update."""
     behaviour: FloatArray | None = None
     """``[S]`` log μ."""
     reference: FloatArray | None = None
     """``[S]`` log π of the reference policy."""
     entropies: FloatArray | None = None
-    """``[S]`` today, nats."""
+    """``[S]`` before the update, nats."""
     values: FloatArray | None = None
     """``[S]`` the critic's value of the state before each token."""
     hinted: FloatArray | None = None
-    """``[S]`` log π today with a hint or the solution in the prompt."""
+    """``[S]`` log π before the update with a hint or the solution in the prompt."""
     penalties: FloatArray | None = None
     """``[S]`` taken off the reward at each token: a KL penalty times its coefficient."""
 
@@ -74,7 +74,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What an estimator gives, in the order of the trajectories it got."""
+    """Result of an estimator, in the order of the trajectories it got."""
 
     advantages: tuple[FloatArray, ...]
     """``[S]`` each."""
@@ -82,16 +82,16 @@ class Estimates:
     """``[S]`` each: what a critic is to learn; None: the estimator has none."""
 
 
-Estimator = Callable[[Sequence[Played], AdvantageConfig], Estimates]
+Estimator = Callable[[Sequence[ScoredTrajectory], AdvantageConfig], Estimates]
 
 
-def groups_of(played: Sequence[Played]) -> list[npt.NDArray[np.intp]]:
+def groups_of(scored: Sequence[ScoredTrajectory]) -> list[npt.NDArray[np.intp]]:
     """Indices of the members of each group, int ``[G]`` each, groups by number."""
-    groups = np.asarray([p.group for p in played])
+    groups = np.asarray([p.group for p in scored])
     return [np.flatnonzero(groups == group) for group in np.unique(groups)]
 
 
-def needed(p: Played, name: str, estimator: str) -> FloatArray:
+def needed(p: ScoredTrajectory, name: str, estimator: str) -> FloatArray:
     """An array of ``p`` that the estimator cannot do without, all finite. Raises :class:`TrainingError`."""
     array = getattr(p, name)
     if array is None:
@@ -101,9 +101,9 @@ def needed(p: Played, name: str, estimator: str) -> FloatArray:
     return np.asarray(array, dtype=np.float64)
 
 
-def spread(played: Sequence[Played], advantages_N: FloatArray) -> Estimates:
+def spread(scored: Sequence[ScoredTrajectory], advantages_N: FloatArray) -> Estimates:
     """The same advantage on all tokens of a trajectory."""
-    return Estimates(tuple(np.full(p.n_tokens, a) for p, a in zip(played, advantages_N, strict=True)))
+    return Estimates(tuple(np.full(p.n_tokens, a) for p, a in zip(scored, advantages_N, strict=True)))
 
 
 def whitened(parts: Sequence[FloatArray], epsilon: float) -> tuple[FloatArray, ...]:

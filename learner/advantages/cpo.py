@@ -1,6 +1,6 @@
 """CPO: groups that all failed learn from how likely their tokens are once the prompt holds a hint.
 
-log π of the same responses had their prompts held a hint (CPO).
+Dimensions: G trajectories of a group, S trained tokens.
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from learner.advantages.base import Estimates, FloatArray, Played, groups_of, needed
+from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, needed
 from learner.advantages.group import by_group, grpo
 from learner.advantages.rewards import total
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row, TokenArray, trajectory_rows, with_contexts
 from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.estimators import Cpo
 from pipeline.errors import TrainingError
 
 LOG_RATIO_MAX = 20.0
 """``g - o`` is clamped to ± this; with ``exp(g)`` at most 1 the signal is bounded by it."""
 
 
-def cpo(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+def cpo(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """GRPO, and in groups that all failed a dense signal: ``A_t = A_grpo + d · w · ĥ_t · MI_t``.
 
     ``MI_t = exp(g_t) (g_t - o_t)`` with g the log-probability of the token where the prompt holds a hint and o without
     one: positive on tokens that the hint makes likelier. ``ĥ_t`` is the token's entropy over the largest of its group.
     ``d`` is the difficulty of the group by its mean reward: +1 failed, 0 between, -1 solved; ``w`` is
-    ``cpo_failed_weight`` or ``cpo_solved_weight``. In between, no hint is looked at; a trajectory without a hint (its
-    environment gives none, it was played with lessons, or the hint did not fit) has no dense signal.
+    ``failed_weight`` or ``solved_weight``. In between, no hint is looked at; a trajectory without a hint (its
+    environment gives none, its prompt held lessons, or the hint did not fit) has no dense signal.
     """
-    advantages = list(by_group(grpo)(played, config).advantages)
-    for members in groups_of(played):
-        group = [played[i] for i in members]
-        sign = difficulty(np.asarray([total(p) for p in group]), config)
-        weight = sign * (config.cpo_failed_weight if sign > 0 else config.cpo_solved_weight)
+    options = config.options_of(Cpo)
+    advantages = list(by_group(grpo)(scored, config).advantages)
+    for members in groups_of(scored):
+        group = [scored[i] for i in members]
+        sign = difficulty(np.asarray([total(p) for p in group]), options)
+        weight = sign * (options.failed_weight if sign > 0 else options.solved_weight)
         if not weight:
             continue
         entropies = [np.maximum(needed(p, "entropies", "cpo"), 0.0) for p in group]
@@ -48,13 +50,13 @@ def cpo(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
     return Estimates(tuple(advantages))
 
 
-def difficulty(rewards_G: FloatArray, config: AdvantageConfig) -> int:
+def difficulty(rewards_G: FloatArray, options: Cpo) -> int:
     """+1 failed, 0 between, -1 solved, by the group's mean reward."""
     mean = float(rewards_G.mean())
-    return 1 if mean <= config.cpo_failed_mean else -1 if mean >= config.cpo_solved_mean else 0
+    return 1 if mean <= options.failed_mean else -1 if mean >= options.solved_mean else 0
 
 
-def hint_information(p: Played) -> FloatArray:
+def hint_information(p: ScoredTrajectory) -> FloatArray:
     """``exp(g) (g - o)`` ``[S]``, 0 where g is -inf. Raises :class:`TrainingError` for NaN or log-probabilities above
     0 by more than rounding."""
     g, o = _logprobs(p, "hinted"), _logprobs(p, "logprobs")
@@ -63,7 +65,7 @@ def hint_information(p: Played) -> FloatArray:
     return np.where(possible, np.exp(safe) * np.clip(safe - o, -LOG_RATIO_MAX, LOG_RATIO_MAX), 0.0)
 
 
-def _logprobs(p: Played, name: str) -> FloatArray:
+def _logprobs(p: ScoredTrajectory, name: str) -> FloatArray:
     array: FloatArray | None = getattr(p, name)
     if array is None or np.isnan(array).any() or (array > 1e-3).any():
         raise TrainingError(f"expected {name} (log-probabilities <= 0) for the estimator cpo, got {array!r}")
@@ -80,9 +82,9 @@ def counterfactual_logprobs(batch: Batch, score: Callable[[Sequence[Row]], Token
     of a trajectory do not sample what its own rows do.
     """
     out = np.full(batch.n_sampled, np.nan, dtype=np.float32)
-    played: dict[int, list[int]] = {}
+    rows_of: dict[int, list[int]] = {}
     for i, row in enumerate(batch.rows):
-        played.setdefault(row.trajectory_index, []).append(i)
+        rows_of.setdefault(row.trajectory_index, []).append(i)
     numbers = token_offsets(batch.rows)
     rows: list[Row] = []
     tokens = []
@@ -93,13 +95,13 @@ def counterfactual_logprobs(batch: Batch, score: Callable[[Sequence[Row]], Token
                 replay = group.stored_rollout(trajectory) if group.is_replayed(trajectory) else None
                 with_hint = with_contexts(trajectory, trajectory.hinted_contexts)
                 hinted = trajectory_rows(with_hint, sequence, replay)
-                own = [batch.rows[i] for i in played[sequence]]
+                own = [batch.rows[i] for i in rows_of[sequence]]
                 if [_sampled(row) for row in hinted] != [_sampled(row) for row in own]:
                     raise TrainingError(
                         f"expected {trajectory.trajectory_id} to sample the same tokens with the hint as without"
                     )
                 rows += hinted
-                tokens += [np.arange(numbers[i], numbers[i] + batch.rows[i].n_sampled) for i in played[sequence]]
+                tokens += [np.arange(numbers[i], numbers[i] + batch.rows[i].n_sampled) for i in rows_of[sequence]]
             sequence += 1
     if rows:
         out[np.concatenate(tokens)] = score(rows)

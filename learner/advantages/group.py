@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from learner.advantages.base import Estimates, Estimator, FloatArray, Played, groups_of
+from learner.advantages.base import Estimates, Estimator, FloatArray, ScoredTrajectory, groups_of
 from learner.advantages.rewards import group_returns
 from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.estimators import PassAtK
 from pipeline.errors import TrainingError
 
 GroupRule = Callable[[FloatArray, AdvantageConfig], FloatArray]
@@ -32,10 +33,10 @@ def by_group(rule: GroupRule) -> Estimator:
 def by_group_and_length(rule: WeightedRule) -> Estimator:
     """As :func:`by_group`, of a rule that also looks at lengths."""
 
-    def estimate(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
-        advantages: list[FloatArray] = [np.zeros(0)] * len(played)
-        for members in groups_of(played):
-            group = [played[i] for i in members]
+    def estimate(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
+        advantages: list[FloatArray] = [np.zeros(0)] * len(scored)
+        for members in groups_of(scored):
+            group = [scored[i] for i in members]
             returns_GK = group_returns(group, config)
             lengths_G = np.asarray([p.n_tokens for p in group], dtype=np.float64)
             estimates_GK = np.stack([_ruled(rule, column, lengths_G, config) for column in returns_GK.T], axis=1)
@@ -60,10 +61,12 @@ def grpo(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
 
     Without ``normalize_std`` it is ``R - mean`` (Dr. GRPO, arXiv:2503.20783).
 
-    >>> grpo(np.array([1.0, 0.0, 0.0, 1.0]), AdvantageConfig(normalize_std=False))
+    >>> config = AdvantageConfig.model_validate({"estimator": {"name": "grpo", "normalize_std": False}})
+    >>> grpo(np.array([1.0, 0.0, 0.0, 1.0]), config)
     array([ 0.5, -0.5, -0.5,  0.5])
     """
-    scale = float(returns_G.std()) + config.epsilon if config.normalize_std else 1.0
+    normalize_std = getattr(config.estimator, "normalize_std", True)
+    scale = float(returns_G.std()) + config.epsilon if normalize_std else 1.0
     return np.asarray((returns_G - returns_G.mean()) / scale)
 
 
@@ -97,7 +100,7 @@ def maxrl(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
 
 
 def pass_at_k(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
-    """What it does to the best of k to have the i-th answer among them: over all sets of k of the group,
+    """Effect on the best of k of having the i-th answer among them: over all sets of k of the group,
     ``(mean of the best of the sets with i - mean of the best of all sets) / (std of the best of all sets + epsilon)``.
 
     For rewards 0 and 1 this is the closed form of arXiv:2508.10751 (section 2.4); for others the best of a set stands
@@ -105,9 +108,9 @@ def pass_at_k(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
     best of ``C(j-1, k-1)`` sets, and of ``C(j-2, k-2)`` sets that hold a given worse one.
     Raises :class:`TrainingError` for a group smaller than k.
     """
-    n, k = len(returns_G), config.pass_k
+    n, k = len(returns_G), config.options_of(PassAtK).k
     if n < k:
-        raise TrainingError(f"expected groups of at least advantage.pass_k ({k}) trajectories, got {n}")
+        raise TrainingError(f"expected groups of at least advantage.estimator.k ({k}) trajectories, got {n}")
     order = np.argsort(returns_G, kind="stable")
     ascending = returns_G[order] - returns_G.max()
     if ascending[k - 1] == 0:  # every set of k holds one of the best
@@ -132,10 +135,10 @@ centred = by_group(lambda returns_G, config: returns_G - returns_G.mean())
 """``R - mean`` of the group."""
 
 
-def gpg(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+def gpg(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """``α (R - mean)`` with ``α = N / (N - M)``, where M of the N trajectories of the update are in groups that teach
     nothing: their zeros do not dilute the step (arXiv:2504.02546, with F_norm = 1)."""
-    advantages = centred(played, config).advantages
-    idle = sum(len(m) for m in groups_of(played) if not any(advantages[i].any() for i in m))
-    alpha = len(played) / max(1, len(played) - idle)
+    advantages = centred(scored, config).advantages
+    idle = sum(len(m) for m in groups_of(scored) if not any(advantages[i].any() for i in m))
+    alpha = len(scored) / max(1, len(scored) - idle)
     return Estimates(tuple(a * alpha for a in advantages))

@@ -1,4 +1,7 @@
-"""Names of estimators, what each needs, and a user's own by import path."""
+"""The estimators by name or import path, and the scores that each needs.
+
+A new estimator is one function, one entry here, and its options in ``pipeline.config.estimators``.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +47,22 @@ ESTIMATORS: dict[str, Entry] = {
 def entry_of(config: AdvantageConfig) -> Entry:
     """The configured estimator: of this registry, or the user's own.
 
-    A user's function ``estimate(played, config) -> Estimates`` may have an attribute ``needs``: names of
+    A user's function ``estimate(scored, config) -> Estimates`` may have an attribute ``needs``: names of
     :data:`SCORES`. Raises :class:`ConfigurationError` when its path leads to no function or it needs something else.
     """
-    known = ESTIMATORS.get(config.estimator)
-    if known is not None:
-        return known
-    function = resolve(config.estimator, "advantage estimator")
+    name = config.estimator.name
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    function = resolve(name, "advantage estimator")
     needs = frozenset(getattr(function, "needs", ()))
     if not needs <= SCORES:
         raise ConfigurationError(
-            f"advantage estimator {config.estimator}: expected needs out of {sorted(SCORES)}, got {sorted(needs)}"
+            f"advantage estimator {name}: expected needs out of {sorted(SCORES)}, got {sorted(needs)}"
         )
     return Entry(function, needs)
 
 
 def needed_scores(config: AdvantageConfig) -> frozenset[str]:
-    """What the trainer must gather for the configured estimator, out of :data:`SCORES`. Raises as
+    """Scores to gather for the configured estimator, out of :data:`SCORES`. Raises as
     :func:`entry_of`."""
     return entry_of(config).needs

@@ -12,55 +12,59 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.advantages.base import Estimates, Played, needed, whitened
+from learner.advantages.base import Estimates, ScoredTrajectory, needed, whitened
 from learner.advantages.group import centred
 from learner.advantages.rewards import discounted, token_rewards
 from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.estimators import Gae, ReinforcePp, ReinforcePpBaseline, Remax
 from pipeline.errors import TrainingError
 
 
-def gae(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+def gae(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """``A_t = δ_t + γ λ A_{t+1}`` with ``δ_t = r_t + γ V_{t+1} - V_t`` (arXiv:1506.02438, eq. 16).
 
     Returns for the critic are ``A + V`` before whitening.
     """
+    options = config.options_of(Gae)
     advantages, returns = [], []
-    for p in played:
+    for p in scored:
         values = needed(p, "values", "gae")
-        deltas = token_rewards(p, config) + config.gamma * np.append(values[1:], 0.0) - values
-        advantages.append(discounted(deltas, config.gamma * config.gae_lambda))
+        deltas = token_rewards(p, config) + options.gamma * np.append(values[1:], 0.0) - values
+        advantages.append(discounted(deltas, options.gamma * options.gae_lambda))
         returns.append(advantages[-1] + values)
-    if config.whiten:
+    if options.whiten:
         return Estimates(whitened(advantages, config.epsilon), tuple(returns))
     return Estimates(tuple(advantages), tuple(returns))
 
 
-def reinforce_pp(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+def reinforce_pp(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """Discounted returns ``G_t = r_t + γ G_{t+1}``, whitened over all tokens of the update (REINFORCE++,
     arXiv:2501.03262); a KL penalty is part of ``r_t``. Needs no group."""
-    returns = [discounted(token_rewards(p, config), config.gamma) for p in played]
-    return Estimates(whitened(returns, config.epsilon) if config.whiten else tuple(returns))
+    options = config.options_of(ReinforcePp)
+    returns = [discounted(token_rewards(p, config), options.gamma) for p in scored]
+    return Estimates(whitened(returns, config.epsilon) if options.whiten else tuple(returns))
 
 
-def reinforce_pp_baseline(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+def reinforce_pp_baseline(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """``R`` minus the group's mean, then whitened over all tokens of the update instead of divided by the group's own
     standard deviation (REINFORCE++ with baseline, arXiv:2501.03262)."""
-    advantages = centred(played, config).advantages
-    return Estimates(whitened(advantages, config.epsilon) if config.whiten else advantages)
+    advantages = centred(scored, config).advantages
+    whiten = config.options_of(ReinforcePpBaseline).whiten
+    return Estimates(whitened(advantages, config.epsilon) if whiten else advantages)
 
 
-def remax(played: Sequence[Played], config: AdvantageConfig) -> Estimates:
+def remax(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """Discounted return minus the reward of the group's greedy rollout (ReMax, arXiv:2310.10505, eq. 6).
 
     The baseline does not depend on what was sampled, so a group of one learns too. Raises :class:`TrainingError`
     without a baseline.
     """
-    advantages = []
-    for p in played:
+    gamma, advantages = config.options_of(Remax).gamma, []
+    for p in scored:
         if p.baseline is None or not np.isfinite(p.baseline):
             raise TrainingError(
                 f"expected the reward of a greedy rollout of group {p.group} for the estimator remax, got "
                 f"{p.baseline!r}: groups must be ordered with a greedy rollout each"
             )
-        advantages.append(discounted(token_rewards(p, config), config.gamma) - p.baseline)
+        advantages.append(discounted(token_rewards(p, config), gamma) - p.baseline)
     return Estimates(tuple(advantages))

@@ -1,6 +1,4 @@
-"""Where the rewards of a trajectory stand: at its tokens, or at its turns.
-
-What happens to rewards before advantages are estimated: overlong penalty, the user's own shaping, normalisation.
+"""Rewards before estimation: by token or turn, overlong penalty, the user's own shaping, normalisation.
 
 The trajectories themselves keep their rewards: reports, the pool and the bias audit tell what the scorer gave.
 """
@@ -12,19 +10,19 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from learner.advantages.base import FloatArray, Played, groups_of
+from learner.advantages.base import FloatArray, ScoredTrajectory, groups_of
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import resolve
 
 
-def total(p: Played) -> float:
+def total(p: ScoredTrajectory) -> float:
     """The outcome minus all penalties: the return of the trajectory without a discount."""
     return p.reward - (0.0 if p.penalties is None else float(p.penalties.sum()))
 
 
-def turn_rewards(p: Played, config: AdvantageConfig) -> FloatArray:
+def turn_rewards(p: ScoredTrajectory, config: AdvantageConfig) -> FloatArray:
     """Rewards by turn ``[K]``, without penalties, where ``advantage.rewards`` is not ``outcome``.
 
     ``turns``: those of the environment times ``turn_weight``. ``both``: the last turn also gets what of the outcome
@@ -41,7 +39,7 @@ def turn_rewards(p: Played, config: AdvantageConfig) -> FloatArray:
     return rewards
 
 
-def token_rewards(p: Played, config: AdvantageConfig) -> FloatArray:
+def token_rewards(p: ScoredTrajectory, config: AdvantageConfig) -> FloatArray:
     """Rewards at the trained tokens ``[S]``, penalties taken off.
 
     The outcome is at the last token, the reward of a turn at the turn's last trained token. The reward of a turn of
@@ -58,8 +56,8 @@ def token_rewards(p: Played, config: AdvantageConfig) -> FloatArray:
     return rewards
 
 
-def group_returns(group: Sequence[Played], config: AdvantageConfig) -> FloatArray:
-    """What estimators compare within a group, ``[G, K]``.
+def group_returns(group: Sequence[ScoredTrajectory], config: AdvantageConfig) -> FloatArray:
+    """Returns that estimators compare within a group, ``[G, K]``.
 
     ``outcome``: K is 1, the total of each trajectory. Otherwise K is the number of turns of the longest: entry k is
     the return from turn k on, discounted by ``turn_gamma`` per turn. A trajectory that ended before turn k stands
@@ -91,26 +89,28 @@ def discounted(rewards: FloatArray, factor: float) -> FloatArray:
     return np.asarray(out[::-1], dtype=np.float64)
 
 
-Shaping = Callable[[Sequence[Played], Sequence[Trajectory]], Sequence[Played]]
+Shaping = Callable[[Sequence[ScoredTrajectory], Sequence[Trajectory]], Sequence[ScoredTrajectory]]
 """A user's function (``advantage.shaping``): the same trajectories, with other ``reward``, ``turn_rewards`` and
 ``baseline``."""
 MAY_CHANGE = frozenset({"reward", "turn_rewards", "baseline"})
 
 
-def shaped(played: Sequence[Played], trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[Played]:
+def shaped(
+    scored: Sequence[ScoredTrajectory], trajectories: Sequence[Trajectory], config: AdvantageConfig
+) -> list[ScoredTrajectory]:
     """Overlong penalty (but not on a greedy rollout's reward), then the user's shaping, then normalisation.
 
     Raises :class:`TrainingError` for what the user's function did, :class:`ConfigurationError` when its path leads to
     none.
     """
-    out = [replace(p, reward=p.reward - overlong_loss(_sampled(p), config)) for p in played]
+    out = [replace(p, reward=p.reward - overlong_loss(_sampled(p), config)) for p in scored]
     if config.shaping is not None:
         out = _by_user(resolve(config.shaping, "reward shaping"), config.shaping, out, trajectories)
     return _normalised(out, config)
 
 
 def overlong_loss(n_tokens: int, config: AdvantageConfig) -> float:
-    """What a trajectory of ``n_tokens`` sampled tokens loses: 0 up to ``overlong_tokens - overlong_buffer``, then
+    """Penalty of a trajectory of ``n_tokens`` sampled tokens: 0 up to ``overlong_tokens - overlong_buffer``, then
     rising linearly to ``overlong_penalty`` at ``overlong_tokens`` (DAPO, arXiv:2503.14476, eq. 13).
 
     >>> config = AdvantageConfig(overlong_tokens=100, overlong_buffer=20)
@@ -125,49 +125,49 @@ def overlong_loss(n_tokens: int, config: AdvantageConfig) -> float:
 
 
 def overlong_count(lengths: Sequence[int], config: AdvantageConfig) -> int:
-    """How many of trajectories with these sampled tokens are penalised."""
+    """Number of these lengths in sampled tokens that are penalised."""
     return sum(overlong_loss(n, config) > 0 for n in lengths)
 
 
-def _sampled(p: Played) -> int:
+def _sampled(p: ScoredTrajectory) -> int:
     return p.n_tokens if p.sampled is None else p.sampled
 
 
 def _by_user(
-    function: Shaping, path: str, played: Sequence[Played], trajectories: Sequence[Trajectory]
-) -> list[Played]:
+    function: Shaping, path: str, scored: Sequence[ScoredTrajectory], trajectories: Sequence[Trajectory]
+) -> list[ScoredTrajectory]:
     try:
-        out = list(function(list(played), list(trajectories)))
+        out = list(function(list(scored), list(trajectories)))
     except Exception as error:
         raise TrainingError(f"reward shaping {path} failed with {type(error).__name__}: {error}") from error
-    if len(out) != len(played) or not all(isinstance(p, Played) for p in out):
-        raise TrainingError(f"expected {len(played)} Played from the reward shaping {path}, got {out!r:.200}")
-    for before, after in zip(played, out, strict=True):
-        changed = [f.name for f in fields(Played) if getattr(before, f.name) is not getattr(after, f.name)]
+    if len(out) != len(scored) or not all(isinstance(p, ScoredTrajectory) for p in out):
+        raise TrainingError(f"expected {len(scored)} ScoredTrajectory from the reward shaping {path}, got {out!r:.200}")
+    for before, after in zip(scored, out, strict=True):
+        changed = [f.name for f in fields(ScoredTrajectory) if getattr(before, f.name) is not getattr(after, f.name)]
         if not MAY_CHANGE.issuperset(changed):
             raise TrainingError(f"expected the reward shaping {path} to change only rewards, it changed {changed}")
     return out
 
 
-def _normalised(played: Sequence[Played], config: AdvantageConfig) -> list[Played]:
+def _normalised(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> list[ScoredTrajectory]:
     if config.reward_norm == "none":
-        return list(played)
-    out = list(played)
-    groups = [m.tolist() for m in groups_of(played)] if config.reward_norm == "group" else [list(range(len(played)))]
+        return list(scored)
+    out = list(scored)
+    groups = [m.tolist() for m in groups_of(scored)] if config.reward_norm == "group" else [list(range(len(scored)))]
     for members in groups:
-        returns_M = np.asarray([_return(played[i], config) for i in members])
+        returns_M = np.asarray([_return(scored[i], config) for i in members])
         scale = float(returns_M.std()) + config.epsilon if returns_M.max() > returns_M.min() else 1.0
         mean = float(returns_M.mean()) if config.rewards == "outcome" else 0.0
         for i in members:
-            p = played[i]
+            p = scored[i]
             turns = tuple(r / scale for r in p.turn_rewards)
             baseline = None if p.baseline is None else (p.baseline - mean) / scale
             out[i] = replace(p, reward=(p.reward - mean) / scale, turn_rewards=turns, baseline=baseline)
     return out
 
 
-def _return(p: Played, config: AdvantageConfig) -> float:
-    """What the trajectory got in all, by the rewards that are used."""
+def _return(p: ScoredTrajectory, config: AdvantageConfig) -> float:
+    """Sum of the rewards that are used."""
     if config.rewards == "turns" and p.turn_rewards:
         return config.turn_weight * sum(p.turn_rewards)
     return p.reward

@@ -1,8 +1,10 @@
-"""What a policy loss gets and gives, and sums over rows. Dimensions: S sampled tokens, R rows of the micro-batch.
+"""Interface of the policy losses: tokens and rules in, one loss a token out; sums over rows.
 
-Importance ratios: where first, then clamp, then exp, so that nothing masked and nothing extreme reaches a gradient.
+μ sampled the token, π_old anchors the clip, π_prox are the weights before the first optimizer step of the update, π is
+being trained. Importance ratios are masked with ``where``, then
+clamped, then exponentiated, so that nothing masked and nothing extreme reaches a gradient.
 
-All tensors are over the sampled tokens, ``[S]``. μ sampled the token, π_old anchors the clip, π is being trained.
+Dimensions: S sampled tokens, R rows of the micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.algorithm import MaskConfig
+from pipeline.config.base import Options, expect_kind
+from pipeline.config.policy_losses import Clip, OffPolicyOptions, PolicyOptions
 from pipeline.errors import TrainingError
 
 
@@ -30,7 +34,7 @@ class RowSums:
     """Sums over the tokens of each row, in float64, the same on every run and in whatever order the tokens come.
 
     ``rows_S``: int64 ``[S]``, the row of each token. ``mask_S``: bool ``[S]``, the tokens that count. The tokens are
-    laid out as ``[R, longest row]`` and summed along the row, which (unlike adding into R places) is deterministic on a
+    laid out as ``[R, longest row]`` and summed along the row, which (unlike adding into R sums) is deterministic on a
     GPU, forward and backward.
     """
 
@@ -40,9 +44,9 @@ class RowSums:
         order = torch.argsort(rows_S, stable=True)
         counts = torch.bincount(rows_S) if len(rows_S) else rows_S.new_zeros(1)
         starts = torch.cumsum(counts, 0) - counts
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device) - starts[rows_S[order]]
-        self._at = (rows_S, place)
+        column = torch.empty_like(order)
+        column[order] = torch.arange(len(order), device=order.device) - starts[rows_S[order]]
+        self._at = (rows_S, column)
         self._shape = (len(counts), max(1, int(counts.max())))
         self._mask = mask_S
         self._valid_R = self._padded(mask_S.double()).sum(1).clamp(min=1.0)
@@ -60,8 +64,8 @@ class RowSums:
         return self.sum(values_S.double()) > 0
 
     def _sums(self, values_S: Tensor) -> Tensor:
-        kept = torch.where(self._mask, values_S, torch.zeros_like(values_S))
-        return self._padded(kept.double()).sum(1)
+        masked = torch.where(self._mask, values_S, torch.zeros_like(values_S))
+        return self._padded(masked.double()).sum(1)
 
     def _padded(self, values_S: Tensor) -> Tensor:
         return values_S.new_zeros(self._shape).index_put(self._at, values_S)
@@ -127,11 +131,11 @@ class PolicyLoss:
     """``(tokens, rules)`` to the loss of each token; a plain tensor ``[S]`` means that nothing is clipped. ``rules`` is
     :class:`learner.losses.base.LossRules`."""
     clip: ClipRange = field(default_factory=lambda: ClipRange(0.2, 0.28))
-    """As published; the run file may say otherwise."""
+    """Of a loss whose options in the run file have no clip."""
     off_high: float | None = 1.0
     """Upper clip of off-policy tokens where the run file says nothing; None: as of fresh ones."""
-    evidence: frozenset[str] = frozenset()
-    """Out of :data:`SCORES`."""
+    needs: frozenset[str] = frozenset()
+    """Names out of ``learner.losses.registry.SCORES``."""
     needs_signal: bool = True
     """Tokens without advantage have no gradient, so rows without any need no backward pass."""
 
@@ -152,37 +156,35 @@ class LossRules:
     """Inputs of the policy loss that come from the run file."""
 
     policy: PolicyLoss
+    options: PolicyOptions | dict[str, Any]
+    """Those of the chosen loss in ``loss.policy``; of a user's own its ``options``."""
     fresh: ClipRange
     off: ClipRange
     """For off-policy tokens (replayed, or guided)."""
-    dual_clip: float | None
     decoupled: bool
     """Anchor at the recomputed π_old and correct with truncated π_old/μ."""
     weight_max: float
     log_ratio_max: float
     entropy_bonus: float
-    off_policy: Literal["clip", "shaped", "second_moment"] = "clip"
-    shape_beta: float = 0.1
+    off_policy: OffPolicyOptions = field(default_factory=Clip)
     use_recorded: bool = True
     """Replayed tokens are anchored at recorded μ where there is one."""
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
     masks: tuple[MaskConfig, ...] = ()
-    ratio_max: float = 20.0
-    sapo_positive: float = 1.0
-    sapo_negative: float = 1.05
     kl_in_loss: bool = False
     kl_coef: float = 0.0
     """Of now: an adaptive controller changes it between updates."""
     kl_estimator: str = "k3"
-    options: dict[str, Any] = field(default_factory=dict)
-    """For a loss of the user's own."""
 
-    def anchored_today(self, *, replayed: bool, recorded: bool) -> bool:
-        """Whether of such tokens log π before the first optimizer step of the update is read: as π_old, or for the
-        masks."""
+    def options_of(self, kind: type[Options]) -> Options:
+        """Options of the chosen loss, which must be of ``kind``."""
+        return expect_kind(self.options, kind, "loss.policy")
+
+    def needs_proximal(self, *, replayed: bool, recorded: bool) -> bool:
+        """True if log π_prox of such tokens is read: as π_old, or for the masks."""
         if not replayed:
             return self.decoupled or bool(self.masks)
-        return not self.use_recorded or (not recorded and self.off_policy != "shaped")
+        return not self.use_recorded or (not recorded and self.off_policy.name != "shaped")
 
     @property
     def needs_signal(self) -> bool:

@@ -1,6 +1,8 @@
-"""Corrections of what the engine sampled (μ) to what the learner holds (π_today): weights and rejections.
+"""Corrections of off-policy tokens: importance weights, rejections, M2PO's mask, the ESS guard's step factor.
 
-Both come from r = π_today/μ, which holds the engine's numerical mismatch and the staleness of its weights, with π_today
+Corrections take what the engine sampled (μ) to what the learner holds (π_prox) by weights and rejections.
+
+Both come from r = π_prox/μ, which holds the engine's numerical mismatch and the staleness of its weights, with π_prox
 the learner's weights before the first optimizer step. Of a token r; of a row ``sequence`` the product of its tokens' r,
 ``geometric`` that to the power of 1 over their number.
 
@@ -10,7 +12,7 @@ the learner's weights before the first optimizer step. Of a token r; of a row ``
 Each log-ratio is clamped to ± ``log_ratio_max`` before it is summed, and the sum again. Masked out tokens count neither
 in the loss nor in a row's ratio there; in the ratios here they do, so that the order of masks changes nothing.
 
-Two reactions to what is far off-policy: a mask on tokens, and a smaller step. Pure numpy, float64.
+Dimensions: S sampled tokens of a micro-batch, N off-policy tokens of an optimizer step.
 """
 
 from __future__ import annotations
@@ -44,19 +46,22 @@ class Correction:
 
 
 def corrections(
-    today: Tensor, behaviour: Tensor, weighed: Tensor, maskable: Tensor, rows: Tensor | None, rules: LossRules
+    proximal: Tensor, behaviour: Tensor, weighed: Tensor, maskable: Tensor, rows: Tensor | None, rules: LossRules
 ) -> Correction:
-    """``today`` and ``behaviour``: log π_today and log μ. ``weighed``, ``maskable``: bool ``[S]``, the tokens that get
-    a weight, or may be rejected. Rows are taken over those."""
-    ones, reasons = torch.ones_like(today), torch.zeros_like(weighed, dtype=torch.int8)
+    """Weights and rejections of the tokens of a micro-batch.
+
+    ``proximal`` and ``behaviour``: log π_prox and log μ. ``weighed``, ``maskable``: bool ``[S]``, the tokens that get a
+    weight, or may be rejected. Rows are taken over those.
+    """
+    ones, reasons = torch.ones_like(proximal), torch.zeros_like(weighed, dtype=torch.int8)
     weights, truncated = ones, torch.zeros_like(weighed)
     if rules.decoupled and rules.weight != "none":
-        raw = _ratio(today, behaviour, weighed, rows, rules.weight, rules)
+        raw = _ratio(proximal, behaviour, weighed, rows, rules.weight, rules)
         weights = torch.where(weighed, raw.clamp(max=rules.weight_max), ones)
         truncated = weighed & (raw > rules.weight_max)
     for mask in rules.masks:
         level = "token" if mask.level == "any_token" else mask.level
-        ratio = _ratio(today, behaviour, maskable, rows, level, rules)
+        ratio = _ratio(proximal, behaviour, maskable, rows, level, rules)
         outside = maskable & (ratio < mask.low)
         if mask.high is not None:
             outside |= maskable & (ratio > mask.high)
@@ -67,10 +72,10 @@ def corrections(
 
 
 def _ratio(
-    today: Tensor, behaviour: Tensor, valid: Tensor, rows: Tensor | None, level: str, rules: LossRules
+    proximal: Tensor, behaviour: Tensor, valid: Tensor, rows: Tensor | None, level: str, rules: LossRules
 ) -> Tensor:
     """r of each token at a level, ``[S]``; 1 where not ``valid``."""
-    d = log_ratio(today, behaviour, valid, rules.log_ratio_max).detach()
+    d = log_ratio(proximal, behaviour, valid, rules.log_ratio_max).detach()
     if level == "sequence":
         d = RowSums(rows, valid).sum(d).clamp(-rules.log_ratio_max, rules.log_ratio_max)
     elif level == "geometric":
@@ -79,7 +84,7 @@ def _ratio(
 
 
 def second_moment_mask(log_ratios_N: npt.ArrayLike, second_moment_max: float) -> npt.NDArray[np.bool_]:
-    """Which tokens stay so that ``mean((log π/μ)²)`` of those that stay is at most ``second_moment_max``; bool ``[N]``.
+    """Mask of the tokens that stay, bool ``[N]``: their ``mean((log π/μ)²)`` is at most ``second_moment_max``.
 
     As few as possible go, those with the largest squares first (M2PO, arXiv:2510.01161). Tokens with equal squares stay
     or go together, so the order changes nothing; values that are not finite go.
@@ -104,7 +109,7 @@ def token_weights_of(
 
 
 def step_factor(ess_ratio: float | None, target: float) -> float:
-    """What the ESS guard multiplies the learning rate with: ``sqrt(min(1, ESS / target))``; 1 where no ratio is known.
+    """Factor of the ESS guard on the learning rate: ``sqrt(min(1, ESS / target))``; 1 where no ratio is known.
 
     >>> step_factor(0.125, 0.5), step_factor(0.9, 0.5), step_factor(None, 0.5)
     (0.5, 1.0, 1.0)

@@ -48,12 +48,11 @@ def kl_penalty(
     estimator: str = "k1",
     log_ratio_max: float = 20.0,
 ) -> npt.NDArray[np.float64]:
-    """What is taken off each token's reward, ``coefficient · estimate`` (arXiv:1909.08593, section 2.2), float64
+    """Penalty on each token's reward, ``coefficient · estimate`` (arXiv:1909.08593, section 2.2), float64
     ``[S]``; 0 where the reference has no finite log-probability.
     """
     d = np.asarray(logprobs_S, np.float64) - np.asarray(reference_S, np.float64)
-    known = np.isfinite(d)
-    d = np.clip(np.where(known, d, 0.0), -log_ratio_max, log_ratio_max)
+    d = np.clip(np.where(np.isfinite(d), d, 0.0), -log_ratio_max, log_ratio_max)
     estimate = kl_terms(torch.from_numpy(d), estimator.removesuffix("+")).numpy()
     return np.asarray(coefficient * estimate, dtype=np.float64)
 
@@ -83,7 +82,7 @@ class KLController:
         self.coefficient *= max(0.0, 1.0 + error * n_trajectories / self.horizon)
 
     def as_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps; target and horizon come from the run file."""
+        """State for a checkpoint; target and horizon come from the run file."""
         return {"coefficient": self.coefficient}
 
     def restore(self, saved: dict[str, Any]) -> None:

@@ -1,14 +1,10 @@
-"""Losses that clip a ratio: of the token (PPO), of the row (GSPO), of each token in the row's geometric mean (GMPO).
+"""The policy losses: one pure function each.
 
-DPPO: the policy gradient of tokens whose probability has not moved too far; the others are masked.
+PPO, GSPO and GMPO clip a ratio, DPPO masks by a divergence, CISPO and SAPO weigh tokens down instead of cutting them
+off. ``bounded`` and ``shaped`` are the losses of off-policy tokens without a clip. Their options are in
+``pipeline.config.policy_losses``.
 
-``-A min(ρ, c) M`` (arXiv:2602.04879): M is 0 where A pushes π further from π_old than the bound allows. The distance is
-between two coins, "this token" and "any other": |π - π_old| (binary total variation), or the KL of π_old's
-coin from π's. c is ``ratio_max``; beyond it the gradient keeps weight c.
-
-Losses that weigh tokens down instead of cutting them off: CISPO and SAPO.
-
-Losses of off-policy tokens that have no clip. Float ``[S]``.
+Dimension: S sampled tokens; every tensor is float ``[S]``.
 """
 
 from __future__ import annotations
@@ -19,17 +15,18 @@ import torch
 from torch import Tensor
 
 from learner.losses.base import LossRules, Scored, TokenLosses
+from pipeline.config.policy_losses import DppoKl, DppoTv, Gmpo, Gspo, Ppo, Sapo
 
 
 def ppo(tokens: Scored, rules: LossRules) -> TokenLosses:
     """``max(-A ρ, -A clip(ρ, 1 - lo, 1 + hi))`` with ρ the token's ratio (arXiv:1707.06347, eq. 7), dual clip."""
-    return _clipped(tokens.log_ratio.exp(), tokens, rules)
+    return _clipped(tokens.log_ratio.exp(), tokens, rules.options_of(Ppo).dual_clip)
 
 
 def gspo(tokens: Scored, rules: LossRules) -> TokenLosses:
     """PPO's form with the row's ratio ``s = exp(mean over the row of log π/π_old)`` at every token of the row
     (arXiv:2507.18071). With ``aggregation: sequence_mean`` it is the published loss."""
-    return _clipped(tokens.row_mean(tokens.log_ratio).exp(), tokens, rules)
+    return _clipped(tokens.row_mean(tokens.log_ratio).exp(), tokens, rules.options_of(Gspo).dual_clip)
 
 
 def gspo_token(tokens: Scored, rules: LossRules) -> TokenLosses:
@@ -37,7 +34,7 @@ def gspo_token(tokens: Scored, rules: LossRules) -> TokenLosses:
     for advantages that differ within a row."""
     d = tokens.log_ratio
     mean = tokens.row_mean(d.detach())
-    return _clipped((mean + d - d.detach()).exp(), tokens, rules)
+    return _clipped((mean + d - d.detach()).exp(), tokens, rules.options_of(Gspo).dual_clip)
 
 
 def gmpo(tokens: Scored, rules: LossRules) -> TokenLosses:
@@ -49,7 +46,7 @@ def gmpo(tokens: Scored, rules: LossRules) -> TokenLosses:
     ratio = tokens.row_mean(one_sided).exp()
     detached = d.detach()
     return TokenLosses(
-        dual_clipped(-tokens.advantages * ratio, tokens.advantages, rules.dual_clip),
+        dual_clipped(-tokens.advantages * ratio, tokens.advantages, rules.options_of(Gmpo).dual_clip),
         (tokens.advantages < 0) & (detached < -tokens.low),
         up & (detached > tokens.high),
     )
@@ -62,23 +59,22 @@ def dual_clipped(losses_S: Tensor, advantages_S: Tensor, dual_clip: float | None
     return torch.where(advantages_S < 0, torch.minimum(losses_S, -advantages_S * dual_clip), losses_S)
 
 
-def _clipped(ratio_S: Tensor, tokens: Scored, rules: LossRules) -> TokenLosses:
+def _clipped(ratio_S: Tensor, tokens: Scored, dual_clip: float | None) -> TokenLosses:
     a, low, high = tokens.advantages, 1.0 - tokens.low, 1.0 + tokens.high
     losses = torch.maximum(-a * ratio_S, -a * ratio_S.clamp(low, high))
     detached = ratio_S.detach()
-    return TokenLosses(
-        dual_clipped(losses, a, rules.dual_clip), (a < 0) & (detached < low), (a > 0) & (detached > high)
-    )
+    return TokenLosses(dual_clipped(losses, a, dual_clip), (a < 0) & (detached < low), (a > 0) & (detached > high))
 
 
 def dppo_tv(tokens: Scored, rules: LossRules) -> TokenLosses:
-    """Masked by the binary total variation."""
-    return _masked(binary_tv(tokens.logprobs, tokens.old), tokens, rules)
+    """``-A min(ρ, ratio_max) M`` (arXiv:2602.04879): M is 0 where A pushes π further from π_old than the clip allows in
+    binary total variation, |π - π_old| of the token; beyond ``ratio_max`` the gradient keeps that weight."""
+    return _masked(binary_tv(tokens.logprobs, tokens.old), tokens, rules.options_of(DppoTv).ratio_max)
 
 
 def dppo_kl(tokens: Scored, rules: LossRules) -> TokenLosses:
-    """Masked by the binary KL."""
-    return _masked(binary_kl(tokens.logprobs, tokens.old), tokens, rules)
+    """As :func:`dppo_tv`, by the KL divergence from π to π_old of the coin "this token, or any other"."""
+    return _masked(binary_kl(tokens.logprobs, tokens.old), tokens, rules.options_of(DppoKl).ratio_max)
 
 
 def binary_tv(logprobs_S: Tensor, old_S: Tensor) -> Tensor:
@@ -102,11 +98,11 @@ def _log_complement(logprobs_S: Tensor) -> Tensor:
     return torch.log(-torch.expm1(logprobs_S))
 
 
-def _masked(divergence_S: Tensor, tokens: Scored, rules: LossRules) -> TokenLosses:
+def _masked(divergence_S: Tensor, tokens: Scored, ratio_max: float) -> TokenLosses:
     a, d = tokens.advantages, tokens.log_ratio
     low = (a < 0) & (d.detach() < 0) & (divergence_S > tokens.low)
     high = (a > 0) & (d.detach() > 0) & (divergence_S > tokens.high)
-    weight = d.detach().exp().clamp(max=rules.ratio_max)
+    weight = d.detach().exp().clamp(max=ratio_max)
     losses = -a * weight * (d - d.detach()).exp()
     return TokenLosses(torch.where(low | high, torch.zeros_like(losses), losses), low, high)
 
@@ -126,8 +122,8 @@ def sapo(tokens: Scored, rules: LossRules) -> TokenLosses:
     The gradient is that of ``-A ρ`` times ``4 p (1 - p)``, p the sigmoid: 1 at ρ = 1, fading on both sides. Tokens for
     which it is below 1/2 count as clipped.
     """
-    ratio, a = tokens.log_ratio.exp(), tokens.advantages
-    temperature = torch.where(a > 0, ratio.new_tensor(rules.sapo_positive), ratio.new_tensor(rules.sapo_negative))
+    options, ratio, a = rules.options_of(Sapo), tokens.log_ratio.exp(), tokens.advantages
+    temperature = torch.where(a > 0, ratio.new_tensor(options.positive), ratio.new_tensor(options.negative))
     gate = torch.sigmoid(temperature * (ratio - 1.0))
     p, moved = gate.detach(), ratio.detach()
     faded = (a != 0) & (4.0 * p * (1.0 - p) < 0.5)

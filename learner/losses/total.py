@@ -17,10 +17,10 @@ is one of
 π_old of a token:
 
     replayed, recorded              μ
-    replayed, unrecorded            today's π, before the first optimizer step of the update: ρ is 1 at first
+    replayed, unrecorded            π_prox, before the first optimizer step of the update: ρ is 1 at first
     ... with ``shaped``             1, as LUFFY sets it: f(ρ) = f(π) = π / (π + β)
-    replayed, all of them, where ``use_recorded`` is False: today's π
-    fresh (guided ones too)         μ, or in the decoupled form today's π
+    replayed, all of them, where ``use_recorded`` is False: π_prox
+    fresh (guided ones too)         μ, or in the decoupled form π_prox
 
 Of a shaped token the gradient is ``-A f'(ρ) ρ ∇log π`` with ``f'(x) x = β x / (x + β)²``: for π_old = 1 largest where
 π = β, so that improbable tokens of a demonstration are learned instead of those that are certain already.
@@ -40,6 +40,7 @@ from learner.losses.base import LossRules, Scored, TokenLosses, log_ratio
 from learner.losses.corrections import Correction, corrections
 from learner.losses.kl import kl_terms
 from learner.losses.policy_losses import bounded, shaped
+from pipeline.config.policy_losses import SecondMoment, Shaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,10 @@ def policy_loss(tokens: LossTokens, rules: LossRules) -> LossTerms:
     """The loss of one micro-batch. The sum over micro-batches is the loss of the optimizer step."""
     off = tokens.off_policy
     recorded = torch.ones_like(off) if tokens.recorded is None else tokens.recorded
-    today = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
-    correction = _correction(tokens, today, recorded, rules)
+    proximal = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+    correction = _correction(tokens, proximal, recorded, rules)
     mask = tokens.loss_mask & (correction.reasons == 0)
-    scored = _scored(tokens, _anchor(tokens, today, recorded, rules), mask, rules)
+    scored = _scored(tokens, _anchor(tokens, proximal, recorded, rules), mask, rules)
     result = rules.policy(scored, rules)
     per_token, unclipped = _mixed(scored, result, off, recorded, rules)
     zero = torch.zeros_like(per_token)
@@ -132,20 +133,20 @@ def policy_loss(tokens: LossTokens, rules: LossRules) -> LossTerms:
     )
 
 
-def _correction(tokens: LossTokens, today: Tensor, recorded: Tensor, rules: LossRules) -> Correction:
+def _correction(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossRules) -> Correction:
     fresh = tokens.loss_mask & ~tokens.replay_mask
     return corrections(
-        today, tokens.behaviour, fresh, tokens.loss_mask & ~tokens.off_policy & recorded, tokens.rows, rules
+        proximal, tokens.behaviour, fresh, tokens.loss_mask & ~tokens.off_policy & recorded, tokens.rows, rules
     )
 
 
-def _anchor(tokens: LossTokens, today: Tensor, recorded: Tensor, rules: LossRules) -> Tensor:
+def _anchor(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossRules) -> Tensor:
     """log π_old of each token."""
     replayed = tokens.replay_mask
-    anchor = torch.where(replayed, tokens.behaviour, today) if rules.decoupled else tokens.behaviour
+    anchor = torch.where(replayed, tokens.behaviour, proximal) if rules.decoupled else tokens.behaviour
     if not rules.use_recorded:
-        return torch.where(replayed, today, anchor)
-    unknown = torch.zeros_like(today) if rules.off_policy == "shaped" else today
+        return torch.where(replayed, proximal, anchor)
+    unknown = torch.zeros_like(proximal) if rules.off_policy.name == "shaped" else proximal
     return torch.where(replayed & ~recorded, unknown, anchor)
 
 
@@ -175,12 +176,13 @@ def _mixed(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, and which tokens have one without a clip. Without μ there is no second moment either, so
     those keep the off clip."""
-    if rules.off_policy == "shaped":
-        other = shaped(scored.log_ratio, scored.advantages, rules.shape_beta)
+    form = rules.off_policy
+    if isinstance(form, Shaped):
+        other = shaped(scored.log_ratio, scored.advantages, form.beta)
         return torch.where(off, other, result.losses), off
-    if rules.off_policy == "second_moment" and rules.use_recorded:
+    if isinstance(form, SecondMoment) and rules.use_recorded:
         unclipped = off & recorded
-        other = bounded(scored.log_ratio.exp(), scored.advantages, rules.dual_clip)
+        other = bounded(scored.log_ratio.exp(), scored.advantages, form.dual_clip)
         return torch.where(unclipped, other, result.losses), unclipped
     return result.losses, torch.zeros_like(off)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
 from learner.data.rows import Row, TokenArray
-from learner.losses.value import value_loss
+from learner.losses.auxiliary import value_loss
 from learner.observability.report import CriticReport, Stopwatch
 from learner.policy.backbone import Backbone
 from learner.policy.passes import idle_part, token_pass

@@ -17,9 +17,9 @@ from learner.data.demonstrations import Demonstrations
 from learner.data.microbatch import MicroBatch, token_offsets, token_weights
 from learner.data.rows import Row
 from learner.distributed.ranks import Ranks
+from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
 from learner.losses.corrections import second_moment_mask, step_factor, token_weights_of
-from learner.losses.supervised import cross_entropy, imported_share, is_imported
 from learner.losses.total import LossTerms, LossTokens, policy_loss
 from learner.observability.report import NonFinite, Stopwatch
 from learner.observability.statistics import TokenValues
@@ -29,6 +29,7 @@ from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
 from learner.training.totals import Conditions, StepSums, StepTotals
 from pipeline.config import RunConfig
 from pipeline.config.algorithm import LossConfig
+from pipeline.config.policy_losses import SecondMoment
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -52,7 +53,7 @@ class LossInputs:
 def old_logprobs_of(rows: Sequence[Row], rules: LossRules, score: Score) -> FloatArray | None:
     """log π_old, taken with the current weights, of the rows whose loss reads it, NaN elsewhere; None where no row's
     does."""
-    anchored = [rules.anchored_today(replayed=row.replayed, recorded=row.recorded) for row in rows]
+    anchored = [rules.needs_proximal(replayed=row.replayed, recorded=row.recorded) for row in rows]
     if not any(anchored):
         return None
     anchored_S = np.repeat(anchored, [row.n_sampled for row in rows])
@@ -68,6 +69,9 @@ def second_moment_loss_mask(
 
     Rows without advantage count too: the mask is a property of the data, not of the rewards.
     """
+    form = loss.off_policy
+    if not isinstance(form, SecondMoment):
+        return None
     chosen = [
         (row, offset)
         for row, offset in zip(rows, offsets, strict=True)
@@ -80,7 +84,7 @@ def second_moment_loss_mask(
     log_ratios = score([row for row, _ in chosen]).astype(np.float64) - behaviour_logprobs
     finite = np.isfinite(log_ratios)
     loss_mask = np.ones(n_tokens, dtype=np.bool_)
-    loss_mask[indices[finite]] = second_moment_mask(log_ratios[finite], loss.second_moment_max)
+    loss_mask[indices[finite]] = second_moment_mask(log_ratios[finite], form.max)
     return loss_mask
 
 

@@ -150,7 +150,7 @@ class Trainer:
                 rows, first_tokens = [batch.rows[i] for i in chosen], [int(offsets[i]) for i in chosen]
                 try:
                     loss_mask = None
-                    if rules.off_policy == "second_moment" and rules.use_recorded:
+                    if rules.use_recorded:
                         loss_mask = second_moment_loss_mask(
                             rows, first_tokens, batch.n_sampled, self._config.loss, score
                         )

@@ -1,43 +1,23 @@
-"""Section ``advantage``: how rewards become advantages.
-
-Sections ``importance`` and ``loss``: what an advantage becomes.
-"""
+"""Sections ``advantage`` (rewards to advantages), ``importance`` and ``loss`` (advantages to gradients)."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from pipeline.config.base import Section
-
-ESTIMATOR_NAMES = (
-    "grpo",
-    "rloo",
-    "leave_one_out",
-    "opo",
-    "maxrl",
-    "gpg",
-    "pass_at_k",
-    "remax",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "gae",
-    "cpo",
-)
-COMPARING = frozenset({"grpo", "rloo", "leave_one_out", "opo", "maxrl", "gpg", "pass_at_k", "reinforce_pp_baseline"})
-"""Estimators that only compare the trajectories of a group: a group of one has advantage 0 everywhere."""
+from pipeline.config.base import Options, Section, expect_kind
+from pipeline.config.estimators import EstimatorOptions, Grpo
+from pipeline.config.policy_losses import Clip, OffPolicyOptions, PolicyOptions, Ppo
 
 
 class AdvantageConfig(Section):
-    estimator: str = "grpo"
-    """``grpo`` (arXiv:2402.03300), ``rloo`` = ``leave_one_out`` (arXiv:2402.14740), ``opo`` (arXiv:2505.23585),
-    ``maxrl`` (arXiv:2602.02710), ``gpg`` (arXiv:2504.02546), ``pass_at_k`` (arXiv:2508.10751), ``remax``
-    (arXiv:2310.10505), ``reinforce_pp`` and ``reinforce_pp_baseline`` (arXiv:2501.03262), ``gae`` (arXiv:1506.02438),
-    ``cpo``; or your own as module:function or file.py:function."""
-    normalize_std: bool = True
-    """Of grpo and cpo. False is Dr. GRPO (arXiv:2503.20783): no division by the standard deviation."""
+    estimator: EstimatorOptions = Grpo()
+    """The estimator with its options: ``{name: cpo, failed_weight: 0.5}``, or its name alone. ``grpo``, ``rloo`` =
+    ``leave_one_out``, ``opo``, ``maxrl``, ``gpg``, ``pass_at_k``, ``remax``, ``reinforce_pp``,
+    ``reinforce_pp_baseline``, ``gae``, ``cpo``; or your own as module:function or file.py:function. docs/LEARNER.md has
+    their options and sources."""
     epsilon: float = Field(1e-6, gt=0)
     """Added to every standard deviation that something is divided by."""
     rewards: Literal["outcome", "turns", "both"] = "outcome"
@@ -46,69 +26,41 @@ class AdvantageConfig(Section):
     that they sum to the outcome. A trajectory without turn rewards has its outcome at the last token."""
     turn_weight: float = 1.0
     """Multiplies turn rewards; with functions in the scorer, set it to ``scorer.environment_weight``."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per trained token: of gae, remax and reinforce_pp."""
     turn_gamma: float = Field(1.0, gt=0, le=1)
     """Discount per turn: of estimators that compare a group, where ``rewards`` is not ``outcome``."""
-    gae_lambda: float = Field(1.0, ge=0, le=1)
-    """1: returns minus values, as is usual for long answers (arXiv:2503.24290)."""
-    whiten: bool = True
-    """Of gae, reinforce_pp and reinforce_pp_baseline: advantages of an update have mean 0 and standard deviation 1
-    over its tokens."""
-    pass_k: int = Field(4, ge=1)
-    """k of pass_at_k: a set of k rollouts is as good as its best."""
-    cpo_failed_mean: float = 0.0
-    """cpo: a group whose mean reward is at most this has failed (difficulty +1)."""
-    cpo_solved_mean: float = 1.0
-    """cpo: a group whose mean reward is at least this is solved (difficulty -1)."""
-    cpo_failed_weight: float = Field(1.0, ge=0)
-    """cpo: weight of the dense signal in failed groups."""
-    cpo_solved_weight: float = Field(0.0, ge=0)
-    """cpo: weight of the dense signal in solved groups, where its sign is turned round."""
     shaping: str | None = None
     """Your own change of rewards before estimation, as module:function or file.py:function. It gets the trajectories
-    as estimators see them (a list of ``Played``) and as they were played, and returns the first with other rewards."""
+    as estimators see them (a list of ``ScoredTrajectory``) and as they are stored, and returns the first with other
+    rewards."""
     overlong_tokens: int | None = Field(None, ge=1)
     """Length at which the overlong penalty is full (DAPO, arXiv:2503.14476, eq. 13), in sampled tokens of the whole
     trajectory. None: no penalty."""
     overlong_buffer: int = Field(0, ge=0)
     """The penalty rises linearly over this many tokens below ``overlong_tokens``."""
     overlong_penalty: float = Field(1.0, ge=0)
-    """What an overlong trajectory loses."""
+    """Reward that an overlong trajectory loses."""
     reward_norm: Literal["none", "group", "batch"] = "none"
     """Outcomes, before estimation, minus their mean and over their standard deviation, of the group or of the update;
     with turn rewards only divided by it, as a mean taken off every turn would pay for the number of turns."""
-    hint_template: str = "{prompt}\n\nHint: {hint}"
-    """cpo: the first message of the user, as the learner scores it with the hint that the environment gives."""
     greedy_rollouts: bool = False
     """Order one greedy rollout (temperature 0) more for each group, which is never trained: its reward is the
     ``baseline`` that estimators see. remax orders them in any case."""
 
     @property
-    def wants_hints(self) -> bool:
-        """Whether actors keep what the prompts would have been with a hint. A user's own estimator gets hints, too."""
-        return self.estimator == "cpo" or ":" in self.estimator
+    def hint_template(self) -> str | None:
+        """The prompt with a hint, which actors keep beside the one they use; None where the estimator has no use for
+        it."""
+        template: str | None = getattr(self.estimator, "hint_template", None)
+        return template
 
     @property
     def orders_greedy(self) -> bool:
-        """Whether a greedy rollout belongs to each group."""
-        return self.greedy_rollouts or self.estimator == "remax"
+        """True if a greedy rollout belongs to each group."""
+        return self.greedy_rollouts or self.estimator.name == "remax"
 
-    @field_validator("estimator")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in ESTIMATOR_NAMES and ":" not in name:
-            raise ValueError(
-                f"expected one of {', '.join(ESTIMATOR_NAMES)}, or your own as module:function, got {name!r}"
-            )
-        return name
-
-    @field_validator("hint_template")
-    @classmethod
-    def _has_places(cls, template: str) -> str:
-        if "{prompt}" not in template or "{hint}" not in template:
-            raise ValueError(f"expected {{prompt}} and {{hint}} in the template, got {template!r}")
-        return template
+    def options_of(self, kind: type[Options]) -> Options:
+        """Options of the chosen estimator, which must be of ``kind``."""
+        return expect_kind(self.estimator, kind, "advantage.estimator")
 
     @model_validator(mode="after")
     def _agrees(self) -> AdvantageConfig:
@@ -117,11 +69,6 @@ class AdvantageConfig(Section):
                 f"advantage.overlong_buffer ({self.overlong_buffer}) must not be more than overlong_tokens "
                 f"({self.overlong_tokens})"
             )
-        if self.cpo_failed_mean >= self.cpo_solved_mean:
-            raise ValueError(
-                f"advantage.cpo_failed_mean ({self.cpo_failed_mean}) must be below cpo_solved_mean "
-                f"({self.cpo_solved_mean})"
-            )
         return self
 
 
@@ -129,10 +76,10 @@ Level = Literal["token", "sequence", "geometric", "any_token"]
 
 
 class MaskConfig(Section):
-    """Tokens that are rejected because π_today/μ lies outside ``[low, high]``."""
+    """Tokens that are rejected because π_prox/μ lies outside ``[low, high]``; π_prox is the policy before the step."""
 
     level: Level
-    """What the ratio is of: the token; its row (``sequence``: the product over the row's tokens; ``geometric``: that
+    """Scope of the ratio: the token; its row (``sequence``: the product over the row's tokens; ``geometric``: that
     product to the power of one over their number); or the row is rejected as soon as any token's own ratio lies outside
     (``any_token``, a veto). A row is a branch of a trajectory."""
     low: float = Field(0.0, ge=0)
@@ -161,7 +108,7 @@ class ImportanceConfig(Section):
     weight_max: float = Field(2.0, gt=0)
     """Truncation of w in the proximal form."""
     masks: tuple[MaskConfig, ...] = ()
-    """Rejections by π_today/μ of fresh tokens with the fresh loss; rejected tokens keep their share of the denominator
+    """Rejections by π_prox/μ of fresh tokens with the fresh loss; rejected tokens keep their share of the denominator
     and are counted by reason. All of them apply; a token counts for the first that rejects it. With
     ``{level: token, high: 2}`` and a weight it is masked importance sampling, with ``{level: token, low: 0.5,
     high: 5}`` IcePop (arXiv:2510.18855), with ``{level: geometric, low: 0.99, high: 1.01}`` rejection of whole rows
@@ -207,46 +154,26 @@ class SupervisedConfig(Section):
 
 
 class LossConfig(Section):
-    policy: str = Field("ppo", pattern=r"^([a-z][a-z0-9_]*|[^:]+:[A-Za-z_][A-Za-z0-9_]*)$")
-    """The policy loss: ``ppo`` (arXiv:1707.06347), ``gspo`` and ``gspo_token`` (arXiv:2507.18071), ``gmpo``
-    (arXiv:2507.20673), ``cispo`` (arXiv:2506.13585), ``sapo`` (arXiv:2511.20347), ``dppo_tv`` and ``dppo_kl``
-    (arXiv:2602.04879), or your own as ``module:function`` or ``file.py:function``
-    (``learner.losses.base.PolicyLoss`` says what it gets and gives)."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Handed to a loss of your own as ``rules.options``."""
-    clip_low: float | None = Field(None, ge=0, le=1)
-    """Lower clip of the ratio, in the loss's own measure. None: as published, which is 0.2 (ppo), 0.0003 (gspo,
-    gspo_token), 0.4 on the log-ratio (gmpo), 1, which is none (cispo), 0.15 and 0.05 as bound of the divergence
-    (dppo_tv, dppo_kl). sapo has none."""
-    clip_high: float | None = Field(None, ge=0)
-    """Upper clip. None: as published, which is 0.28 (ppo), 0.0004 (gspo, gspo_token), 0.4 (gmpo), 4 (cispo; ScaleRL,
-    arXiv:2510.13786), 0.15 and 0.05 (dppo_tv, dppo_kl)."""
-    dual_clip: float | None = Field(3.0, gt=1)
-    """Bound on the loss of tokens with negative advantage, as a multiple of |A| (arXiv:1912.09729), in ppo, gspo,
-    gspo_token and gmpo. None: no bound."""
-    ratio_max: float = Field(20.0, gt=1)
-    """Truncation of the ratio in dppo_tv and dppo_kl, where a rare token's ratio has no other bound."""
-    sapo_positive: float = Field(1.0, gt=0)
-    """Temperature of sapo's gate for positive advantages."""
-    sapo_negative: float = Field(1.05, gt=0)
-    """For negative ones: larger closes sooner, because they spread over the whole vocabulary."""
+    policy: PolicyOptions = Ppo()
+    """The policy loss with its options: ``{name: sapo, negative: 1.1}``, or its name alone. ``ppo``, ``gspo``,
+    ``gspo_token``, ``gmpo``, ``cispo``, ``sapo``, ``dppo_tv``, ``dppo_kl``, or your own as ``module:function`` or
+    ``file.py:function`` (``learner.losses.base.PolicyLoss`` says what it gets and gives). docs/LEARNER.md has their
+    options and sources."""
     off_clip_low: float | None = Field(None, ge=0, le=1)
-    """Lower clip of off-policy tokens (replayed; guided as ``off_clip_guided`` says). None: ``clip_low``."""
+    """Lower clip of off-policy tokens (replayed; guided as ``off_clip_guided`` says). None: that of the policy loss."""
     off_clip_high: float | None = Field(None, ge=0)
     """Upper clip of off-policy tokens. None: 1.0, which lets their ratio reach 2 (cispo, dppo_tv and dppo_kl:
-    ``clip_high``). Larger than the fresh clip, so that what the policy has half forgotten can be learned back."""
+    their ``clip_high``). Larger than the fresh clip, so that what the policy has half forgotten can be learned back."""
     off_clip_guided: Literal["none", "discarded", "all"] = "discarded"
-    """Which trajectories whose prompt held lessons use the off-policy loss: none, those trained without the lessons
+    """Trajectories with lessons in the prompt that use the off-policy loss: none, those trained without the lessons
     (``lessons.train_mode``), or all."""
-    off_policy: Literal["clip", "shaped", "second_moment"] = "clip"
-    """Loss of off-policy tokens: that of fresh ones but with the off clip; ``shaped``: ``-A f(ratio)`` with
-    ``f(x) = x / (x + off_shape_beta)`` (LUFFY, arXiv:2504.14945; ExGRPO, arXiv:2510.02245); ``second_moment``: no clip,
-    but tokens whose log-ratios push the batch's second moment over ``second_moment_max`` are masked (M2PO,
-    arXiv:2510.01161)."""
-    off_shape_beta: float = Field(0.1, gt=0)
-    second_moment_max: float = Field(0.04, gt=0)
+    off_policy: OffPolicyOptions = Clip()
+    """Loss of off-policy tokens: ``clip``, that of fresh ones but with the off clip; ``shaped``, ``-A f(ratio)`` with
+    ``f(x) = x / (x + beta)`` (LUFFY, arXiv:2504.14945; ExGRPO, arXiv:2510.02245); ``second_moment``, no clip, but
+    tokens whose log-ratios push the batch's second moment over ``max`` are masked (M2PO, arXiv:2510.01161). Alone, or
+    with options as in ``{name: shaped, beta: 0.1}``."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"] = "token_mean"
-    """How token losses of an optimizer step add up, T its tokens and N its sequences (trajectories): ``token_mean``
+    """Sum of the token losses of an optimizer step, T its tokens and N its sequences (trajectories): ``token_mean``
     divides by T (DAPO, arXiv:2503.14476); ``sequence_mean`` is the mean over sequences of token means (GRPO,
     arXiv:2402.03300; also GSPO, GMPO and SAPO as published); ``sequence_sum`` the mean over sequences of token sums;
     ``sequence_sum_norm`` that over the constant ``aggregation_length`` (Dr. GRPO, arXiv:2503.20783)."""
@@ -254,7 +181,7 @@ class LossConfig(Section):
     """Tokens; commonly the longest response allowed."""
     entropy_bonus: float = Field(0.0, ge=0)
     kl: Literal["none", "loss", "reward"] = "none"
-    """Where KL(π‖π_ref) to a reference policy counts: ``loss`` adds ``kl_coef`` times its estimate at each token;
+    """Place of KL(π‖π_ref) to a reference policy: ``loss`` adds ``kl_coef`` times its estimate at each token;
     ``reward`` takes it from each token's reward before advantages are estimated (arXiv:1909.08593)."""
     kl_coef: float = Field(0.001, ge=0)
     """Coefficient, at the start where the controller is adaptive."""
@@ -290,8 +217,4 @@ class LossConfig(Section):
             )
         if self.kl_controller == "adaptive" and self.kl_coef == 0:
             raise ValueError("loss.kl_coef is 0 and an adaptive controller only multiplies it: start above 0")
-        if self.options and ":" not in self.policy:
-            raise ValueError(
-                f"loss.options are for a loss of your own, but loss.policy is {self.policy}: leave them out"
-            )
         return self

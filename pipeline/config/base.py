@@ -1,8 +1,11 @@
-"""What every section has in common: unknown keys are refused, values are bounded, nothing changes after loading."""
+"""Bases of the run file's sections: frozen models without unknown keys, and a choice of one model by its name."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
@@ -10,3 +13,68 @@ class Section(BaseModel):
     show``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+Options = TypeVar("Options", bound=Section)
+
+
+def expect_kind(options: object, kind: type[Options], key: str) -> Options:
+    """``options`` as ``kind``. Raises :class:`TypeError` where another loss or estimator is chosen."""
+    if not isinstance(options, kind):
+        raise TypeError(f"expected {kind.__name__} as {key}, got {options!r}")
+    return options
+
+
+class Choice:
+    """One of several sections, told apart by ``name``: ``Annotated[A | B, Choice("a")]``.
+
+    ``policy: sapo`` is short for ``policy: {name: sapo}``; without a name it is ``default``. A section whose ``name``
+    is any text takes import paths (``module:function``): the user's own.
+    """
+
+    def __init__(self, default: str) -> None:
+        self.default = default
+        self.kinds: dict[str, type[Section]] = {}
+        """By name; ``own`` is the section for import paths."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        for kind in get_args(source):
+            names = get_args(kind.model_fields["name"].annotation) or ("own",)
+            self.kinds |= dict.fromkeys(names, kind)
+        tagged = core_schema.tagged_union_schema(
+            {name: handler.generate_schema(kind) for name, kind in self.kinds.items()}, discriminator=self._tag
+        )
+        return core_schema.no_info_before_validator_function(self._read, tagged)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are built in."""
+        return tuple(name for name in self.kinds if name != "own")
+
+    def kind(self, value: Any) -> type[Section] | None:
+        """The section that a value of the run file is, or None where its name is unknown."""
+        tag = self._tag(self.mapping(value))
+        return None if tag is None else self.kinds.get(tag)
+
+    def mapping(self, value: Any) -> Any:
+        """``value`` with its name written out."""
+        if isinstance(value, str):
+            return {"name": value}
+        return {"name": self.default, **value} if isinstance(value, dict) else value
+
+    def _read(self, value: Any) -> Any:
+        value = self.mapping(value)
+        if self._tag(value) is None:
+            own = ", or your own as module:function or file.py:function" if "own" in self.kinds else ""
+            came = value.get("name") if isinstance(value, dict) else value
+            raise ValueError(f"expected one of {', '.join(self.names)}{own}, got {came!r}")
+        return value
+
+    def _tag(self, value: Any) -> str | None:
+        name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+        if not isinstance(name, str):
+            return None
+        if name in self.names:
+            return name
+        file, colon, function = name.rpartition(":")
+        return "own" if "own" in self.kinds and file and colon and function.isidentifier() else None

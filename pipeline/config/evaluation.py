@@ -1,7 +1,4 @@
-"""Section ``evaluation``: how good the policy is on tasks that it is never trained on (docs/EVALUATION.md).
-
-Section ``traces``: rollouts that are kept for ``afterplay show``.
-"""
+"""Sections ``evaluation`` (held-out tasks, docs/EVALUATION.md) and ``traces`` (rollouts for ``afterplay show``)."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ class EvaluationConfig(Section):
     end: bool = True
     """Evaluate the last weights; the run ends after that."""
     split: str = Field("eval", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Which split is played: one of ``tasks_from.splits``, of the environment's own, or of ``held_out``."""
+    """Split to evaluate on: one of ``tasks_from.splits``, of the environment's own, or of ``held_out``."""
     environments: tuple[str, ...] = ()
-    """Which sections of ``environments`` are evaluated. Empty: every one that has the split."""
+    """Sections of ``environments`` to evaluate. Empty: every one that has the split."""
     tasks: int = Field(64, ge=1, le=1_048_576)
     """Tasks of each environment, spread evenly over its split; fewer where the split has fewer. Always the same ones,
     in every run, so that results can be compared."""
@@ -89,7 +86,7 @@ class EvaluationConfig(Section):
         return self.keep_best or "score"
 
     def is_due(self, updates: int, total_steps: int) -> bool:
-        """Whether weights that contain ``updates`` updates are evaluated."""
+        """True if weights that contain ``updates`` updates are evaluated."""
         if self.every is None:
             return False
         if updates >= total_steps:

@@ -1,7 +1,4 @@
-"""Ports: free ones where 0 was asked for, and a clear refusal where a fixed one is taken.
-
-A configuration as YAML with the documentation of each key as comments.
-"""
+"""Resolved configurations (ports fixed, paths absolute), and configurations as documented YAML."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ def free_ports(host: str, count: int) -> int:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """True if a server could listen there now."""
     try:
         with _socket(host) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,5 @@
-"""Section ``learner``: model in memory, optimizer, passes over a batch.
-
-Sections about a run's updates: groups, staleness, publication, checkpoints.
-"""
+"""Sections of the learner (``learner``) and of a run's updates (``groups``, ``staleness``, ``publish``,
+``checkpoint``)."""
 
 from __future__ import annotations
 
@@ -149,14 +147,14 @@ class LearnerConfig(Section):
 
 
 class GroupsConfig(Section):
-    """What one update is made of: ``groups_per_step`` groups of exactly ``n_rollout`` trajectories."""
+    """Groups of one update: ``groups_per_step`` groups of exactly ``n_rollout`` trajectories."""
 
     n_rollout: int = Field(8, ge=1, le=4096)
     groups_per_step: int = Field(8, ge=1, le=65_536)
     attempts_max: int = Field(3, ge=1)
     """Failed rollouts of one slot before its group is cancelled."""
-    equal_rewards: Literal["keep", "drop", "refill"] = "keep"
-    """What becomes of a finished group whose rewards are all equal: every estimator that compares a group gives it
+    zero_variance: Literal["keep", "drop", "refill"] = "keep"
+    """Fate of a finished group whose rewards are all equal: every estimator that compares a group gives it
     advantage 0. ``keep``: it is trained all the same. ``drop``: its update is made from the other groups; an update
     that loses all of them is counted and changes no weights. ``refill``: a newly admitted group takes its place in the
     update (dynamic sampling of DAPO, arXiv:2503.14476). The rewards are the scorer's, before ``advantage.shaping`` and
@@ -182,7 +180,7 @@ class StalenessConfig(Section):
 
 
 class PublishConfig(Section):
-    """How new weights reach the engines."""
+    """Publication of new weights to the engines."""
 
     keep: int = Field(2, ge=1)
     """Weight folders kept."""

@@ -1,16 +1,15 @@
-"""From a run file, the environment and ``--set`` to a :class:`RunConfig`; errors that a person can act on.
+"""Loader of run files: file, environment and ``--set`` to a :class:`RunConfig`, with errors that name the remedy.
 
-Later wins: the file, then ``AFTERPLAY__SECTION__KEY=value``, then ``--set section.key=value``. Values are read as YAML.
-
-YAML as run files mean it: 1.2's scalars, and no key twice.
-
-PyYAML follows YAML 1.1, where ``1e-6`` is a string and ``no`` is a boolean. Here ``1e-6`` is a number, only ``true``
-and ``false`` are booleans, and dates stay text. What :func:`dump` writes, :func:`parse` reads as the same value.
+Later wins: the file, then ``AFTERPLAY__SECTION__KEY=value``, then ``--set section.key=value``. Values are read as YAML
+1.2 with no key twice, not as PyYAML's 1.1: ``1e-6`` is a number, only ``true`` and ``false`` are booleans, and dates
+stay text. :func:`loads` reads what :func:`dump` writes as an equal configuration. ``MOVED`` and ``REMOVED`` are keys
+of older versions.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import typing
@@ -23,9 +22,50 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from pipeline.config.base import Choice
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
 
+log = logging.getLogger(__name__)
+
+MOVED: dict[str, tuple[str, ...]] = {
+    "groups.equal_rewards": ("groups.zero_variance",),
+    "loss.options": ("loss.policy.options",),
+    "loss.clip_low": ("loss.policy.clip_low",),
+    "loss.clip_high": ("loss.policy.clip_high",),
+    "loss.dual_clip": ("loss.policy.dual_clip", "loss.off_policy.dual_clip"),
+    "loss.ratio_max": ("loss.policy.ratio_max",),
+    "loss.sapo_positive": ("loss.policy.positive",),
+    "loss.sapo_negative": ("loss.policy.negative",),
+    "loss.off_shape_beta": ("loss.off_policy.beta",),
+    "loss.second_moment_max": ("loss.off_policy.max",),
+    "advantage.normalize_std": ("advantage.estimator.normalize_std",),
+    "advantage.gamma": ("advantage.estimator.gamma",),
+    "advantage.gae_lambda": ("advantage.estimator.gae_lambda",),
+    "advantage.whiten": ("advantage.estimator.whiten",),
+    "advantage.pass_k": ("advantage.estimator.k",),
+    "advantage.cpo_failed_mean": ("advantage.estimator.failed_mean",),
+    "advantage.cpo_solved_mean": ("advantage.estimator.solved_mean",),
+    "advantage.cpo_failed_weight": ("advantage.estimator.failed_weight",),
+    "advantage.cpo_solved_weight": ("advantage.estimator.solved_weight",),
+    "advantage.hint_template": ("advantage.estimator.hint_template",),
+}
+"""Keys of the last version and where their values go now. They are read with a warning, for one version."""
+
+REMOVED = {
+    "replay.shards": "there is one replay stage: leave the key out",
+    "replay.memory_only": "the store is always on disk: leave the key out, and put replay.path on a fast disk",
+    "replay.checkpoint_seconds": "the store is always on disk and needs no copies: leave the key out",
+    "learner.warm_start": "fine-tune with any tool and give its model folder as model.source (docs/LEARNER.md, "
+    '"Starting from supervised fine-tuning")',
+    "lessons.source: embedded": "the replay stage's own memory is called stage: write lessons.source: stage",
+    "lessons.source: reme": "a service is reached by a class: write lessons.source: actors.rollout.reme:RemeSource and "
+    "its address as lessons.source_options: {url: ..., workspace: ...}",
+    "lessons.url": "it belongs to the class that lessons.source names: write lessons.source_options: {url: ...}",
+    "lessons.workspace": "it belongs to the class that lessons.source names: write lessons.source_options: "
+    "{workspace: ...}",
+}
+"""Keys, or values of a key, that are gone, and what to do instead."""
 Lines = dict[tuple[str | int, ...], int]
 """Path of keys and list positions to the line, from 1, where its value begins."""
 
@@ -102,7 +142,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def yaml_lines(text: str) -> Lines:
-    """Where each value of a document begins. The document must parse."""
+    """Line at which each value of a document begins. The document must parse."""
     found: Lines = {}
 
     def walk(node: yaml.Node | None, path: tuple[str | int, ...]) -> None:
@@ -141,14 +181,14 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class _Sources:
-    """Which file, variable or option each value came from."""
+    """File, variable or option that each value came from."""
 
     file: str
     lines: Lines = field(default_factory=dict)
     overrides: dict[Path_, str] = field(default_factory=dict)
 
     def name(self, path: Path_) -> str:
-        """Where to look for the value at ``path``."""
+        """Source of the value at ``path``."""
         for length in range(len(path), 0, -1):
             part = path[:length]
             if part in self.overrides:
@@ -221,8 +261,11 @@ def _assign(data: dict[str, Any], parts: list[str], value: Any, place: str, sour
         else:
             raise ConfigurationError(f"{place}: expected {_dotted(path)} to be a section, got the value {at!r}")
         path = (*path, key)
+        choice = choice_at(path)
         if following is None:
             at[key] = value
+        elif choice is not None and isinstance(at, dict):
+            at[key] = choice.mapping(at.get(key) or {})
         elif (at.get(key) if isinstance(at, dict) else at[typing.cast(int, key)]) is None:
             at[key] = {}
         if following is not None:
@@ -243,19 +286,102 @@ def _position(at: list[Any], part: str, place: str, path: Path_) -> int:
 
 def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
     data = {key: {} if value is None else value for key, value in data.items()}
+    problems = _read_removed(data, sources) + _read_moved(data, sources)
     try:
-        return RunConfig.model_validate(data)
+        config = RunConfig.model_validate(data)
     except ValidationError as error:
-        problems = [_describe(problem, sources) for problem in error.errors(include_url=False)]
-    raise ConfigurationError("\n".join(dict.fromkeys(problems)))
+        problems += [_describe(problem, sources) for problem in error.errors(include_url=False)]
+    if problems:
+        raise ConfigurationError("\n".join(dict.fromkeys(problems)))
+    return config
+
+
+def _read_removed(data: dict[str, Any], sources: _Sources) -> list[str]:
+    """Take the keys of ``REMOVED`` out of ``data``; a sentence on each that was there."""
+    problems = []
+    for entry, remedy in REMOVED.items():
+        dotted, _, value = entry.partition(": ")
+        section, key = dotted.split(".")
+        values = data.get(section)
+        if isinstance(values, dict) and key in values and (not value or values[key] == value):
+            del values[key]
+            problems.append(f"{sources.name((section, key))}: {entry} is gone: {remedy}")
+    return problems
+
+
+def _read_moved(data: dict[str, Any], sources: _Sources) -> list[str]:
+    """Put the values of the keys of ``MOVED`` where they belong now, with a warning; a sentence on each that cannot be
+    put there."""
+    problems = []
+    for old, places in MOVED.items():
+        section, key = old.split(".")
+        values = data.get(section)
+        if not isinstance(values, dict) or key not in values:
+            continue
+        value, source = values.pop(key), sources.name((section, key))
+        targets = [t for place in places if (t := _place_for(data, tuple(place.split(".")), value)) is not None]
+        for at, path in targets:
+            if path[-1] in at:
+                problems.append(
+                    f"{source}: expected {old} only as {_dotted(path)}, got both ({sources.name(path)}): remove {old}"
+                )
+            else:
+                at[str(path[-1])] = value
+                sources.overrides[path] = source
+        if targets:
+            found = " and ".join(_dotted(path) for _, path in targets)
+            log.warning("%s: expected %s, got the old key %s: move it there", source, found, old)
+        else:
+            log.warning("%s: %s does nothing here and is %s now: leave it out", source, old, " or ".join(places))
+    return problems
+
+
+def _place_for(data: dict[str, Any], path: Path_, value: Any) -> tuple[dict[str, Any], Path_] | None:
+    """The mapping that has the key ``path`` and that path, or None where the loss or estimator that was chosen has no
+    such option. The user's own has it among its ``options``."""
+    section, key = data[str(path[0])], str(path[-1])
+    if len(path) == 2:
+        return section, path
+    choice = choice_at(path[:2])
+    assert choice is not None
+    given = section.get(str(path[1])) or {}
+    kind = choice.kind(given)
+    option = kind.model_fields.get(key) if kind else None
+    own = kind is not None and kind is choice.kinds.get("own")
+    if option is None and not own:
+        return None
+    if option is not None and value is None and type(None) not in typing.get_args(option.annotation):
+        return None
+    chosen = section[str(path[1])] = dict(choice.mapping(given))
+    if option is not None:
+        return chosen, path
+    options = chosen["options"] = dict(chosen.get("options") or {})
+    return options, (*path[:2], "options", key)
+
+
+def choice_at(path: Path_) -> Choice | None:
+    """The choice that the keys of ``path`` lead to, or None where they lead to something else."""
+    model = model_at(RunConfig, path[:-1])
+    found = model.model_fields.get(str(path[-1])) if model else None
+    return next((item for item in found.metadata if isinstance(item, Choice)), None) if found else None
+
+
+def _without_names(path: Path_) -> tuple[Path_, type[BaseModel] | None]:
+    """A place of pydantic's, which holds the name of a choice that was made, as the run file has it; and the section
+    there."""
+    for i in range(1, len(path)):
+        choice = choice_at(path[:i])
+        if choice is not None:
+            kind = choice.kinds[str(path[i])]
+            return (*path[:i], *path[i + 1 :]), kind if i + 2 == len(path) else model_at(kind, path[i + 1 : -1])
+    return path, model_at(RunConfig, path[:-1])
 
 
 def _describe(problem: Any, sources: _Sources) -> str:
     """One line: place, key, what was expected, what came, what to do."""
-    path: Path_ = tuple(problem["loc"])
+    path, model = _without_names(tuple(problem["loc"]))
     key, place, kind = _dotted(path), sources.name(path), problem["type"]
     if kind == "extra_forbidden":
-        model = model_at(RunConfig, path[:-1])
         known = list(model.model_fields) if model else []
         return f"{place}: unknown key {key}{_suggestion(str(path[-1]), known, path[:-1])}"
     came = "" if isinstance(problem["input"], dict | BaseModel) else f", got {_short(problem['input'])}"

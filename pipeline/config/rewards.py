@@ -35,7 +35,7 @@ class Part(Section):
     """Sections of ``environments`` whose trajectories it scores; for others it is no part of the reward. Empty: all."""
 
     def applies_to(self, environment: str) -> bool:
-        """Whether trajectories of this environment have the part."""
+        """True if trajectories of this environment have the part."""
         return not self.environments or environment in self.environments
 
 
@@ -182,5 +182,5 @@ class ScorerConfig(Section):
 
     @property
     def by_group(self) -> bool:
-        """Whether a function must see a whole group."""
+        """True if a function must see a whole group."""
         return any(function.per == "group" for function in self.functions)

@@ -1,7 +1,4 @@
-"""Sections about playing: model, engines, sampling, environments, actors.
-
-What ``engine.colocate`` asks of the other sections.
-"""
+"""Sections of rollouts: model, engines, sampling, environments, actors; checks of ``engine.colocate``."""
 
 from __future__ import annotations
 

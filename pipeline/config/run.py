@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.algorithm import COMPARING, AdvantageConfig, ImportanceConfig, LossConfig
+from pipeline.config.algorithm import AdvantageConfig, ImportanceConfig, LossConfig
 from pipeline.config.base import Section
+from pipeline.config.estimators import COMPARING, PassAtK
 from pipeline.config.evaluation import EvaluationConfig, TracesConfig
 from pipeline.config.learner import CheckpointConfig, GroupsConfig, LearnerConfig, PublishConfig, StalenessConfig
 from pipeline.config.replay import LessonsConfig, ReplayConfig
@@ -143,14 +144,14 @@ class RunConfig(Section):
         return self
 
     def _check_advantage(self) -> None:
-        advantage, n = self.advantage, self.groups.n_rollout
-        if advantage.estimator == "pass_at_k" and advantage.pass_k > n:
+        estimator, n = self.advantage.estimator, self.groups.n_rollout
+        if isinstance(estimator, PassAtK) and estimator.k > n:
             raise ValueError(
-                f"advantage.pass_k ({advantage.pass_k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
+                f"advantage.estimator.k ({estimator.k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
                 "taken from a group"
             )
-        if self.groups.equal_rewards != "keep":
-            self._check_equal_rewards()
+        if self.groups.zero_variance != "keep":
+            self._check_zero_variance()
 
     def _check_rewards(self) -> None:
         scorer = self.scorer
@@ -163,7 +164,7 @@ class RunConfig(Section):
                 )
         if scorer.by_group and self.advantage.orders_greedy:
             raise ValueError(
-                f"scorer.functions has one with per: group, but advantage.estimator {self.advantage.estimator} "
+                f"scorer.functions has one with per: group, but advantage.estimator {self.advantage.estimator.name} "
                 "compares with a greedy rollout, which is in no group: use per: trajectory, or another estimator"
             )
         for name, section in self.environments.items():
@@ -201,18 +202,19 @@ class RunConfig(Section):
                 "replay.enabled: true, or source: file"
             )
 
-    def _check_equal_rewards(self) -> None:
+    def _check_zero_variance(self) -> None:
         """Groups with equal rewards may be left out only where they teach nothing."""
-        advantage, what = self.advantage, f"groups.equal_rewards is {self.groups.equal_rewards}"
-        if advantage.estimator not in COMPARING | {"remax"} and ":" not in advantage.estimator:
+        advantage, what = self.advantage, f"groups.zero_variance is {self.groups.zero_variance}"
+        name = advantage.estimator.name
+        if name not in COMPARING | {"remax"} and ":" not in name:
             raise ValueError(
-                f"{what}, but advantage.estimator {advantage.estimator} learns from groups with equal rewards too: set "
-                f"equal_rewards: keep, or one of {', '.join(sorted(COMPARING | {'remax'}))}"
+                f"{what}, but advantage.estimator {name} learns from groups with equal rewards too: set "
+                f"zero_variance: keep, or one of {', '.join(sorted(COMPARING | {'remax'}))}"
             )
         if advantage.rewards != "outcome":
             raise ValueError(
                 f"{what}, but advantage.rewards is {advantage.rewards}: turns may differ where outcomes are equal, and "
-                "the replay stage sees outcomes only. Set equal_rewards: keep"
+                "the replay stage sees outcomes only. Set zero_variance: keep"
             )
         if self.groups.n_rollout == 1 and not advantage.orders_greedy:
             raise ValueError(f"{what}, but groups.n_rollout is 1: the rewards of every group are equal")

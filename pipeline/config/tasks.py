@@ -111,7 +111,7 @@ class TasksFromConfig(Section):
 
     @property
     def divides(self) -> bool:
-        """Whether the splits are shares of one data set."""
+        """True if the splits are shares of one data set."""
         return all(isinstance(value, float) for value in self.splits.values())
 
     @property

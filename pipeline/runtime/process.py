@@ -92,7 +92,9 @@ class RoleContext:
         self.stopping = anyio.Event()
         """Set when the process should drain and return."""
         self.status = Status()
-        self.process = ProcessMetrics(self.registry, config.run.name, config.advantage.estimator, config.model.source)
+        self.process = ProcessMetrics(
+            self.registry, config.run.name, config.advantage.estimator.name, config.model.source
+        )
         self._beat_at = time.monotonic()
 
     def report(self, state: str, waiting_for: str = "", **details: Any) -> None:

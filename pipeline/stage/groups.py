@@ -1,7 +1,7 @@
 """Groups from admission to completion: slots that need an order, answers, scores, and the outcome of a complete group.
 
 *consumes* admissions, answers, scores; *produces* slots to order, complete groups, cancelled groups. *waits for*:
-nothing. A complete group whose rewards have zero variance is trained, dropped or replaced (``groups.equal_rewards``).
+nothing. A complete group whose rewards have zero variance is trained, dropped or replaced (``groups.zero_variance``).
 While groups are given up because their rollouts fail, admission backs off, so that a broken environment does not turn
 into a flood of orders.
 """
@@ -69,13 +69,14 @@ class ZeroVarianceFilter:
     def decide(self, group: GroupRecord) -> GroupOutcome:
         """Decide, once, about a group that has just become complete. Decisions about zero variance are counted."""
         rule = self._config.groups
-        with_baseline = self._config.advantage.estimator == "remax" or ":" in self._config.advantage.estimator
+        estimator = self._config.advantage.estimator.name
+        with_baseline = estimator == "remax" or ":" in estimator
         if not zero_variance(group, with_baseline=with_baseline):
             return GroupOutcome.TRAIN
-        if rule.equal_rewards == "drop":
+        if rule.zero_variance == "drop":
             self._journal.count(Count.GROUPS_ZERO_VARIANCE_DROPPED)
             return GroupOutcome.DROP
-        if rule.equal_rewards == "refill" and self._may_refill():
+        if rule.zero_variance == "refill" and self._may_refill():
             self._journal.count(Count.GROUPS_ZERO_VARIANCE_REFILLED)
             return GroupOutcome.REFILL
         self._journal.count(Count.GROUPS_ZERO_VARIANCE_KEPT)

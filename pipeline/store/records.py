@@ -33,7 +33,7 @@ class GroupState(StrEnum):
     CANCELLED = "cancelled"
     """Terminal; ``reason`` says why."""
     UNINFORMATIVE = "uninformative"
-    """Terminal: its rewards were all equal, and its update was made without it (``groups.equal_rewards: drop``)."""
+    """Terminal: its rewards were all equal, and its update was made without it (``groups.zero_variance: drop``)."""
     EVALUATING = "evaluating"
     """Its task is held out: its rollouts are for an evaluation and it is in no batch."""
     EVALUATED = "evaluated"
@@ -96,7 +96,7 @@ class Drop(StrEnum):
     REPLACED = "replaced"
     """A stored success replaced it, because every fresh rollout of its group failed."""
     UNINFORMATIVE = "uninformative"
-    """All rewards of its group were equal (``groups.equal_rewards``)."""
+    """All rewards of its group were equal (``groups.zero_variance``)."""
 
 
 class CancelReason(StrEnum):
@@ -113,7 +113,7 @@ class CancelReason(StrEnum):
     UNTRAINED = "untrained"
     """The learner made its update without it."""
     UNINFORMATIVE = "uninformative"
-    """Its rewards were all equal, and a new group replaces it (``groups.equal_rewards: refill``)."""
+    """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
 
 
 ZERO_VARIANCE = "uninformative"

@@ -115,7 +115,7 @@ def config_of(directory: Path, url: str) -> RunConfig:
             "sampling": {"max_tokens": 4},
             "engine": {"kind": "external", "urls": [url]},
             "environments": {"guess": {"name": "number_guess"}},
-            "groups": {"n_rollout": 2, "groups_per_step": 1, "equal_rewards": "keep"},
+            "groups": {"n_rollout": 2, "groups_per_step": 1, "zero_variance": "keep"},
             "learner": {"device": "cpu", "compute_dtype": "float32"},
             "checkpoint": {"every": 1},
             "replay": {"synchronous": "NORMAL"},

@@ -27,7 +27,7 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
                 "n_rollout": n,
                 "groups_per_step": rng.randint(1, 4),
                 "attempts_max": rng.randint(1, 4),
-                "equal_rewards": rng.choice(("drop", "refill", "refill")),
+                "zero_variance": rng.choice(("drop", "refill", "refill")),
                 "refill_max": rng.choice((0.5, 1.0, 3.0)),
             },
             "staleness": {"max": rng.randint(0, 3)},
@@ -71,7 +71,7 @@ def check(sim: Simulation) -> int:
     assert payloads == core.payloads.held
     dropped, refilled = ledger.groups.get("equal_dropped", 0), ledger.groups.get("equal_refilled", 0)
     assert ledger.groups.get("cancelled.uninformative", 0) == refilled
-    if rule.equal_rewards == "drop" and sim.config.advantage.estimator != "remax":
+    if rule.zero_variance == "drop" and sim.config.advantage.estimator.name != "remax":
         same = [n for n, values in rewards.items() if len(set(values)) == 1 and n not in with_replays]
         assert not [n for n in same if len(rewards[n]) > 1], "an equal group was trained"
     kept = ledger.groups.get("trained", 0) + ledger.groups.get("uninformative", 0)

@@ -6,23 +6,24 @@ import hypothesis.strategies as st
 import numpy as np
 
 from learner.advantages.apply import estimate
-from learner.advantages.base import Played
+from learner.advantages.base import ScoredTrajectory
 from pipeline.config.algorithm import AdvantageConfig
 
+OPTIONS = {"normalize_std", "k", "gamma", "gae_lambda", "whiten", "failed_mean", "failed_weight", "solved_weight"}
 REWARD = st.floats(-3, 3, allow_nan=False, width=32)
 
 
-def make_played(reward, turns=(0, 0, 1), group=0, **facts) -> Played:
+def make_scored(reward, turns=(0, 0, 1), group=0, **facts) -> ScoredTrajectory:
     arrays = ("logprobs", "behaviour", "reference", "entropies", "values", "hinted", "penalties")
     facts = {k: np.asarray(v, dtype=np.float64) if k in arrays and v is not None else v for k, v in facts.items()}
-    return Played(group=group, reward=float(reward), turns=np.asarray(turns, dtype=np.int32), **facts)
+    return ScoredTrajectory(group=group, reward=float(reward), turns=np.asarray(turns, dtype=np.int32), **facts)
 
 
 @st.composite
 def updates(draw, rewards=REWARD, groups_max=3, size_max=5, size_min=1):
     """Groups of trajectories with everything an estimator may ask for; trajectories of a group need not stand
     together."""
-    played = []
+    scored = []
     for group in range(draw(st.integers(1, groups_max))):
         baseline = draw(REWARD)
         for _ in range(draw(st.integers(size_min, size_max))):
@@ -33,8 +34,8 @@ def updates(draw, rewards=REWARD, groups_max=3, size_max=5, size_min=1):
                 values = st.floats(low, high, allow_nan=False, width=32)
                 return draw(st.lists(values, min_size=n, max_size=n))
 
-            played.append(
-                make_played(
+            scored.append(
+                make_scored(
                     draw(rewards),
                     turns,
                     group,
@@ -47,12 +48,20 @@ def updates(draw, rewards=REWARD, groups_max=3, size_max=5, size_min=1):
                     replayed=draw(st.booleans()),
                 )
             )
-    return draw(st.permutations(played))
+    return draw(st.permutations(scored))
 
 
-def advantages_of(played, **options):
-    return estimate(played, AdvantageConfig(**options)).advantages
+def config_of(estimator="grpo", **given):
+    """The section with ``given``, of which an estimator's own options go to it and those of other estimators go."""
+    options = {key: given.pop(key) for key in OPTIONS & given.keys()}
+    has = type(AdvantageConfig(estimator=estimator).estimator).model_fields
+    own = {key: value for key, value in options.items() if key in has}
+    return AdvantageConfig(estimator={"name": estimator, **own}, **given)
+
+
+def advantages_of(scored, **options):
+    return estimate(scored, config_of(**options)).advantages
 
 
 def options_of(name):
-    return {"estimator": name, "pass_k": 2, "epsilon": 1e-9}
+    return {"estimator": name, "k": 2, "epsilon": 1e-9}

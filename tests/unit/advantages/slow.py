@@ -10,9 +10,9 @@ import itertools
 import math
 
 
-def groups(played):
+def groups(scored):
     out = {}
-    for i, p in enumerate(played):
+    for i, p in enumerate(scored):
         out.setdefault(p.group, []).append(i)
     return out
 
@@ -69,10 +69,10 @@ def whitened(parts, config):
 
 
 def by_group(rule):
-    def estimate(played, config):
-        out = [None] * len(played)
-        for members in groups(played).values():
-            group = [played[i] for i in members]
+    def estimate(scored, config):
+        out = [None] * len(scored)
+        for members in groups(scored).values():
+            group = [scored[i] for i in members]
             lengths = [p.n_tokens for p in group]
             if config.rewards == "outcome":
                 returns = [p.reward - (0.0 if p.penalties is None else math.fsum(p.penalties)) for p in group]
@@ -90,7 +90,7 @@ def by_group(rule):
                     ]
                     per_turn[k] = [0.0] * len(group) if flat(returns) else rule(returns, lengths, config)
             for g, i in enumerate(members):
-                p = played[i]
+                p = scored[i]
                 out[i] = [per_turn[0 if config.rewards == "outcome" else int(k)][g] for k in p.turns]
         return out
 
@@ -98,7 +98,7 @@ def by_group(rule):
 
 
 def grpo(returns, lengths, config):
-    scale = std(returns) + config.epsilon if config.normalize_std else 1.0
+    scale = std(returns) + config.epsilon if config.estimator.normalize_std else 1.0
     return [(r - mean(returns)) / scale for r in returns]
 
 
@@ -116,7 +116,7 @@ def maxrl(returns, lengths, config):
 
 
 def pass_at_k(returns, lengths, config):
-    sets = list(itertools.combinations(range(len(returns)), config.pass_k))
+    sets = list(itertools.combinations(range(len(returns)), config.estimator.k))
     best = [max(returns[i] for i in chosen) for chosen in sets]
     return [
         (mean(b for b, chosen in zip(best, sets, strict=True) if i in chosen) - mean(best))
@@ -129,59 +129,58 @@ def centred(returns, lengths, config):
     return [r - mean(returns) for r in returns]
 
 
-def gpg(played, config):
-    advantages = by_group(centred)(played, config)
-    teaching = [i for members in groups(played).values() for i in members if any(any(advantages[j]) for j in members)]
-    alpha = len(played) / len(teaching) if teaching else 1.0
+def gpg(scored, config):
+    advantages = by_group(centred)(scored, config)
+    teaching = [i for members in groups(scored).values() for i in members if any(any(advantages[j]) for j in members)]
+    alpha = len(scored) / len(teaching) if teaching else 1.0
     return [[alpha * a for a in part] for part in advantages]
 
 
-def gae_raw(played, config):
+def gae_raw(scored, config):
     """The sum over later tokens instead of the recursion."""
     out = []
-    for p in played:
+    for p in scored:
         rewards, values = rewards_by_token(p, config), [*map(float, p.values), 0.0]
-        deltas = [rewards[t] + config.gamma * values[t + 1] - values[t] for t in range(p.n_tokens)]
-        out.append([later(deltas, t, config.gamma * config.gae_lambda) for t in range(p.n_tokens)])
+        deltas = [rewards[t] + config.estimator.gamma * values[t + 1] - values[t] for t in range(p.n_tokens)]
+        out.append([later(deltas, t, config.estimator.gamma * config.estimator.gae_lambda) for t in range(p.n_tokens)])
     return out
 
 
-def gae(played, config):
-    raw = gae_raw(played, config)
-    return whitened(raw, config) if config.whiten else raw
+def gae(scored, config):
+    raw = gae_raw(scored, config)
+    return whitened(raw, config) if config.estimator.whiten else raw
 
 
-def reinforce_pp(played, config):
-    raw = [[later(rewards_by_token(p, config), t, config.gamma) for t in range(p.n_tokens)] for p in played]
-    return whitened(raw, config) if config.whiten else raw
+def reinforce_pp(scored, config):
+    raw = [[later(rewards_by_token(p, config), t, config.estimator.gamma) for t in range(p.n_tokens)] for p in scored]
+    return whitened(raw, config) if config.estimator.whiten else raw
 
 
-def reinforce_pp_baseline(played, config):
-    raw = by_group(centred)(played, config)
-    return whitened(raw, config) if config.whiten else raw
+def reinforce_pp_baseline(scored, config):
+    raw = by_group(centred)(scored, config)
+    return whitened(raw, config) if config.estimator.whiten else raw
 
 
-def remax(played, config):
-    return [
-        [later(rewards_by_token(p, config), t, config.gamma) - p.baseline for t in range(p.n_tokens)] for p in played
-    ]
+def remax(scored, config):
+    gamma = config.estimator.gamma
+    return [[later(rewards_by_token(p, config), t, gamma) - p.baseline for t in range(p.n_tokens)] for p in scored]
 
 
-def cpo(played, config):
-    out = by_group(grpo)(played, config)
-    for members in groups(played).values():
+def cpo(scored, config):
+    out = by_group(grpo)(scored, config)
+    for members in groups(scored).values():
         average = mean(
-            played[i].reward - (0.0 if played[i].penalties is None else math.fsum(played[i].penalties)) for i in members
+            scored[i].reward - (0.0 if scored[i].penalties is None else math.fsum(scored[i].penalties)) for i in members
         )
-        if average <= config.cpo_failed_mean:
-            weight = config.cpo_failed_weight
-        elif average >= config.cpo_solved_mean:
-            weight = -config.cpo_solved_weight
+        if average <= config.estimator.failed_mean:
+            weight = config.estimator.failed_weight
+        elif average >= config.estimator.solved_mean:
+            weight = -config.estimator.solved_weight
         else:
             continue
-        largest = max(float(h) for i in members for h in played[i].entropies)
+        largest = max(float(h) for i in members for h in scored[i].entropies)
         for i in members:
-            p = played[i]
+            p = scored[i]
             for t in range(p.n_tokens):
                 g, o = float(p.hinted[t]), float(p.logprobs[t])
                 share = float(p.entropies[t]) / largest if largest > 0 else 0.0

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 
 from learner.advantages.apply import estimate
 from learner.advantages.registry import ESTIMATORS, needed_scores
-from pipeline.config.algorithm import ESTIMATOR_NAMES, AdvantageConfig
-from tests.unit.advantages.cases import make_played, updates
+from pipeline.config.algorithm import AdvantageConfig
+from tests.unit.advantages.cases import config_of, make_scored, updates
 from tests.unit.advantages.slow import SLOW, gae_raw
 
 POSITIVE = st.floats(0, 3, allow_nan=False, width=32)
@@ -25,7 +25,7 @@ configs = st.fixed_dictionaries(
         "gae_lambda": st.sampled_from([1.0, 0.95, 0.0]),
         "whiten": st.booleans(),
         "normalize_std": st.booleans(),
-        "cpo_solved_weight": st.sampled_from([0.0, 0.5]),
+        "solved_weight": st.sampled_from([0.0, 0.5]),
         "epsilon": st.just(1e-3),  # so that groups whose rewards differ by rounding only do not decide the test
     }
 )
@@ -37,72 +37,72 @@ def check(estimates, slow):
 
 
 def test_registry_and_run_file_know_the_same_names():
-    assert set(ESTIMATORS) == set(ESTIMATOR_NAMES) == set(SLOW)
+    assert set(ESTIMATORS) == set(AdvantageConfig.model_fields["estimator"].metadata[0].names) == set(SLOW)
 
 
-@pytest.mark.parametrize("name", [n for n in ESTIMATOR_NAMES if n not in ("maxrl", "pass_at_k")])
+@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n not in ("maxrl", "pass_at_k")])
 @settings(max_examples=25, deadline=None)
-@given(played=updates(), options=configs)
-def test_estimator_equals_its_slow_reference(name, played, options):
-    config = AdvantageConfig(estimator=name, **options)
-    check(estimate(played, config), SLOW[name](played, config))
+@given(scored=updates(), options=configs)
+def test_estimator_equals_its_slow_reference(name, scored, options):
+    config = config_of(estimator=name, **options)
+    check(estimate(scored, config), SLOW[name](scored, config))
 
 
 @settings(max_examples=40, deadline=None)
-@given(played=updates(rewards=POSITIVE))
-def test_maxrl_equals_its_slow_reference(played):
-    config = AdvantageConfig(estimator="maxrl", epsilon=1e-3)
-    check(estimate(played, config), SLOW["maxrl"](played, config))
+@given(scored=updates(rewards=POSITIVE))
+def test_maxrl_equals_its_slow_reference(scored):
+    config = config_of(estimator="maxrl", epsilon=1e-3)
+    check(estimate(scored, config), SLOW["maxrl"](scored, config))
 
 
 @settings(max_examples=40, deadline=None)
-@given(played=updates(size_min=3), k=st.integers(1, 3), options=configs)
-def test_pass_at_k_equals_the_enumeration_of_all_sets(played, k, options):
-    config = AdvantageConfig(estimator="pass_at_k", pass_k=k, **options)
-    check(estimate(played, config), SLOW["pass_at_k"](played, config))
+@given(scored=updates(size_min=3), k=st.integers(1, 3), options=configs)
+def test_pass_at_k_equals_the_enumeration_of_all_sets(scored, k, options):
+    config = config_of(estimator="pass_at_k", k=k, **options)
+    check(estimate(scored, config), SLOW["pass_at_k"](scored, config))
 
 
 @settings(max_examples=30, deadline=None)
-@given(played=updates(), options=configs, data=st.data())
+@given(scored=updates(), options=configs, data=st.data())
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp", "gae"])
-def test_penalties_are_part_of_the_reward(name, played, options, data):
+def test_penalties_are_part_of_the_reward(name, scored, options, data):
     penalty = st.floats(-1, 1, width=32)
-    played = [
+    scored = [
         replace(p, penalties=np.asarray(data.draw(st.lists(penalty, min_size=p.n_tokens, max_size=p.n_tokens)), float))
-        for p in played
+        for p in scored
     ]
-    config = AdvantageConfig(estimator=name, **options)
-    check(estimate(played, config), SLOW[name](played, config))
+    config = config_of(estimator=name, **options)
+    check(estimate(scored, config), SLOW[name](scored, config))
 
 
 @settings(max_examples=25, deadline=None)
-@given(played=updates(), options=configs)
-def test_returns_of_gae_are_unwhitened_advantages_plus_values(played, options):
-    config = AdvantageConfig(estimator="gae", **options)
-    estimates = estimate(played, config)
-    for p, returns, raw in zip(played, estimates.returns, gae_raw(played, config), strict=True):
+@given(scored=updates(), options=configs)
+def test_returns_of_gae_are_unwhitened_advantages_plus_values(scored, options):
+    config = config_of(estimator="gae", **options)
+    estimates = estimate(scored, config)
+    for p, returns, raw in zip(scored, estimates.returns, gae_raw(scored, config), strict=True):
         np.testing.assert_allclose(returns, np.asarray(raw) + p.values, rtol=1e-9, atol=1e-9)
 
 
 def test_gae_bridges_what_lies_between_sampled_tokens():
     """Two turns with any context between them: the value after the last token of the first is that before the first
     token of the second, with one discount."""
-    config = AdvantageConfig(estimator="gae", gamma=0.5, gae_lambda=0.0, whiten=False)
-    p = make_played(1.0, (0, 0, 3), values=[0.1, 0.2, 0.4])
+    config = config_of(estimator="gae", gamma=0.5, gae_lambda=0.0, whiten=False)
+    p = make_scored(1.0, (0, 0, 3), values=[0.1, 0.2, 0.4])
     (advantages,) = estimate([p], config).advantages
     np.testing.assert_allclose(advantages, [0.5 * 0.2 - 0.1, 0.5 * 0.4 - 0.2, 1.0 - 0.4])
 
 
 def test_gae_with_lambda_one_is_return_minus_value():
     rng = np.random.default_rng(0)
-    p = make_played(2.0, (0,) * 9, values=rng.normal(size=9))
-    (advantages,) = estimate([p], AdvantageConfig(estimator="gae", whiten=False)).advantages
+    p = make_scored(2.0, (0,) * 9, values=rng.normal(size=9))
+    (advantages,) = estimate([p], config_of(estimator="gae", whiten=False)).advantages
     np.testing.assert_allclose(advantages, 2.0 - p.values, atol=1e-12)
 
 
 def test_a_perfect_critic_leaves_no_advantage():
-    p = make_played(1.0, (0, 0, 1, 1), values=[0.125, 0.25, 0.5, 1.0])
-    config = AdvantageConfig(estimator="gae", gamma=0.5, gae_lambda=0.7, whiten=False)
+    p = make_scored(1.0, (0, 0, 1, 1), values=[0.125, 0.25, 0.5, 1.0])
+    config = config_of(estimator="gae", gamma=0.5, gae_lambda=0.7, whiten=False)
     assert np.abs(estimate([p], config).advantages[0]).max() < 1e-12
 
 
@@ -114,28 +114,28 @@ def test_pass_at_k_of_binary_rewards_is_the_published_closed_form(n, c, k):
     std = sqrt(mean * (1 - mean))
     right = (1 - mean) / std if std else 0.0
     failed = (1 - mean - comb(wrong - 1, k - 1) / comb(n - 1, k - 1)) / std if std else 0.0
-    played = [make_played(float(i < c)) for i in range(n)]
-    advantages = estimate(played, AdvantageConfig(estimator="pass_at_k", pass_k=k, epsilon=1e-12)).advantages
+    scored = [make_scored(float(i < c)) for i in range(n)]
+    advantages = estimate(scored, config_of(estimator="pass_at_k", k=k, epsilon=1e-12)).advantages
     np.testing.assert_allclose([a[0] for a in advantages], [right] * c + [failed] * wrong, atol=1e-9)
 
 
 def test_pass_at_one_is_grpo():
     rng = np.random.default_rng(3)
-    played = [make_played(r) for r in rng.normal(size=7)]
-    one = estimate(played, AdvantageConfig(estimator="pass_at_k", pass_k=1)).advantages
-    np.testing.assert_allclose(one, estimate(played, AdvantageConfig()).advantages, rtol=1e-9)
+    scored = [make_scored(r) for r in rng.normal(size=7)]
+    one = estimate(scored, config_of(estimator="pass_at_k", k=1)).advantages
+    np.testing.assert_allclose(one, estimate(scored, AdvantageConfig()).advantages, rtol=1e-9)
 
 
 @given(st.lists(BINARY, min_size=2, max_size=9))
 def test_gpg_scales_by_the_groups_that_teach(rewards):
-    idle = [make_played(1.0, group=1), make_played(1.0, group=1)]
-    played = [make_played(r) for r in rewards]
-    advantages = [a[0] for a in estimate(played + idle, AdvantageConfig(estimator="gpg")).advantages]
+    idle = [make_scored(1.0, group=1), make_scored(1.0, group=1)]
+    scored = [make_scored(r) for r in rewards]
+    advantages = [a[0] for a in estimate(scored + idle, config_of(estimator="gpg")).advantages]
     alpha = (len(rewards) + 2) / len(rewards) if len(set(rewards)) > 1 else 1.0
     np.testing.assert_allclose(advantages, [*(alpha * (r - np.mean(rewards)) for r in rewards), 0.0, 0.0], atol=1e-12)
 
 
 def test_each_estimator_says_which_passes_it_needs():
-    assert needed_scores(AdvantageConfig(estimator="gae")) == {"values"}
-    assert needed_scores(AdvantageConfig(estimator="cpo")) == {"logprobs", "entropies", "hinted"}
-    assert needed_scores(AdvantageConfig(estimator="grpo")) == frozenset()
+    assert needed_scores(config_of(estimator="gae")) == {"values"}
+    assert needed_scores(config_of(estimator="cpo")) == {"logprobs", "entropies", "hinted"}
+    assert needed_scores(config_of(estimator="grpo")) == frozenset()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from learner.advantages.apply import estimate, played_of
+from learner.advantages.apply import estimate, scored_of
 from learner.advantages.cpo import counterfactual_logprobs
 from learner.data.groups import Group, StoredRollout
 from learner.data.rows import build_batch, trajectory_rows, with_contexts
@@ -81,14 +81,14 @@ def test_groups_that_all_failed_learn_from_hints_and_only_from_hints():
 
 def test_the_gradient_of_a_failed_group_is_the_signal_times_that_of_log_pi():
     groups = with_hints(failed(groups_of()))
-    options = {"loss": {"policy": "ppo", "dual_clip": None, "aggregation": "token_mean"}}
+    options = {"loss": {"policy": {"name": "ppo", "dual_clip": None}, "aggregation": "token_mean"}}
     trainer = make_trainer(
         {"grad_clip": 1e9}, advantage={"estimator": "cpo"}, importance={"anchor": "proximal"}, **options
     )
     batch = build_batch(0, groups)
     evidence = trainer.token_scores(batch.rows)
     evidence = replace(evidence, hinted=counterfactual_logprobs(batch, trainer.score))
-    advantages = np.concatenate(estimate(played_of(batch, evidence), trainer._config.advantage).advantages)
+    advantages = np.concatenate(estimate(scored_of(batch, evidence), trainer._config.advantage).advantages)
     g, o, h = (np.asarray(a, np.float64) for a in (evidence.hinted, evidence.logprobs, evidence.entropies))
     scale = np.concatenate([np.full(sum(r.n_sampled for r in batch.rows[i : i + 4]), 0.0) for i in (0, 4)])
     first = sum(r.n_sampled for r in batch.rows[:4])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pipeline.config.algorithm import ESTIMATOR_NAMES
-from tests.unit.advantages.cases import advantages_of, make_played, options_of, updates
+from learner.advantages.registry import ESTIMATORS
+from tests.unit.advantages.cases import advantages_of, make_scored, options_of, updates
 
 QUARTERS = st.integers(0, 12).map(lambda i: i / 4)
 """Rewards whose sums are exact, so that equal groups are equal."""
@@ -29,8 +29,8 @@ def expected_gradient(size, rewards=REWARDS, greedy=None, **options):
     out = np.zeros(3)
     for answers in itertools.product(range(3), repeat=size):
         baseline = None if greedy is None else rewards[greedy]
-        played = [make_played(rewards[a], (0,), baseline=baseline) for a in answers]
-        advantages = [float(a[0]) for a in advantages_of(played, **options)]
+        scored = [make_scored(rewards[a], (0,), baseline=baseline) for a in answers]
+        advantages = [float(a[0]) for a in advantages_of(scored, **options)]
         out += np.prod(PROBABILITIES[list(answers)]) * np.mean(
             [a * SCORES[i] for a, i in zip(advantages, answers, strict=True)], axis=0
         )
@@ -71,7 +71,7 @@ def test_maxrl_is_the_gradient_of_log_success_to_the_order_of_the_group_less_one
 def test_pass_at_k_points_along_the_gradient_of_pass_at_k(size, k):
     """Up to the positive scale of its own normalisation: with binary rewards both are multiples of ∇ p."""
     right = np.array([1.0, 0.0, 0.0])
-    gradient = expected_gradient(size, right, estimator="pass_at_k", pass_k=k)
+    gradient = expected_gradient(size, right, estimator="pass_at_k", k=k)
     true = k * (1 - PROBABILITIES[0]) ** (k - 1) * gradient_of_reward(right)
     cosine = gradient @ true / (np.linalg.norm(gradient) * np.linalg.norm(true))
     assert cosine == pytest.approx(1.0, abs=1e-9)
@@ -80,8 +80,8 @@ def test_pass_at_k_points_along_the_gradient_of_pass_at_k(size, k):
 def test_opo_has_the_least_variance_of_all_baselines_where_lengths_are_the_squared_gradient():
     rng = np.random.default_rng(0)
     rewards, lengths = rng.normal(size=6), rng.integers(1, 20, 6)
-    played = [make_played(r, (0,) * n) for r, n in zip(rewards, lengths, strict=True)]
-    baseline = rewards[0] - advantages_of(played, estimator="opo")[0][0]
+    scored = [make_scored(r, (0,) * n) for r, n in zip(rewards, lengths, strict=True)]
+    baseline = rewards[0] - advantages_of(scored, estimator="opo")[0][0]
     variance = lambda b: float((lengths * (rewards - b) ** 2).sum())  # noqa: E731
     assert all(variance(baseline) <= variance(baseline + d) for d in (-0.3, -1e-3, 1e-3, 0.3))
 
@@ -89,57 +89,57 @@ def test_opo_has_the_least_variance_of_all_baselines_where_lengths_are_the_squar
 # Invariances
 
 
-@pytest.mark.parametrize("name", ESTIMATOR_NAMES)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=15, deadline=None)
-@given(played=updates(rewards=QUARTERS, size_min=2), data=st.data())
-def test_order_of_trajectories_and_numbers_of_groups_do_not_matter(name, played, data):
-    order = data.draw(st.permutations(range(len(played))))
+@given(scored=updates(rewards=QUARTERS, size_min=2), data=st.data())
+def test_order_of_trajectories_and_numbers_of_groups_do_not_matter(name, scored, data):
+    order = data.draw(st.permutations(range(len(scored))))
     numbers = data.draw(st.permutations(range(10)))
-    moved = [replace(played[i], group=numbers[played[i].group]) for i in order]
-    a, b = advantages_of(played, **options_of(name)), advantages_of(moved, **options_of(name))
+    moved = [replace(scored[i], group=numbers[scored[i].group]) for i in order]
+    a, b = advantages_of(scored, **options_of(name)), advantages_of(moved, **options_of(name))
     for place, i in enumerate(order):
         np.testing.assert_allclose(b[place], a[i], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "pass_at_k", "reinforce_pp_baseline", "reinforce_pp"])
 @settings(max_examples=15, deadline=None)
-@given(played=updates(rewards=QUARTERS, size_min=2), constant=st.sampled_from([-8.0, 0.5, 16.0]))
-def test_a_constant_added_to_all_rewards_changes_nothing(name, played, constant):
-    moved = [replace(p, reward=p.reward + constant) for p in played]
-    for x, y in zip(advantages_of(played, **options_of(name)), advantages_of(moved, **options_of(name)), strict=True):
+@given(scored=updates(rewards=QUARTERS, size_min=2), constant=st.sampled_from([-8.0, 0.5, 16.0]))
+def test_a_constant_added_to_all_rewards_changes_nothing(name, scored, constant):
+    moved = [replace(p, reward=p.reward + constant) for p in scored]
+    for x, y in zip(advantages_of(scored, **options_of(name)), advantages_of(moved, **options_of(name)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["grpo", "maxrl", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"])
 @settings(max_examples=15, deadline=None)
-@given(played=updates(rewards=QUARTERS, size_min=2), scale=st.sampled_from([0.25, 8.0]))
-def test_the_scale_of_rewards_does_not_matter_to_normalised_estimators(name, played, scale):
-    scaled = [replace(p, reward=p.reward * scale) for p in played]
-    for x, y in zip(advantages_of(played, **options_of(name)), advantages_of(scaled, **options_of(name)), strict=True):
+@given(scored=updates(rewards=QUARTERS, size_min=2), scale=st.sampled_from([0.25, 8.0]))
+def test_the_scale_of_rewards_does_not_matter_to_normalised_estimators(name, scored, scale):
+    scaled = [replace(p, reward=p.reward * scale) for p in scored]
+    for x, y in zip(advantages_of(scored, **options_of(name)), advantages_of(scaled, **options_of(name)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "maxrl"])
 @settings(max_examples=15, deadline=None)
-@given(played=updates(rewards=QUARTERS, groups_max=1, size_min=2))
-def test_advantages_of_a_group_sum_to_zero(name, played):
-    assert sum(a[0] for a in advantages_of(played, **options_of(name))) == pytest.approx(0, abs=1e-6)
+@given(scored=updates(rewards=QUARTERS, groups_max=1, size_min=2))
+def test_advantages_of_a_group_sum_to_zero(name, scored):
+    assert sum(a[0] for a in advantages_of(scored, **options_of(name))) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_pp", "reinforce_pp_baseline"])
 @settings(max_examples=15, deadline=None)
-@given(played=updates(rewards=QUARTERS))
-def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens(name, played):
-    together = np.concatenate(advantages_of(played, **options_of(name)))
-    spread = np.concatenate(advantages_of(played, **options_of(name), whiten=False)).std()
+@given(scored=updates(rewards=QUARTERS))
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens(name, scored):
+    together = np.concatenate(advantages_of(scored, **options_of(name)))
+    spread = np.concatenate(advantages_of(scored, **options_of(name), whiten=False)).std()
     assert together.mean() == pytest.approx(0, abs=1e-9)
     assert together.std() == pytest.approx(1, abs=1e-5) if spread > 1e-3 else together.std() < 1 + 1e-5
 
 
-@pytest.mark.parametrize("name", ESTIMATOR_NAMES)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=15, deadline=None)
-@given(played=updates(rewards=QUARTERS, size_min=2))
-def test_replayed_rows_are_estimated_like_fresh_ones(name, played):
-    fresh = [replace(p, replayed=False) for p in played]
-    for x, y in zip(advantages_of(played, **options_of(name)), advantages_of(fresh, **options_of(name)), strict=True):
+@given(scored=updates(rewards=QUARTERS, size_min=2))
+def test_replayed_rows_are_estimated_like_fresh_ones(name, scored):
+    fresh = [replace(p, replayed=False) for p in scored]
+    for x, y in zip(advantages_of(scored, **options_of(name)), advantages_of(fresh, **options_of(name)), strict=True):
         assert np.array_equal(x, y)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from learner.advantages.apply import played_of, with_advantages
+from learner.advantages.apply import scored_of, with_advantages
 from learner.advantages.rewards import overlong_count, overlong_loss, shaped
 from learner.data.groups import Group, StoredRollout
 from learner.data.rows import TokenScores, build_batch
@@ -15,7 +15,7 @@ from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError, SchemaError, TrainingError
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
-from tests.unit.advantages.cases import make_played
+from tests.unit.advantages.cases import config_of, make_scored
 
 
 def make_turn(sampled, reward=None, branch=0, context=2):
@@ -81,7 +81,7 @@ def test_overlong_penalty_is_the_published_one(n, longest, buffer, penalty):
 
 def test_overlong_penalty_counts_all_sampled_tokens_and_is_off_by_default():
     config = AdvantageConfig(overlong_tokens=4, overlong_buffer=2)
-    short, long = make_played(1.0, (0, 0)), make_played(1.0, (0, 0), sampled=3)
+    short, long = make_scored(1.0, (0, 0)), make_scored(1.0, (0, 0), sampled=3)
     assert [p.reward for p in shaped([short, long], [], config)] == [1.0, 0.5]
     assert overlong_count([2, 3, 9], config) == 2
     assert [p.reward for p in shaped([short, long], [], AdvantageConfig())] == [1.0, 1.0]
@@ -91,17 +91,17 @@ def test_overlong_penalty_counts_all_sampled_tokens_and_is_off_by_default():
 
 
 def test_rewards_are_normalised_by_group_or_by_update():
-    played = [make_played(r, group=g) for g, r in [(0, 1.0), (0, 3.0), (1, 10.0), (1, 10.0)]]
-    group = [p.reward for p in shaped(played, [], AdvantageConfig(reward_norm="group"))]
+    scored = [make_scored(r, group=g) for g, r in [(0, 1.0), (0, 3.0), (1, 10.0), (1, 10.0)]]
+    group = [p.reward for p in shaped(scored, [], AdvantageConfig(reward_norm="group"))]
     np.testing.assert_allclose(group, [-1, 1, 0, 0], atol=1e-5)
-    batch = [p.reward for p in shaped(played, [], AdvantageConfig(reward_norm="batch"))]
+    batch = [p.reward for p in shaped(scored, [], AdvantageConfig(reward_norm="batch"))]
     np.testing.assert_allclose(batch, (np.array([1, 3, 10, 10]) - 6) / np.std([1, 3, 10, 10]), atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["turns", "both"])
 def test_turn_rewards_are_divided_and_not_shifted(mode):
-    played = [make_played(r, turn_rewards=(1.0, r - 1.0)) for r in (2.0, 6.0)]
-    out = shaped(played, [], AdvantageConfig(reward_norm="group", rewards=mode))
+    scored = [make_scored(r, turn_rewards=(1.0, r - 1.0)) for r in (2.0, 6.0)]
+    out = shaped(scored, [], AdvantageConfig(reward_norm="group", rewards=mode))
     np.testing.assert_allclose([p.turn_rewards for p in out], [(0.5, 0.5), (0.5, 2.5)], rtol=1e-5)
     np.testing.assert_allclose([p.reward for p in out], [1.0, 3.0], rtol=1e-5)
 
@@ -111,20 +111,20 @@ def test_turn_rewards_are_divided_and_not_shifted(mode):
 SHAPING = """
 from dataclasses import replace
 
-def by_length(played, trajectories):
-    return [replace(p, reward=p.reward / t.n_sampled) for p, t in zip(played, trajectories, strict=True)]
+def by_length(scored, trajectories):
+    return [replace(p, reward=p.reward / t.n_sampled) for p, t in zip(scored, trajectories, strict=True)]
 
-def loses_one(played, trajectories):
-    return played[1:]
+def loses_one(scored, trajectories):
+    return scored[1:]
 
-def moves_groups(played, trajectories):
-    return [replace(p, group=0) for p in played]
+def moves_groups(scored, trajectories):
+    return [replace(p, group=0) for p in scored]
 
-def broken(played, trajectories):
+def broken(scored, trajectories):
     raise KeyError("gold")
 
-def not_finite(played, trajectories):
-    return [replace(p, reward=float("nan")) for p in played]
+def not_finite(scored, trajectories):
+    return [replace(p, reward=float("nan")) for p in scored]
 """
 
 
@@ -145,7 +145,7 @@ def test_users_shaping_changes_rewards_before_estimation_and_not_those_of_the_tr
 @pytest.mark.parametrize(
     "name,what",
     [
-        ("loses_one", "expected 2 Played"),
+        ("loses_one", "expected 2 ScoredTrajectory"),
         ("moves_groups", "to change only rewards, it changed"),
         ("broken", "KeyError: 'gold'"),
         ("not_finite", "finite reward"),
@@ -153,12 +153,12 @@ def test_users_shaping_changes_rewards_before_estimation_and_not_those_of_the_tr
 )
 def test_what_a_users_shaping_does_is_checked(shaping, name, what):
     with pytest.raises(TrainingError, match=what):
-        shaped([make_played(1.0, group=1), make_played(0.0, group=1)], [None, None], shaping(name))
+        shaped([make_scored(1.0, group=1), make_scored(0.0, group=1)], [None, None], shaping(name))
 
 
 def test_shaping_that_is_not_there_is_a_configuration_error(shaping):
     with pytest.raises(ConfigurationError, match="reward shaping"):
-        shaped([make_played(1.0)], [None], shaping("absent"))
+        shaped([make_scored(1.0)], [None], shaping("absent"))
 
 
 # From a batch
@@ -169,7 +169,7 @@ def test_turn_rewards_reach_the_tokens_of_all_branches_by_turn():
     turns = [make_turn(2, 1.0), make_turn(1, -1.0, branch=1), make_turn(3, 4.0, branch=1)]
     batch = batch_of([make_trajectory("a", 4.0, turns)])
     assert len(batch.rows) == 2
-    config = AdvantageConfig(estimator="reinforce_pp", rewards="turns", whiten=False, gamma=0.5)
+    config = config_of(estimator="reinforce_pp", rewards="turns", whiten=False, gamma=0.5)
     (out,) = by_trajectory(with_advantages(batch, TokenScores(), config)[0]).values()
     assert out == [0.5**5 * 4 - 0.5**2 + 0.5, 0.5**4 * 4 - 0.5 + 1, 0.5**3 * 4 - 1, 1.0, 2.0, 4.0]
 
@@ -178,7 +178,7 @@ def test_gae_takes_values_by_token_number_and_gives_returns_by_it():
     batch = batch_of([make_trajectory("a", 1.0, [make_turn(2), make_turn(1, branch=1)]),
                       make_trajectory("b", 0.0, [make_turn(2)])])  # fmt: skip
     values = np.array([0.5, 0.25, 0.75, 0.1, 0.2], dtype=np.float32)
-    config = AdvantageConfig(estimator="gae", whiten=False)
+    config = config_of(estimator="gae", whiten=False)
     out, evidence = with_advantages(batch, TokenScores(values=values), config)
     np.testing.assert_allclose(np.concatenate([r.advantages for r in out.rows]), [1, 1, 1, 0, 0] - values, atol=1e-6)
     np.testing.assert_allclose(evidence.returns, [1, 1, 1, 0, 0], atol=1e-6)
@@ -186,7 +186,7 @@ def test_gae_takes_values_by_token_number_and_gives_returns_by_it():
 
 def test_penalties_are_taken_off_by_token_number():
     batch = batch_of([make_trajectory("a", 1.0, [make_turn(2)]), make_trajectory("b", 1.0, [make_turn(1)])])
-    config = AdvantageConfig(estimator="rloo")
+    config = config_of(estimator="rloo")
     out, _ = with_advantages(batch, TokenScores(), config, np.array([0.25, 0.25, 0.0], dtype=np.float32))
     assert by_trajectory(out) == {"a": [-0.5, -0.5], "b": [0.5]}
 
@@ -196,18 +196,18 @@ def test_replayed_and_imported_trajectories_share_the_group_with_fresh_ones():
     stored = make_trajectory("b", 1.0, [make_turn(1, 0.0), make_turn(1, 1.0)])
     imported = make_trajectory("c", 1.0, [make_turn(3)], recorded=False)
     batch = batch_of([fresh, stored, imported], {"b": StoredRollout(), "c": StoredRollout()})
-    played = played_of(batch, TokenScores())
-    assert [p.replayed for p in played] == [False, True, True]
-    assert [p.behaviour is None for p in played] == [False, False, True]
-    assert [p.turn_rewards for p in played] == [(0.0,), (0.0, 1.0), ()]
-    out = by_trajectory(with_advantages(batch, TokenScores(), AdvantageConfig(estimator="rloo", rewards="turns"))[0])
+    scored = scored_of(batch, TokenScores())
+    assert [p.replayed for p in scored] == [False, True, True]
+    assert [p.behaviour is None for p in scored] == [False, False, True]
+    assert [p.turn_rewards for p in scored] == [(0.0,), (0.0, 1.0), ()]
+    out = by_trajectory(with_advantages(batch, TokenScores(), config_of(estimator="rloo", rewards="turns"))[0])
     assert out == {"a": [-1.0] * 2, "b": [0.5, 1.0], "c": [0.5] * 3}
 
 
 def test_replay_of_one_turn_knows_the_length_and_rewards_of_the_whole():
     stored = make_trajectory("b", 3.0, [make_turn(5, 1.0), make_turn(1, 2.0)])
     batch = batch_of([make_trajectory("a", 0.0, [make_turn(2, 0.0)]), stored], {"b": StoredRollout(turn=1)})
-    p = played_of(batch, TokenScores())[1]
+    p = scored_of(batch, TokenScores())[1]
     assert (p.n_tokens, p.sampled, p.turn_rewards, p.turns.tolist()) == (1, 6, (1.0, 2.0), [1])
 
 
@@ -215,13 +215,13 @@ def test_remax_takes_the_baseline_of_the_plan():
     batch = batch_of([make_trajectory("a", 1.0, [make_turn(2)])])
     (group,) = batch.groups
     batch = replace(batch, groups=(replace(group, plan=replace(group.plan, baseline=0.25)),))
-    out, _ = with_advantages(batch, TokenScores(), AdvantageConfig(estimator="remax"))
+    out, _ = with_advantages(batch, TokenScores(), config_of(estimator="remax"))
     assert by_trajectory(out) == {"a": [0.75, 0.75]}
 
 
 def test_the_baseline_is_normalised_with_the_rewards_it_is_compared_with():
-    played = [make_played(r, baseline=3.0) for r in (1.0, 3.0)]
-    out = shaped(played, [], AdvantageConfig(reward_norm="group"))
+    scored = [make_scored(r, baseline=3.0) for r in (1.0, 3.0)]
+    out = shaped(scored, [], AdvantageConfig(reward_norm="group"))
     np.testing.assert_allclose([p.baseline for p in out], [1.0, 1.0], rtol=1e-5)
 
 

@@ -14,6 +14,7 @@ from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
+from tests.unit.advantages.cases import config_of
 
 VOCABULARY = 23
 
@@ -88,7 +89,7 @@ ESTIMATORS = ["grpo", "rloo", "opo", "maxrl", "gpg", "pass_at_k", "remax", "rein
 @pytest.mark.parametrize("rewards", ["outcome", "turns"])
 def test_an_update_does_not_depend_on_micro_batches_or_the_order_of_groups(name, rewards):
     """REPLAY.md section 8, identity 3, through estimation and loss."""
-    options = {"advantage": {"estimator": name, "rewards": rewards, "gamma": 0.9, "pass_k": 2}}
+    options = {"advantage": config_of(name, rewards=rewards, gamma=0.9, k=2)}
     results = []
     for tokens, turned in ((4096, False), (16, False), (40, True)):
         trainer = make_trainer({"tokens_per_microbatch": tokens, "grad_clip": 1e9}, **options)
@@ -102,7 +103,7 @@ def test_an_update_does_not_depend_on_micro_batches_or_the_order_of_groups(name,
 
 def test_kl_in_the_reward_is_taken_off_token_by_token():
     trainer = make_trainer(
-        advantage={"estimator": "reinforce_pp", "whiten": False}, loss={"kl": "reward", "kl_coef": 0.5}
+        advantage={"estimator": {"name": "reinforce_pp", "whiten": False}}, loss={"kl": "reward", "kl_coef": 0.5}
     )
     batch = build_batch(0, groups_of())
     rng = np.random.default_rng(1)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -7,23 +8,15 @@ import torch
 from hypothesis import given, settings
 
 from learner.losses.base import ClipRange, LossRules
-from learner.losses.registry import LOSSES, loss_rules
+from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens, policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
 
-def rules(**options) -> LossRules:
-    base = {
-        "policy": LOSSES["ppo"],
-        "fresh": ClipRange(0.2, 0.28),
-        "off": ClipRange(0.2, 1.0),
-        "dual_clip": 3.0,
-        "decoupled": False,
-        "weight_max": 2.0,
-        "log_ratio_max": 20.0,
-        "entropy_bonus": 0.0,
-    }
-    return LossRules(**{**base, **options})
+def rules(dual_clip=3.0, off_policy="clip", **given) -> LossRules:
+    form = {"name": off_policy, "dual_clip": dual_clip} if off_policy == "second_moment" else off_policy
+    loss = LossConfig(policy={"name": "ppo", "dual_clip": dual_clip}, off_policy=form, off_clip_low=0.2)
+    return replace(loss_rules(loss, ImportanceConfig()), **given)
 
 
 def tokens(logprobs, behaviour, advantages, *, proximal=None, mask=None, replay=None, weights=None, entropy=None):
@@ -57,8 +50,8 @@ def slow_loss(t: LossTokens, r: LossRules) -> float:
         clip = r.off if t.off_policy[i] else r.fresh
         bounded = min(max(ratio, 1 - clip.low), 1 + clip.high)
         loss = max(-a * ratio, -a * bounded)
-        if a < 0 and r.dual_clip is not None:
-            loss = min(loss, -a * r.dual_clip)
+        if a < 0 and r.options.dual_clip is not None:
+            loss = min(loss, -a * r.options.dual_clip)
         total += float(t.weights[i]) * w * loss
     return total
 
@@ -167,8 +160,10 @@ def test_off_policy_clip_is_wider_and_only_for_replayed_tokens():
 
 
 def test_rules_come_from_the_run_file():
-    r = loss_rules(LossConfig(clip_low=0.1, dual_clip=None), ImportanceConfig(anchor="proximal", weight_max=3))
-    assert (r.fresh, r.off, r.dual_clip, r.decoupled, r.weight_max) == (
+    r = loss_rules(
+        LossConfig(policy={"clip_low": 0.1, "dual_clip": None}), ImportanceConfig(anchor="proximal", weight_max=3)
+    )
+    assert (r.fresh, r.off, r.options.dual_clip, r.decoupled, r.weight_max) == (
         ClipRange(0.1, 0.28),
         ClipRange(0.1, 1.0),
         None,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from learner.advantages.apply import estimate, with_advantages
-from learner.advantages.base import Played
+from learner.advantages.base import ScoredTrajectory
 from learner.data.microbatch import collate, plan_microbatches, token_offsets, token_weights
 from learner.data.rows import TokenScores, build_batch, trajectory_rows
 from learner.observability.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics
@@ -126,13 +126,13 @@ def test_a_batch_of_only_rejected_tokens_has_no_statistics():
 
 def group_advantages(rewards, config):
     """One advantage for each reward of one group."""
-    played = [Played(0, float(r), np.zeros(1, np.int32)) for r in rewards]
-    return np.concatenate(estimate(played, config).advantages)
+    scored = [ScoredTrajectory(0, float(r), np.zeros(1, np.int32)) for r in rewards]
+    return np.concatenate(estimate(scored, config).advantages)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_group_of_one_and_equal_rewards_have_advantage_exactly_zero(normalize):
-    config = AdvantageConfig(normalize_std=normalize)
+    config = AdvantageConfig(estimator={"name": "grpo", "normalize_std": normalize})
     for rewards in ([0.7], [0.1, 0.1, 0.1], [1.0] * 8):
         assert not group_advantages(rewards, config).any()
 

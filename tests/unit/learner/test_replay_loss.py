@@ -1,6 +1,7 @@
 """The off-policy losses, token by token, against slow references and by enumeration."""
 
 import math
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,26 +11,19 @@ from hypothesis import given, settings
 
 from learner.losses.base import ClipRange, LossRules
 from learner.losses.corrections import second_moment_mask, step_factor, token_weights_of
-from learner.losses.registry import LOSSES, loss_rules
+from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens, policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
+from pipeline.config.policy_losses import Shaped
 
 FORMS = ("clip", "shaped", "second_moment")
 F = torch.float64
 
 
-def rules(**options) -> LossRules:
-    base = {
-        "policy": LOSSES["ppo"],
-        "fresh": ClipRange(0.2, 0.28),
-        "off": ClipRange(0.3, 1.0),
-        "dual_clip": 3.0,
-        "decoupled": False,
-        "weight_max": 2.0,
-        "log_ratio_max": 20.0,
-        "entropy_bonus": 0.0,
-    }
-    return LossRules(**{**base, **options})
+def rules(dual_clip=3.0, off_policy="clip", **given) -> LossRules:
+    form = {"name": off_policy, "dual_clip": dual_clip} if off_policy == "second_moment" else off_policy
+    loss = LossConfig(policy={"name": "ppo", "dual_clip": dual_clip}, off_policy=form, off_clip_low=0.3)
+    return replace(loss_rules(loss, ImportanceConfig()), **given)
 
 
 def tokens(rows, *, today=True) -> LossTokens:
@@ -63,21 +57,22 @@ def slow(rows, r: LossRules, *, today=True) -> tuple[float, list[float]]:
         if replayed and not r.use_recorded:
             anchor = now
         elif replayed and not recorded:
-            anchor = 0.0 if r.off_policy == "shaped" else now
+            anchor = 0.0 if r.off_policy.name == "shaped" else now
         elif not replayed and r.decoupled:
             anchor, w = now, min(math.exp(now - mu), r.weight_max)
         rho = math.exp(new - anchor)
         off = replayed or guided
-        if off and r.off_policy == "shaped":
-            loss, grad = -a * rho / (rho + r.shape_beta), -a * rho * r.shape_beta / (rho + r.shape_beta) ** 2
+        if off and r.off_policy.name == "shaped":
+            beta = r.off_policy.beta
+            loss, grad = -a * rho / (rho + beta), -a * rho * beta / (rho + beta) ** 2
         else:
             clip = r.off if off else r.fresh
-            free = off and r.off_policy == "second_moment" and recorded and r.use_recorded
+            free = off and r.off_policy.name == "second_moment" and recorded and r.use_recorded
             bounded = rho if free else min(max(rho, 1 - clip.low), 1 + clip.high)
             loss = max(-a * rho, -a * bounded)
             grad = -a * rho if -a * rho >= loss and (bounded == rho or -a * rho > -a * bounded) else 0.0
-            if a < 0 and r.dual_clip is not None and loss > -a * r.dual_clip:
-                loss, grad = -a * r.dual_clip, 0.0
+            if a < 0 and r.options.dual_clip is not None and loss > -a * r.options.dual_clip:
+                loss, grad = -a * r.options.dual_clip, 0.0
         total += 0.125 * factor * w * loss
         grads[-1] = 0.125 * factor * w * grad
     return total, grads
@@ -149,7 +144,7 @@ def test_recorded_under_current_weights_the_ratio_is_one_and_the_gradient_plain(
 def test_a_demonstration_under_the_shaped_loss_learns_most_where_its_probability_is_beta():
     p = np.linspace(0.001, 0.999, 999)
     t = tokens([(math.log(x), 0.0, 0.0, 1.0, True, True, False, False, 1.0) for x in p])
-    (grad,) = torch.autograd.grad(policy_loss(t, rules(off_policy="shaped", shape_beta=0.1)).loss, t.logprobs)
+    (grad,) = torch.autograd.grad(policy_loss(t, rules(off_policy="shaped")).loss, t.logprobs)
     assert p[int(grad.abs().argmax())] == pytest.approx(0.1, abs=1e-3)
     np.testing.assert_allclose(grad.numpy(), -0.125 * p * 0.1 / (p + 0.1) ** 2, rtol=1e-9)
 
@@ -222,6 +217,6 @@ def test_the_guard_shrinks_by_the_root_of_ess_over_its_target_and_never_grows(d,
 
 
 def test_off_policy_rules_come_from_the_run_file():
-    loss = LossConfig(clip_low=0.1, off_clip_low=0.4, off_clip_high=2.0, off_policy="shaped", off_shape_beta=0.2)
+    loss = LossConfig(off_clip_low=0.4, off_clip_high=2.0, off_policy={"name": "shaped", "beta": 0.2})
     r = loss_rules(loss, ImportanceConfig(), use_recorded=False)
-    assert (r.off, r.off_policy, r.shape_beta, r.use_recorded) == (ClipRange(0.4, 2.0), "shaped", 0.2, False)
+    assert (r.off, r.off_policy, r.use_recorded) == (ClipRange(0.4, 2.0), Shaped(beta=0.2), False)

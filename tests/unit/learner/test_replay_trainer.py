@@ -79,13 +79,15 @@ def reference(kit, rows, form, use_recorded=True, bound=math.inf):
     return loss.item(), {n: p.grad.float() for n, p in model.named_parameters()}, len(dropped)
 
 
+def off_policy(form):
+    return {"name": form, "max": 1.0} if form == "second_moment" else form
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("use_recorded", [True, False])
 def test_fresh_replayed_demonstrated_and_guided_rows_each_get_their_formula(kit, form, use_recorded):
     rows = mixed(kit)
-    trainer = trainer_of(
-        kit, loss={"off_policy": form, "second_moment_max": 1.0}, replay={"use_recorded_logprobs": use_recorded}
-    )
+    trainer = trainer_of(kit, loss={"off_policy": off_policy(form)}, replay={"use_recorded_logprobs": use_recorded})
     report, came = gradients(trainer, rows)
     loss, expected, dropped = reference(kit, rows, form, use_recorded, 1.0)
     assert report.loss == pytest.approx(loss, rel=1e-4)
@@ -98,7 +100,7 @@ def test_fresh_replayed_demonstrated_and_guided_rows_each_get_their_formula(kit,
 def test_splitting_permuting_and_padding_change_nothing_with_every_kind_of_row(kit, form):
     """Identity 3."""
     rows = mixed(kit)
-    loss = {"off_policy": form, "second_moment_max": 1.0}
+    loss = {"off_policy": off_policy(form)}
     base, expected = gradients(trainer_of(kit, {"tokens_per_microbatch": 1000}, loss=loss), rows)
     shuffled = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     for tokens, order in ((1, rows), (30, shuffled)):
@@ -111,7 +113,8 @@ def test_splitting_permuting_and_padding_change_nothing_with_every_kind_of_row(k
 
 def test_tokens_masked_by_the_second_moment_are_rejected_and_keep_their_share_of_the_denominator(kit):
     rows = [replace(row, replayed=True) for row in kit.make_rows(5, advantages=[1.0] * 5)]
-    report, came = gradients(trainer_of(kit, loss={"off_policy": "second_moment", "second_moment_max": 1e-12}), rows)
+    loss = {"off_policy": {"name": "second_moment", "max": 1e-12}}
+    report, came = gradients(trainer_of(kit, loss=loss), rows)
     n = sum(row.n_sampled for row in rows)
     assert (report.statistics.all.masked, report.statistics.all.tokens, report.loss) == (n, 0, 0.0)
     assert all(float(g.abs().max()) == 0 for g in came.values())

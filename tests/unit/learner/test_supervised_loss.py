@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from learner.data.demonstrations import Demonstrations
 from learner.data.rows import Batch
 from learner.distributed.ranks import Alone, divide
-from learner.losses.supervised import cross_entropy, imported_share
+from learner.losses.auxiliary import cross_entropy, imported_share
 from learner.observability.report import Stopwatch
 from learner.policy.policy import Policy
 from learner.training.optimizer_step import add_supervised_gradients

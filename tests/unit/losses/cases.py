@@ -9,27 +9,24 @@ import hypothesis.strategies as st
 import torch
 
 from learner.losses.base import ClipRange, LossRules
-from learner.losses.registry import LOSSES
+from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens
+from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from tests.unit.losses.slow import Token
 
 POISON = (math.nan, math.inf, -math.inf)
 
 
-def rules_of(name: str = "ppo", **options) -> LossRules:
-    """The loss as published, wider for off-policy tokens."""
-    loss = LOSSES[name]
-    base = {
-        "fresh": loss.clip,
-        "off": ClipRange(loss.clip.low, 1.0 if loss.off_high is None else loss.off_high),
-        "dual_clip": 3.0,
-        "decoupled": False,
-        "weight_max": 2.0,
-        "log_ratio_max": 20.0,
-        "entropy_bonus": 0.0,
-        "policy": loss,
-    }
-    return LossRules(**{**base, **options})
+def rules_of(name: str = "ppo", off_policy: str = "clip", **given) -> LossRules:
+    """The loss as published, wider for off-policy tokens. ``given`` are options that the loss has, and fields of
+    :class:`LossRules`."""
+    options = {key: given.pop(key) for key in ("dual_clip", "ratio_max", "positive", "negative") if key in given}
+    had = {key: value for key, value in options.items() if hasattr(LossConfig(policy=name).policy, key)}
+    form = {"name": off_policy}
+    if off_policy == "second_moment" and "dual_clip" in options:
+        form["dual_clip"] = options["dual_clip"]
+    rules = loss_rules(LossConfig(policy={"name": name, **had}, off_policy=form), ImportanceConfig())
+    return replace(rules, **{"off": ClipRange(rules.fresh.low, 1.0), **given})
 
 
 def tensors(tokens: list[Token], *, today: bool = True, dtype=torch.float64) -> LossTokens:

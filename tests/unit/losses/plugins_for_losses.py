@@ -12,5 +12,5 @@ def too_short(tokens, rules):
     return tokens.logprobs[:1]
 
 
-with_entropies = PolicyLoss(reinforce, evidence=frozenset({"entropies"}))
-asks_for_magic = PolicyLoss(reinforce, evidence=frozenset({"magic"}))
+with_entropies = PolicyLoss(reinforce, needs=frozenset({"entropies"}))
+asks_for_magic = PolicyLoss(reinforce, needs=frozenset({"magic"}))

@@ -54,10 +54,10 @@ def slow_loss(tokens: list[Token], rules, name: str, *, today: bool = True) -> t
 
 def token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, today) -> Tensor:
     a, rho = t.advantage, log_ratios[i].exp()
-    if t.off and rules.off_policy == "shaped":
-        return -a * rho / (rho + rules.shape_beta)
-    if t.off and rules.off_policy == "second_moment" and t.recorded and rules.use_recorded:
-        return dual(-a * rho, a, rules)
+    if t.off and rules.off_policy.name == "shaped":
+        return -a * rho / (rho + rules.off_policy.beta)
+    if t.off and rules.off_policy.name == "second_moment" and t.recorded and rules.use_recorded:
+        return dual(-a * rho, a, rules.off_policy)
     low, high = (rules.off.low, rules.off.high) if t.off else (rules.fresh.low, rules.fresh.high)
     old = pi_old(t, rules, today)
     old = old.item() if isinstance(old, Tensor) else old
@@ -80,29 +80,29 @@ def token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, today) ->
                 product = product * (other if other.item() < limit_high else limit_high)
             else:
                 product = product * (other if other.item() > limit_low else limit_low)
-        return dual(-a * product ** (1 / n), a, rules)
+        return dual(-a * product ** (1 / n), a, rules.options)
     if name == "cispo":
         return -min(max(rho.item(), 1 - low), 1 + high) * a * leaves[i]
     if name == "sapo":
-        tau = rules.sapo_positive if a > 0 else rules.sapo_negative
+        tau = rules.options.positive if a > 0 else rules.options.negative
         return -a * (4 / tau) / (1 + torch.exp(-tau * (rho - 1)))
     if name in ("dppo_tv", "dppo_kl"):
         far = coin_distance(math.exp(leaves[i].item()), math.exp(old), name)
         if (a > 0 and rho.item() > 1 and far > high) or (a < 0 and rho.item() < 1 and far > low):
             return torch.zeros((), dtype=torch.float64)
-        return -a * min(rho.item(), rules.ratio_max) * rho / rho.item()
+        return -a * min(rho.item(), rules.options.ratio_max) * rho / rho.item()
     raise AssertionError(name)
 
 
 def clip_form(a, ratio, low, high, rules):
     bounded = ratio if 1 - low <= ratio.item() <= 1 + high else ratio.detach().clamp(1 - low, 1 + high)
     surrogate = ratio * a if (ratio * a).item() < (bounded * a).item() else bounded * a
-    return dual(-surrogate, a, rules)
+    return dual(-surrogate, a, rules.options)
 
 
-def dual(loss, a, rules):
-    if a < 0 and rules.dual_clip is not None and loss.item() > -a * rules.dual_clip:
-        return torch.tensor(-a * rules.dual_clip, dtype=torch.float64)
+def dual(loss, a, options):
+    if a < 0 and options.dual_clip is not None and loss.item() > -a * options.dual_clip:
+        return torch.tensor(-a * options.dual_clip, dtype=torch.float64)
     return loss
 
 
@@ -122,7 +122,7 @@ def pi_old(t: Token, rules, today: bool):
         if not rules.use_recorded:
             return now
         if not t.recorded:
-            return 0.0 if rules.off_policy == "shaped" else now
+            return 0.0 if rules.off_policy.name == "shaped" else now
         return t.mu
     return now if rules.decoupled else t.mu
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from learner.losses.base import ClipRange
-from learner.losses.registry import LOSSES, loss_rules, needed_scores, policy_loss_of
+from learner.losses.registry import loss_rules, needed_scores, policy_loss_of
 from learner.losses.total import policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.errors import ConfigurationError, TrainingError
@@ -19,7 +19,7 @@ PLUGINS = Path(__file__).with_name("plugins_for_losses.py")
 
 
 def test_a_users_loss_comes_by_path_with_its_options():
-    config = LossConfig(policy=f"{PLUGINS}:reinforce", options={"scale": 2.0}, dual_clip=None)
+    config = LossConfig(policy={"name": f"{PLUGINS}:reinforce", "options": {"scale": 2.0}})
     rules = loss_rules(config, ImportanceConfig())
     t = tensors([Token(-1.0, -2.0, 0.0, 0.0, 0.5, row=0), Token(-1.5, -2.0, 0.0, 0.0, -1.0, row=0)])
     terms = policy_loss(t, rules)
@@ -36,18 +36,32 @@ def test_a_users_loss_of_the_wrong_shape_is_refused_with_what_was_expected():
 
 
 def test_an_unknown_loss_is_answered_with_the_known_ones():
+    with pytest.raises(ValidationError, match=r"ppo, gspo, .* got 'pppo'"):
+        LossConfig(policy="pppo")
     with pytest.raises(ConfigurationError, match=r"ppo, gspo, .* got pppo"):
-        loss_rules(LossConfig(policy="pppo"), ImportanceConfig())
+        policy_loss_of("pppo")
     with pytest.raises(ConfigurationError, match="expected a function 'nothing'"):
         policy_loss_of(f"{PLUGINS}:nothing")
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+PUBLISHED = {
+    "ppo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "gmpo": (0.4, 0.4),
+    "cispo": (1.0, 4.0),
+    "dppo_tv": (0.15, 0.15),
+    "dppo_kl": (0.05, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_published_clips_hold_until_the_run_file_says_otherwise(name):
     rules = loss_rules(LossConfig(policy=name), ImportanceConfig())
-    assert rules.fresh == LOSSES[name].clip
+    assert rules.fresh == ClipRange(*PUBLISHED[name])
     assert rules.off.high >= rules.fresh.high
-    chosen = loss_rules(LossConfig(policy=name, clip_low=0.11, clip_high=0.12, off_clip_high=3), ImportanceConfig())
+    policy = {"name": name, "clip_low": 0.11, "clip_high": 0.12}
+    chosen = loss_rules(LossConfig(policy=policy, off_clip_high=3), ImportanceConfig())
     assert (chosen.fresh, chosen.off) == (ClipRange(0.11, 0.12), ClipRange(0.11, 3))
 
 
@@ -80,7 +94,7 @@ def test_a_loss_that_asks_for_what_nobody_gathers_is_refused():
         (LossConfig, {"kl_estimator": "k3"}, "would do nothing"),
         (LossConfig, {"kl": "reward", "kl_estimator": "k3+"}, "without the plus"),
         (LossConfig, {"kl": "loss", "kl_coef": 0, "kl_controller": "adaptive"}, "start above 0"),
-        (LossConfig, {"options": {"a": 1}}, "your own"),
+        (LossConfig, {"policy": {"name": "ppo", "options": {"a": 1}}}, "Extra inputs"),
         (ImportanceConfig, {"weight": "sequence"}, "correct twice"),
         (ImportanceConfig, {"masks": [{"level": "token"}]}, "rejects nothing"),
         (ImportanceConfig, {"masks": [{"level": "token", "low": 2, "high": 1}]}, "must be above"),
@@ -103,5 +117,5 @@ def test_the_kl_is_estimated_by_k3_in_the_loss_and_k1_in_the_reward_unless_said(
 def test_log_probs_before_the_step_are_read_where_a_mask_needs_them():
     masked = loss_rules(LossConfig(), ImportanceConfig(masks=({"level": "token", "high": 2},)))
     plain = loss_rules(LossConfig(), ImportanceConfig())
-    assert masked.anchored_today(replayed=False, recorded=True)
-    assert not plain.anchored_today(replayed=False, recorded=True)
+    assert masked.needs_proximal(replayed=False, recorded=True)
+    assert not plain.needs_proximal(replayed=False, recorded=True)

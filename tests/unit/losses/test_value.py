@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from learner.losses.value import value_loss
+from learner.losses.auxiliary import value_loss
 
 number = st.floats(-50, 50, width=32)
 token = st.tuples(number, number, number, st.booleans(), st.sampled_from([math.nan, math.inf, -math.inf]))

@@ -29,7 +29,7 @@ class Stage:
         self.sections = {
             "run": {"total_steps": 1000},
             "environments": {"a": {"max_seconds": 10}},
-            "groups": {"n_rollout": 2, "groups_per_step": 2, "equal_rewards": "drop"},
+            "groups": {"n_rollout": 2, "groups_per_step": 2, "zero_variance": "drop"},
             "staleness": {"max": 0},
             **sections,
         }

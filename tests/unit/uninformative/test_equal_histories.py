@@ -20,7 +20,7 @@ SECTIONS = st.fixed_dictionaries(
             {
                 "n_rollout": st.integers(2, 3),
                 "groups_per_step": st.integers(1, 3),
-                "equal_rewards": st.sampled_from(("keep", "drop", "refill")),
+                "zero_variance": st.sampled_from(("keep", "drop", "refill")),
                 "refill_max": st.sampled_from((0.0, 0.5, 1.0, 2.0)),
             }
         ),
@@ -64,11 +64,11 @@ def check(s: Any) -> None:
     for group in core.records.values():
         rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
         if group.dropped:
-            assert rule.equal_rewards == "drop" and not rewards
+            assert rule.zero_variance == "drop" and not rewards
             assert group.state in (GroupState.READY, GroupState.PLACED, GroupState.UNINFORMATIVE)
         elif group.state in (GroupState.READY, GroupState.PLACED, GroupState.TRAINED):
             same = max(rewards) - min(rewards) <= TOLERANCE
-            assert not (same and rule.equal_rewards == "drop"), "an equal group waits to be trained"
+            assert not (same and rule.zero_variance == "drop"), "an equal group waits to be trained"
     held = [slot.trajectory for g in core.records.values() for slot in g.slots if slot.trajectory is not None]
     assert core.payloads.held == {record.row_id for record in held}
     admitted = core.batches.open + core.batches.consumed * n
@@ -112,7 +112,7 @@ def _goes_on(s: Any) -> None:
         check(s)
     assert answers <= most, (answers, most)
     ledger = s.ledger()
-    assert ledger.groups.get("uninformative", 0) == 0 or rule.equal_rewards == "drop"
+    assert ledger.groups.get("uninformative", 0) == 0 or rule.zero_variance == "drop"
     assert ledger.groups.get("cancelled.uninformative", 0) == ledger.groups.get("equal_refilled", 0)
     assert ledger.trajectories.get("dropped.uninformative", 0) == rule.n_rollout * (
         ledger.groups.get("equal_dropped", 0) + ledger.groups.get("equal_refilled", 0)
@@ -121,7 +121,7 @@ def _goes_on(s: Any) -> None:
 
 @pytest.mark.parametrize("what", ["drop", "refill"])
 def test_all_rollouts_succeed_for_ever(stage: Any, what: str) -> None:
-    s = stage(groups={"n_rollout": 2, "groups_per_step": 2, "equal_rewards": what}, staleness={"max": 1})
+    s = stage(groups={"n_rollout": 2, "groups_per_step": 2, "zero_variance": what}, staleness={"max": 1})
     for _ in range(60):
         if len(s.members()) == 2:
             s.train()

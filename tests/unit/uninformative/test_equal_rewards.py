@@ -14,7 +14,7 @@ from pipeline.transport.protocol import Kind
 
 
 def groups(what: str, n: int = 2, per_step: int = 2, **more: Any) -> dict[str, Any]:
-    return {"n_rollout": n, "groups_per_step": per_step, "equal_rewards": what, **more}
+    return {"n_rollout": n, "groups_per_step": per_step, "zero_variance": what, **more}
 
 
 def test_keep_trains_equal_groups_and_counts_them(stage) -> None:

@@ -36,7 +36,7 @@ def tiny_trainer(**sections: object) -> Trainer:
     config = RunConfig.model_validate(
         {
             "run": {"total_steps": 10},
-            "groups": {"n_rollout": 2, "groups_per_step": 2, "equal_rewards": "drop"},
+            "groups": {"n_rollout": 2, "groups_per_step": 2, "zero_variance": "drop"},
             "learner": {"device": "cpu", "compute_dtype": "float32", "learning_rate": 1e-2},
             **sections,
         }
@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_the_remaining_groups_alone() -> None:
     """Denominators are those of what is trained: an update that loses a group equals an update planned without it."""
     outcomes = []
     for groups_per_step in (2, 1):
-        trainer = tiny_trainer(groups={"n_rollout": 2, "groups_per_step": groups_per_step, "equal_rewards": "drop"})
+        trainer = tiny_trainer(groups={"n_rollout": 2, "groups_per_step": groups_per_step, "zero_variance": "drop"})
         before = [p.detach().clone() for p in trainer.policy.parameters]
         assembler, plan = GroupAssembler(groups_per_step), plan_of(1)
         if groups_per_step == 2:

@@ -12,7 +12,7 @@ __all__ = ["world"]
 
 @pytest.mark.parametrize("what", ["drop", "refill"])
 async def test_a_run_ends_with_every_account_in_order(world, what: str) -> None:
-    groups = {"n_rollout": 2, "groups_per_step": 2, "equal_rewards": what}
+    groups = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": what}
     async with world(total_steps=8, groups=groups) as w:
         ctx, run = w.learner()
         await run()
@@ -34,7 +34,7 @@ async def test_a_run_ends_with_every_account_in_order(world, what: str) -> None:
 
 
 async def test_a_killed_learner_makes_the_same_updates_again_without_what_was_left_out(world) -> None:
-    groups = {"n_rollout": 2, "groups_per_step": 2, "equal_rewards": "drop"}
+    groups = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": "drop"}
     async with world(total_steps=6, groups=groups, checkpoint={"every": 2}) as w:
         await kill_after(w, 3)
         _, run = w.learner()
