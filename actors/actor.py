@@ -231,7 +231,7 @@ class Actor:
         rollout = Rollout(order, self._services, self._recall)
         trajectory: Trajectory | None = None
         with scope:
-            trajectory = await rollout.play()
+            trajectory = await rollout.run()
         del self._scopes[order.order_id]
         cancelled = order.order_id in self._cancelled
         self._cancelled.discard(order.order_id)

@@ -26,19 +26,20 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import attribute
+from actors.gateway.chat_recorder import ChatRecorder
 from actors.gateway.child_program import ChildProgram
 from actors.gateway.messages import Refusal
-from actors.gateway.recorder import Recorder
 from actors.gateway.reports import PROGRAM, Report, last_line, read_report
 from actors.gateway.requests import ParameterRules
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.rendering.renderer import Renderer
-from actors.rollout.agent_loop import AgentLoop, Budget, DrivenEpisode, Game, Outcome, Policy
+from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Budget, Dialogue, Game
+from actors.rollout.recorder import Recorder
 from actors.tools.parsing.registry import parser_of
 from pipeline.errors import AfterplayError, ConfigurationError, EpisodeLimit, PlugInError, PlugInTimeout, boundary
 from pipeline.metrics.actor import ActorMetrics
-from pipeline.schema import TrajectoryStatus, Turn
+from pipeline.schema import TrajectoryStatus
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +48,18 @@ GRACE_SHARE = 0.1
 """Of the episode's time, at most, for a program to end after its calls are refused."""
 
 
-class ProgramEpisode(DrivenEpisode):
-    """One play by a program."""
+class ProgramEpisode(AgentEpisode):
+    """One rollout by a program, from its start to its reward."""
 
     def __init__(self, loop: ProgramLoop, game: Game) -> None:
         super().__init__(game)
         self._loop = loop
-        self._recording: Recorder | None = None
-        self._score: float | None = None
-        self._signals: Mapping[str, float] = {}
 
-    async def drive(self, policy: Policy) -> Outcome:
+    async def run(self, dialogue: Dialogue) -> TrajectoryStatus:
         loop = self._loop
         with anyio.fail_after(LISTEN_SECONDS_MAX):
             await loop.door.listening.wait()
-        session = loop.session(self.game, policy)
-        self._recording = session.recording
+        session = loop.session(self.game, dialogue)
         left = anyio.current_effective_deadline() - anyio.current_time()
         grace = min(loop.grace_seconds, GRACE_SHARE * left)
         timer = asyncio.get_running_loop().call_later(max(0.0, left - 2 * grace), session.expire)
@@ -72,17 +69,11 @@ class ProgramEpisode(DrivenEpisode):
         finally:
             timer.cancel()
             loop.door.remove(session)
-        return await self._judged(session, report or session.report, failure)
+        return await self._judged(session, dialogue.recorder, report or session.report, failure)
 
-    def turns(self) -> tuple[Turn, ...]:
-        """The last turn has the score and the signals of the report: what came before was not judged."""
-        turns = self._recording.turns() if self._recording is not None else ()
-        if not turns or self._score is None:
-            return turns
-        last = replace(turns[-1], reward=self._score, signals={**turns[-1].signals, **self._signals})
-        return (*(replace(turn, reward=0.0) for turn in turns[:-1]), last)
-
-    async def _judged(self, session: Session, report: Report | None, failure: AfterplayError | None) -> Outcome:
+    async def _judged(
+        self, session: Session, recorder: Recorder, report: Report | None, failure: AfterplayError | None
+    ) -> TrajectoryStatus:
         """How it ended. Raises where there is nothing to score."""
         if failure is not None and session.report is not None:
             logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
@@ -94,16 +85,16 @@ class ProgramEpisode(DrivenEpisode):
             raise session.engine_error
         if failure is not None and (session.limit is None or isinstance(failure, PlugInTimeout)):
             raise failure
-        if not session.recording.n_turns:
+        if not recorder.n_turns:
             if session.limit is not None:
-                raise EpisodeLimit(f"the limit {session.limit.value} was reached before a first turn")
+                raise EpisodeLimit(session.limit)
             raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.told)
-        self._score = await self._reward(session, report)
-        self._signals = report.signals if report is not None else {}
-        cut = session.limit is not None or (report is not None and not report.done)
-        return Outcome(TrajectoryStatus.TRUNCATED if cut else TrajectoryStatus.COMPLETE, self._score)
+        score = await self._reward(session, recorder.last_reply, report)
+        recorder.judge_rollout(score, report.signals if report is not None else {})
+        truncated = session.limit is not None or (report is not None and not report.done)
+        return TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.COMPLETE
 
-    async def _reward(self, session: Session, report: Report | None) -> float | None:
+    async def _reward(self, session: Session, last_reply: str, report: Report | None) -> float | None:
         source = self._loop.reward
         told = report is not None and (source != "program" or report.reward is not None)
         if session.limit is not None and not told:
@@ -112,7 +103,7 @@ class ProgramEpisode(DrivenEpisode):
             return 0.0
         if source == "environment":
             answer = report.answer if report is not None else None
-            step = await self.game.step(Reply(session.recording.last_reply if answer is None else answer))
+            step = await self.game.step(Reply(last_reply if answer is None else answer))
             return step.reward
         if report is None or report.reward is None:
             raise PlugInError(
@@ -246,7 +237,7 @@ class ProgramLoop(AgentLoop):
             lambda route, outcome: calls.labels(env=section, route=route, outcome=outcome).inc(),
         )
 
-    def begin(self, game: Game) -> DrivenEpisode:
+    def begin(self, game: Game) -> AgentEpisode:
         return ProgramEpisode(self, game)
 
     async def serve(self) -> None:
@@ -257,17 +248,17 @@ class ProgramLoop(AgentLoop):
     async def close(self) -> None:
         self.door.close()
 
-    def session(self, game: Game, policy: Policy) -> Session:
+    def session(self, game: Game, dialogue: Dialogue) -> Session:
         """A new one, whose calls are not taken yet."""
+        policy = dialogue.policy
         budget = Budget(self._config.max_turns, self._config.max_tokens, policy.context_max, policy.sampling.max_tokens)
         return Session(
             told_of(game),
             policy,
             budget,
+            ChatRecorder(dialogue.recorder, self._parse),
             self._renderer,
-            self._parse,
             rules=replace(self._rules, sampling="ignore") if policy.differs else self._rules,
-            append=self._config.loop.history == "append",
             calls_max=self.max_concurrent_calls,
         )
 

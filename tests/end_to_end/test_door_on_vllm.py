@@ -129,7 +129,7 @@ async def play(engine: RunningEngine, client: Watched, program: Program) -> tupl
         background.start_soon(pool.watch)
         background.start_soon(services.serve)
         with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(order, services).play()
+            trajectory = await Rollout(order, services).run()
         background.cancel_scope.cancel()
     await services.close()
     await pool.close()

@@ -46,7 +46,7 @@ async def play(services: Services, order: Order) -> Trajectory:
         group.start_soon(services.pool.watch)
         group.start_soon(services.serve)
         with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(order, services).play()
+            trajectory = await Rollout(order, services).run()
         door = services.loops["game"].door  # type: ignore[attr-defined]
         assert not door._sessions and not door._offers
         group.cancel_scope.cancel()
@@ -586,7 +586,7 @@ async def test_a_program_elsewhere_takes_a_task_and_finishes_it(serve: Serve, lo
         doors.start_soon(services.pool.watch)
         group.start_soon(worker)
         with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(long_order, services).play()
+            trajectory = await Rollout(long_order, services).run()
         await anyio.wait_all_tasks_blocked()
         doors.cancel_scope.cancel()
     await services.close()
@@ -752,7 +752,7 @@ async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
         group.start_soon(services.serve)
         with anyio.fail_after(SECONDS):
             async with anyio.create_task_group() as playing:
-                playing.start_soon(rollout.play)
+                playing.start_soon(rollout.run)
                 await asked.wait()
                 playing.cancel_scope.cancel()
         group.cancel_scope.cancel()
