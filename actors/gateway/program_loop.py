@@ -1,10 +1,8 @@
-"""``program``: an agent program plays the episode; its calls to the door become the trajectory.
+"""``program``: an agent program runs the episode; its calls to the gateway become the trajectory.
 
 For each order the actor opens a session and starts the program (``command``), calls an async function (``function``),
 or offers the session to programs that run elsewhere (``external``). The program ends the episode by ending, or by
 telling its result (``POST /sessions/ID/finish``, the last line of its output, or what the function returns).
-
-One play by a program: from its start to what it was worth.
 """
 
 from __future__ import annotations
@@ -58,17 +56,17 @@ class ProgramEpisode(AgentEpisode):
     async def run(self, dialogue: Dialogue) -> TrajectoryStatus:
         loop = self._loop
         with anyio.fail_after(LISTEN_SECONDS_MAX):
-            await loop.door.listening.wait()
+            await loop.gateway.listening.wait()
         session = loop.session(self.game, dialogue)
         left = anyio.current_effective_deadline() - anyio.current_time()
         grace = min(loop.grace_seconds, GRACE_SHARE * left)
         timer = asyncio.get_running_loop().call_later(max(0.0, left - 2 * grace), session.expire)
-        loop.door.add(session)
+        loop.gateway.add(session)
         try:
-            report, failure = await _played(loop, session, left - grace, grace)
+            report, failure = await _program_result(loop, session, left - grace, grace)
         finally:
             timer.cancel()
-            loop.door.remove(session)
+            loop.gateway.remove(session)
         return await self._judged(session, dialogue.recorder, report or session.report, failure)
 
     async def _judged(
@@ -116,7 +114,7 @@ class ProgramEpisode(AgentEpisode):
         return report.reward
 
 
-async def _played(
+async def _program_result(
     loop: ProgramLoop, session: Session, seconds_max: float, grace: float
 ) -> tuple[Report | None, AfterplayError | None]:
     """What the program told, or how it failed. One that has reported may take ``grace`` seconds more to end."""
@@ -132,7 +130,7 @@ async def _played(
         async with anyio.create_task_group() as group:
             group.start_soon(lose_patience, group)
             try:
-                report = await loop.play(session)
+                report = await loop.run_program(session)
             except AfterplayError as error:
                 failure = error
             group.cancel_scope.cancel()
@@ -177,7 +175,7 @@ class ProgramLoop(AgentLoop):
     """Who judges: the program (its report), the environment (its ``step`` is given the program's ``answer``, else the
     last reply), or the functions of the scorer alone (the environment's score is then 0)."""
     reward_at_limit: float | None = 0.0
-    """Score of an episode that a limit cut off before its program told a result. 0: as an environment that has given
+    """Score of an episode that a limit ended before its program told a result. 0: as an environment that has given
     nothing so far. None: no score, so that it is not trained."""
     sampling_parameters: Literal["ignore", "refuse"] = "ignore"
     """Calls with another temperature, top_p, top_k, seed or penalty than the run's: ``ignore`` them and say so in the
@@ -190,7 +188,7 @@ class ProgramLoop(AgentLoop):
     max_concurrent_calls: int = Field(default=16, ge=1, le=1024)
     """Calls of one session at the same time; more are answered 429."""
     host: str = "127.0.0.1"
-    """Address the door listens on. Other than loopback only with a token."""
+    """Address the gateway listens on. Other than loopback only with a token."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: a free one. A fixed one is for ``external`` with one actor process on the machine."""
     token_env: str | None = None
@@ -205,7 +203,7 @@ class ProgramLoop(AgentLoop):
     """Largest body of one call."""
 
     @model_validator(mode="after")
-    def _one_way_to_play(self) -> ProgramLoop:
+    def _one_way_to_run(self) -> ProgramLoop:
         given = [name for name in ("command", "function", "external") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"expected exactly one of command, function and external, got {given or 'none'}")
@@ -228,7 +226,7 @@ class ProgramLoop(AgentLoop):
             if not token:
                 raise ConfigurationError(f"{where}.options.token_env: the variable {self.token_env} is not set")
         calls, section = metrics.door_calls_total, host.section
-        self.door = Gateway(
+        self.gateway = Gateway(
             self.host,
             self.port,
             token,
@@ -241,12 +239,12 @@ class ProgramLoop(AgentLoop):
         return ProgramEpisode(self, game)
 
     async def serve(self) -> None:
-        async with self.door.serving():
-            logger.info("the door is open on %s", self.door.url)
+        async with self.gateway.serving():
+            logger.info("gateway listening on %s", self.gateway.url)
             await anyio.sleep_forever()
 
     async def close(self) -> None:
-        self.door.close()
+        self.gateway.close()
 
     def session(self, game: Game, dialogue: Dialogue) -> Session:
         """A new one, whose calls are not taken yet."""
@@ -262,8 +260,8 @@ class ProgramLoop(AgentLoop):
             calls_max=self.max_concurrent_calls,
         )
 
-    async def play(self, session: Session) -> Report | None:
-        """Let the program play until it ends. None: it told nothing. Raises :class:`PlugInError` where it failed."""
+    async def run_program(self, session: Session) -> Report | None:
+        """Run the program to its end. None: it told nothing. Raises :class:`PlugInError` where it failed."""
         if self.command is not None:
             return await self._run_command(self.command, session)
         if self._function is not None:
@@ -287,7 +285,7 @@ class ProgramLoop(AgentLoop):
         return last_line(ended.stdout)
 
     async def _call_function(self, session: Session) -> Report | None:
-        function, url = self._function, f"{self.door.url_of(session)}/v1"
+        function, url = self._function, f"{self.gateway.url_of(session)}/v1"
         with boundary(PROGRAM):
             if inspect.iscoroutinefunction(function):
                 result = await function(dict(session.task), url, session.id)
@@ -303,7 +301,7 @@ class ProgramLoop(AgentLoop):
             raise PlugInError(PROGRAM, "WrongValue", f"what {self.function} returned: {refusal.message}") from None
 
     async def _wait_for_external(self, session: Session) -> Report | None:
-        self.door.offer(session)
+        self.gateway.offer(session)
         await session.leased.wait()
         session.heard_at = anyio.current_time()
         while session.report is None:
@@ -321,7 +319,7 @@ class ProgramLoop(AgentLoop):
 
     def _variables(self, session: Session) -> dict[str, str]:
         """Of the command. Loopback is kept out of proxies."""
-        url, told = self.door.url_of(session), orjson.dumps(session.task).decode()
+        url, told = self.gateway.url_of(session), orjson.dumps(session.task).decode()
         unproxied = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK)))
         return {
             **os.environ,

@@ -77,12 +77,12 @@ class Budget:
         return min(self.turn_tokens_max, self.context_max - prompt_tokens, left)
 
     def spend(self, added_tokens: int, sampled_tokens: int) -> None:
-        """One turn was played."""
+        """One turn was sampled."""
         self.turns += 1
         self.tokens += added_tokens + sampled_tokens
 
     def give_back(self, tokens: int, *, turn: bool = False) -> None:
-        """Less was used than was spent; with ``turn`` the turn was not played at all."""
+        """Less was used than was spent; with ``turn`` the turn was not sampled at all."""
         self.turns -= turn
         self.tokens -= tokens
 
@@ -92,11 +92,11 @@ ToolSchema = Mapping[str, Any]
 
 
 class Game(Protocol):
-    """The environment's side of one play, as an agent loop sees it."""
+    """The environment's side of one rollout, as an agent loop sees it."""
 
     @property
     def key(self) -> str:
-        """Names this play; no two at once have the same."""
+        """Names this rollout; no two at once have the same."""
         ...
 
     @property
@@ -190,7 +190,7 @@ class AgentEpisode:
 
     def rewrite(self, messages: Sequence[Message], prompt_tokens: int) -> Sequence[Message]:
         """The history to go on with, before each further turn. ``messages`` is all of it, ``prompt_tokens`` what it
-        would take. Anything but the same messages forks a branch: the old one is trained as it was played, the new one
+        would take. Anything but the same messages forks a branch: the old one is trained as it was sampled, the new one
         begins with the rewritten history as context. Must depend on its arguments alone."""
         return messages
 
@@ -199,14 +199,14 @@ class AgentEpisode:
 
 
 class AgentLoop(ABC):
-    """How the episodes of one environment section are played."""
+    """Makes the agent episodes of one environment section."""
 
     @abstractmethod
     def begin(self, game: Game) -> AgentEpisode:
         """The agent's side of one rollout."""
 
     def bind(self, host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> None:  # noqa: B027 - optional
-        """Called once after construction, with what the section's episodes are played with. May raise
+        """Called once after construction, with what the section's episodes need. May raise
         :class:`ConfigurationError`."""
 
     async def serve(self) -> None:  # noqa: B027 - optional

@@ -1,7 +1,4 @@
-"""What every rollout of an actor shares.
-
-From the name in the run file to a constructed agent loop.
-"""
+"""Parts that all rollouts of an actor share: engines, environments, renderer, and the agent loops of the run file."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ DOOR = RowSpec(
             "cps",
             (by_label("route", "actor_door_calls_total", ENV),),
             "0 without agent programs; else chat or generate as often as programs take turns.",
-            "lease without chat: programs ask for tasks and do nothing with them; see docs/DOOR.md.",
+            "lease without chat: programs ask for tasks and do nothing with them; see docs/GATEWAY.md.",
             stacked=True,
         ),
         PanelSpec(
