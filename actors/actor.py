@@ -1,10 +1,8 @@
-"""Orders in, trajectories out: the async shell of an actor around desk, outbox and rollouts.
+"""The async shell of an actor around its order queue, rollouts and outbox.
 
 *Consumes* ORDER, CANCEL and ACK; *produces* exactly one TRAJECTORY for every order that was not cancelled, sent until
-it is acknowledged. *Waits* to begin an order while all places are taken or the outbox is full; *unblocked by* a
+it is acknowledged. *Waits* to begin an order while all slots are taken or the outbox is full; *unblocked by* a
 finished rollout or an acknowledgement. Sending waits for credit.
-
-What an actor counts about each finished rollout.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def count_trajectory(
 ) -> None:
     """One terminal event per rollout. An unknown environment is labelled ``unknown``: label sets stay closed.
 
-    ``lessons``: whether they are on, so that guided and other episodes are compared. ``evaluation``: what it says
+    ``lessons``: whether they are on, so that rollouts with and without them are compared. ``evaluation``: what it says
     of a policy (reward, tokens, versions) is not of training, and is left out here; what it cost is counted."""
     name = trajectory.task.environment
     env = name if name in environments else "unknown"
@@ -73,16 +71,16 @@ class Actor:
         services: Services,
         link: Link,
         *,
-        places: int,
+        slots: int,
         outbox_bytes_max: int,
         limits: Limits,
     ) -> None:
         self._services = services
         self._link = link
-        self._recall = MemoryClient(link)
+        self._memory = MemoryClient(link)
         self._limits = limits
-        self._places = places
-        self._desk = OrderQueue(places)
+        self.slots = slots
+        self._orders = OrderQueue(slots)
         self._outbox: Outbox[Frames] = Outbox(outbox_bytes_max)
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._cancelled: set[str] = set()
@@ -93,9 +91,9 @@ class Actor:
         link.describe(_Hello(self))
 
     @property
-    def playing(self) -> int:
-        """Episodes in progress."""
-        return self._desk.playing
+    def in_flight(self) -> int:
+        """Rollouts in progress."""
+        return self._orders.in_flight
 
     @property
     def unacknowledged(self) -> int:
@@ -108,8 +106,8 @@ class Actor:
 
     @property
     def holding(self) -> list[str]:
-        """Every order that is waiting, played, or finished and unacknowledged."""
-        return [*self._desk.ids, *self._outbox.ids]
+        """Every order that is waiting, in flight, or finished and unacknowledged."""
+        return [*self._orders.ids, *self._outbox.ids]
 
     def waiting_for(self) -> str:
         """What keeps this actor from working, in words; empty when it works."""
@@ -120,7 +118,7 @@ class Actor:
             return engine
         if self._outbox.full:
             return f"acknowledgements ({len(self._outbox)} trajectories in the outbox)"
-        return "" if self._desk.playing else "orders"
+        return "" if self._orders.in_flight else "orders"
 
     async def run(self) -> None:
         """Serve until cancelled. Raises :class:`TransportClosed` when the replay stage refuses this actor for good."""
@@ -132,17 +130,17 @@ class Actor:
     async def drain(self, seconds_max: float, flush_seconds_max: float = 1.5) -> bool:
         """Begin nothing more, let episodes finish for ``seconds_max``, abort the others, and send what can be sent.
 
-        Orders that arrive meanwhile are kept unplayed and answered ``aborted`` at the end: answered at once, they
+        Orders that arrive meanwhile are not begun, and answered ``aborted`` at the end: answered at once, they
         would come straight back. Returns whether every trajectory was acknowledged."""
         self._draining = True
         with anyio.move_on_after(seconds_max):
-            while self._desk.playing:
+            while self._orders.in_flight:
                 await self._change()
         for scope in self._scopes.values():
             scope.cancel()
-        while self._desk.playing:
+        while self._orders.in_flight:
             await self._change()
-        for order in self._desk.withdraw_all():
+        for order in self._orders.withdraw_all():
             self._answer(Rollout(order, self._services).aborted("the actor stopped before it was begun"), order)
         self._work()
         with anyio.move_on_after(flush_seconds_max):
@@ -164,13 +162,13 @@ class Actor:
         if event.kind is EventKind.CONNECTED:
             assert message is not None
             self._connected = True
-            self._recall.connected()
+            self._memory.connected()
             self._outbox.reconnected()
             self._outbox.grant(int(message.header["credit_bytes"]))
             logger.info("connected to the replay stage, %d trajectories to send again", len(self._outbox))
         elif event.kind is EventKind.DISCONNECTED:
             self._connected = False
-            self._recall.lost()
+            self._memory.lost()
             if self._outbox.in_flight_bytes:
                 self._services.metrics.send_failures_total.labels(reason="disconnected").inc()
             self._outbox.reconnected()
@@ -180,14 +178,14 @@ class Actor:
         elif message.kind is Kind.ORDER:
             order = decode_order(message.header)
             if order.order_id not in self._outbox:
-                self._desk.accept(order)
+                self._orders.accept(order)
         elif message.kind is Kind.CANCEL:
             for order_id in message.header["order_ids"]:
                 self._cancel(str(order_id))
         elif message.kind is Kind.ACK:
             self._acknowledged(message)
         elif message.kind is Kind.LESSONS:
-            self._recall.answered(message.header)
+            self._memory.answered(message.header)
         else:
             logger.warning("expected ORDER, CANCEL, ACK or LESSONS of the replay stage, got %s", message.kind)
 
@@ -200,8 +198,8 @@ class Actor:
                 logger.warning("trajectory %s was refused: %s", trajectory_id, reason)
 
     def _cancel(self, order_id: str) -> None:
-        """Stop playing, send nothing."""
-        order = self._desk.withdraw(order_id)
+        """End the rollout, send nothing."""
+        order = self._orders.withdraw(order_id)
         if order is not None:
             self._count(Rollout(order, self._services).aborted("cancelled before it was begun"), order)
         elif order_id in self._scopes:
@@ -214,7 +212,7 @@ class Actor:
         """Begin what can be begun, and wake whoever waits for a change."""
         assert self._group is not None
         while not (self._draining or self._outbox.full):
-            order = self._desk.begin()
+            order = self._orders.begin()
             if order is None:
                 break
             scope = self._scopes[order.order_id] = anyio.CancelScope()
@@ -224,18 +222,18 @@ class Actor:
         self._changed = anyio.Event()
 
     def _gauge(self) -> None:
-        self._services.metrics.inflight_episodes.set(self._desk.playing)
+        self._services.metrics.inflight_episodes.set(self._orders.in_flight)
         self._services.metrics.send_queue_trajectories.set(len(self._outbox))
 
     async def _play(self, order: Order, scope: anyio.CancelScope) -> None:
-        rollout = Rollout(order, self._services, self._recall)
+        rollout = Rollout(order, self._services, self._memory)
         trajectory: Trajectory | None = None
         with scope:
-            trajectory = await rollout.play()
+            trajectory = await rollout.run()
         del self._scopes[order.order_id]
         cancelled = order.order_id in self._cancelled
         self._cancelled.discard(order.order_id)
-        self._desk.finish(order.order_id)
+        self._orders.finish(order.order_id)
         if cancelled:
             self._count(rollout.aborted("cancelled by the replay stage"), order)
         else:
@@ -323,7 +321,7 @@ class _Hello(Mapping[str, Any]):
             "role": "actor",
             "name": self._actor._services.actor_id,
             "schema_version": SCHEMA_VERSION,
-            "slots": self._actor._places,
+            "slots": self._actor.slots,
             "splits": self._actor._services.splits,
         }[key]
 

@@ -1,6 +1,6 @@
-"""The orders of an actor, from arrival to answer. Pure; plays nothing.
+"""The orders of an actor, from arrival to answer. Pure.
 
-An order is *waiting* until there is a place, then *playing* until it is answered or cancelled; each leaves exactly
+An order is *waiting* until a slot is free, then *in flight* until it is answered or cancelled; each leaves exactly
 once.
 """
 
@@ -12,27 +12,27 @@ from pipeline.schema import Order
 
 
 class OrderQueue:
-    """At most ``places`` orders are played at once; others wait in the order of their arrival."""
+    """At most ``slots`` orders are in flight at once; others wait in the order of their arrival."""
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
         self._waiting: OrderedDict[str, Order] = OrderedDict()
-        self._playing: dict[str, Order] = {}
+        self._in_flight: dict[str, Order] = {}
 
     def __contains__(self, order_id: object) -> bool:
-        return order_id in self._waiting or order_id in self._playing
+        return order_id in self._waiting or order_id in self._in_flight
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def playing(self) -> int:
-        return len(self._playing)
+    def in_flight(self) -> int:
+        return len(self._in_flight)
 
     @property
     def ids(self) -> list[str]:
-        return [*self._playing, *self._waiting]
+        return [*self._in_flight, *self._waiting]
 
     def accept(self, order: Order) -> bool:
         """Queue it; False for an order that is here already (sent twice around a reconnection)."""
@@ -42,11 +42,11 @@ class OrderQueue:
         return True
 
     def begin(self) -> Order | None:
-        """The next order to play, which is playing from here on; None when none waits or no place is free."""
-        if not self._waiting or len(self._playing) >= self._places:
+        """The next order, in flight from here on; None when none waits or no slot is free."""
+        if not self._waiting or len(self._in_flight) >= self._slots:
             return None
         order_id, order = self._waiting.popitem(last=False)
-        self._playing[order_id] = order
+        self._in_flight[order_id] = order
         return order
 
     def withdraw(self, order_id: str) -> Order | None:
@@ -54,8 +54,8 @@ class OrderQueue:
         return self._waiting.pop(order_id, None)
 
     def finish(self, order_id: str) -> None:
-        """It is no longer played. Raises KeyError for an order that was not."""
-        del self._playing[order_id]
+        """The order is answered. Raises KeyError for one that was not in flight."""
+        del self._in_flight[order_id]
 
     def withdraw_all(self) -> list[Order]:
         """Take back everything that is still waiting."""

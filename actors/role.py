@@ -1,15 +1,10 @@
 """The actor process: builds its parts from the run file, serves until told to stop, then drains.
 
-Python's cyclic garbage collector in a process that plays thousands of episodes.
-
-A full collection visits every object that could be in a cycle, and nothing else happens meanwhile: no episode goes on
-and no request is sent. What set-up leaves behind (modules, the tokenizer, the configuration: 105,000 objects, 229,000
-where something imports torch) is visited each time and never freed. On a busy machine that took 60 to 90 and 125 ms of
-CPU, and 190 ms with 800 episodes in progress: the longest delay that they knew. Set aside, it takes nothing, and a turn
-costs a tenth less CPU.
-
-So after set-up they are set aside (``gc.freeze``), and the collector comes round seven times more rarely. It stays on:
-an episode of Afterplay's own parts leaves nothing for it, which a test holds, but a plug-in may leave cycles.
+A full collection of Python's garbage collector visits every object that could be in a cycle, and no rollout goes on
+meanwhile. The objects of set-up (modules, the tokenizer, the configuration: 105,000, or 229,000 with torch) would be
+visited each time and never freed, for 60 to 190 ms of CPU on a busy machine. So they are frozen after set-up
+(``gc.freeze``), which saves a tenth of a turn's CPU, and the collector runs seven times more rarely. It stays on: a
+rollout with Afterplay's own parts leaves no cycles, which a test holds, but a plug-in may.
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ FLUSH_SECONDS_MAX = 1.5
 
 
 async def main(ctx: RoleContext) -> None:
-    """Play orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for what the person who started us can
+    """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for what the person who started us can
     mend."""
     config = ctx.config
     metrics = ActorMetrics(ctx.registry, environments=tuple(config.environments))
@@ -104,7 +99,7 @@ async def main(ctx: RoleContext) -> None:
             actor = Actor(
                 services,
                 link,
-                places=config.actor.concurrency,
+                slots=config.actor.concurrency,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
                 limits=limits_of(config),
             )
@@ -132,12 +127,19 @@ async def _report(ctx: RoleContext, actor: Actor) -> None:
     while True:
         ctx.beat()
         ctx.report(
-            f"playing {actor.playing} episodes" if not ctx.stopping.is_set() else f"draining {actor.playing} episodes",
+            _state(actor, draining=ctx.stopping.is_set()),
             actor.waiting_for(),
-            playing=actor.playing,
+            playing=actor.in_flight,
             unacknowledged=actor.unacknowledged,
         )
         await anyio.sleep(REPORT_SECONDS)
+
+
+def _state(actor: Actor, *, draining: bool) -> str:
+    rollouts = f"{actor.in_flight} rollout{'' if actor.in_flight == 1 else 's'} in flight"
+    if draining:
+        return f"draining, {rollouts}"
+    return f"{rollouts}, {actor.slots - actor.in_flight} of {actor.slots} slots free"
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:

@@ -128,7 +128,7 @@ def player(shared: Services) -> Play:
 
     async def play(number: int) -> tuple[int, int]:
         order = Order(f"o{number}", "g", Task(f"t/{number}", "talk", number), 0, 0, 0, 3600.0)
-        played = await Rollout(order, shared).play()
+        played = await Rollout(order, shared).run()
         assert played.status is TrajectoryStatus.COMPLETE, played.failure
         assert len(played.turns) == TURNS_PER_EPISODE, f"{len(played.turns)} turns"
         encode_trajectory(played)

@@ -97,7 +97,7 @@ async def measure(
         await anyio.sleep(delay_seconds)
         for number in left:
             task = Task(f"t/{number}", "arithmetic", number)
-            trajectory = await Rollout(Order(f"o{number}", "g", task, 0, 0, 0, 600.0), shared).play()
+            trajectory = await Rollout(Order(f"o{number}", "g", task, 0, 0, 0, 600.0), shared).run()
             assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
             encode_trajectory(trajectory)
 

@@ -4,7 +4,7 @@
 
 ``passcode``: locks whose codes can only be found by trying; short codes are easy, long ones succeed rarely.
 
-``program``: tasks for agent programs that judge themselves (docs/DOOR.md). It has no rules of its own.
+``program``: tasks for agent programs that judge themselves (docs/GATEWAY.md). It has no rules of its own.
 """
 
 from __future__ import annotations

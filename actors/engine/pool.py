@@ -46,7 +46,7 @@ class EnginePool:
         patience: PausableTimeout | None = None,
     ) -> None:
         if not engines:
-            raise ConfigurationError("there is no engine to play with: set engine.replicas or engine.urls")
+            raise ConfigurationError("there is no engine: set engine.replicas or engine.urls")
         self._engines: Mapping[str, Engine] = {engine.name: engine for engine in engines}
         if len(self._engines) != len(engines):
             raise ConfigurationError(f"engine.urls names an engine twice: {[e.name for e in engines]}")
@@ -184,7 +184,7 @@ class EnginePool:
         was_alive = state.alive
         if self.router.mark(engine.name, alive=alive, version=version, problem=problem):
             if alive != was_alive:
-                logger.info("engine %s is %s %s", engine.name, "fit to play" if alive else "down:", problem)
+                logger.info("engine %s is %s %s", engine.name, "up" if alive else "down:", problem)
             self._announce()
         states = self.router.engines.values()
         fit = sum(e.fit(0) for e in states)

@@ -1,4 +1,4 @@
-"""Which engine plays which session. A pure state machine: no task, no socket, no clock.
+"""Sticky routing of sessions to engines. A pure state machine: no task, no socket, no clock.
 
 A session (one conversation) stays on the engine where its prefix cache is. It is placed on the fit engine with the
 fewest sessions, and placed again only when its engine is dead or has older weights than the session may use. An

@@ -260,7 +260,7 @@ async def episode(
     game = HostedGame(f"play/{task.task_id}", task, host, await host.start(task), metrics, started)
     try:
         agent = loop.begin(game)
-        if not isinstance(agent, AgentEpisode):
+        if type(agent).run is not AgentEpisode.run:
             raise ConfigurationError(
                 f"environments.{host.section}: {type(loop).__name__} asks for completions itself: afterplay env play "
                 "cannot answer it. Start it with an engine, as a run does"

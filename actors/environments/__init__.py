@@ -1,5 +1,5 @@
-"""What agents play. A new environment is one class; see :mod:`actors.environments.base` for an example of the whole
-of it."""
+"""Environments that agents act in. A new environment is one class;
+:mod:`actors.environments.base` has a whole example."""
 
 from actors.environments.base import Environment, Episode, Reply, Step, ToolUse
 from pipeline.runtime.plugin_guard import kept_running

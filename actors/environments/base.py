@@ -1,7 +1,7 @@
 """The interface between an environment and the agent loop.
 
 An :class:`Environment` is built once per actor from the options of its section; :meth:`Environment.start` makes one
-:class:`Episode` per order, and the episode owns all state of that one play. Every method may be ``def`` or ``async
+:class:`Episode` per order, and the episode owns all state of that one rollout. Every method may be ``def`` or ``async
 def``. A plain ``def`` runs on the event loop, so it must return within a millisecond, or the section says ``blocking:
 true`` and it runs in a thread.
 
@@ -88,7 +88,7 @@ class Step:
 
 
 class Episode(ABC):
-    """One play of one task, and all its state."""
+    """One episode of one task, and all its state."""
 
     messages: tuple[Message, ...]
     """The start of the conversation, set before :meth:`Environment.start` returns."""
@@ -96,8 +96,8 @@ class Episode(ABC):
     """What would help to solve the task, or its solution, set before :meth:`Environment.start` returns. The policy
     never sees it: with ``advantage.estimator: cpo`` the learner scores replies under a prompt that holds it."""
     tools: Sequence[Any] = ()
-    """What the policy may call in this play (:class:`actors.tools.Tool`, or functions and methods with type hints and a
-    docstring), beside the environment's and the run file's. Needs the loop ``tool_agent``."""
+    """What the policy may call in this episode (:class:`actors.tools.Tool`, or functions and methods with type hints
+    and a docstring), beside the environment's and the run file's. Needs the loop ``tool_agent``."""
 
     @abstractmethod
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
@@ -112,7 +112,7 @@ class Environment(ABC):
     """A family of tasks. The same ``Task`` must give the same start: draw everything random from ``task.seed``."""
 
     loop: str | None = None
-    """The agent loop that plays it unless the run file says another: ``"tool_agent"`` for an environment with tools."""
+    """The agent loop that runs it unless the run file says another: ``"tool_agent"`` for an environment with tools."""
 
     splits: Mapping[str, Sequence[int]] = MappingProxyType({})
     """Seeds of each split, for environments whose tasks are fixed or partly held out: ``{"train": range(900), "eval":
@@ -123,7 +123,7 @@ class Environment(ABC):
 
     @abstractmethod
     def start(self, task: Task) -> Episode | Awaitable[Episode]:
-        """Begin one play of ``task``."""
+        """Begin one episode of ``task``."""
 
     def tools(self) -> Sequence[Any]:
         """Tools that all its episodes share, asked once. See :attr:`Episode.tools`."""

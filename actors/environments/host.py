@@ -147,7 +147,7 @@ class EnvironmentHost:
             ) from error
 
     async def start(self, task: Task) -> Episode:
-        """A new play of ``task`` whose messages have been checked. Raises :class:`PlugInError`."""
+        """A new episode of ``task`` whose messages have been checked. Raises :class:`PlugInError`."""
         task = replace(task, payload=copy.deepcopy(dict(task.payload))) if task.payload else task
         episode = await self._call(START, self._environment.start, task)
         if not callable(getattr(episode, "step", None)):
@@ -183,7 +183,7 @@ class EnvironmentHost:
         return Step(messages, reward, step.done, signals)
 
     async def close(self, episode: Episode) -> None:
-        """Free the episode. A failure here is logged: the play is over, and its result stands."""
+        """Free the episode. A failure here is logged: the rollout is over, and its result stands."""
         close = getattr(episode, "close", None)
         if not callable(close):
             return

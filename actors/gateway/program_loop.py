@@ -1,10 +1,8 @@
-"""``program``: an agent program plays the episode; its calls to the door become the trajectory.
+"""``program``: an agent program runs the episode; its calls to the gateway become the trajectory.
 
 For each order the actor opens a session and starts the program (``command``), calls an async function (``function``),
 or offers the session to programs that run elsewhere (``external``). The program ends the episode by ending, or by
 telling its result (``POST /sessions/ID/finish``, the last line of its output, or what the function returns).
-
-One play by a program: from its start to what it was worth.
 """
 
 from __future__ import annotations
@@ -26,19 +24,20 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import attribute
+from actors.gateway.chat_recorder import ChatRecorder
 from actors.gateway.messages import Refusal
-from actors.gateway.recorder import Recorder
 from actors.gateway.reports import PROGRAM, Report, last_line, read_report
 from actors.gateway.requests import ParameterRules
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.rendering.renderer import Renderer
-from actors.rollout.agent_loop import AgentLoop, Budget, DrivenEpisode, Game, Outcome, Policy
+from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Budget, Dialogue, Game
+from actors.rollout.recorder import Recorder
 from actors.tools.parsing.registry import parser_of
 from pipeline.errors import AfterplayError, ConfigurationError, EpisodeLimit, PlugInError, PlugInTimeout, boundary
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.children import KILL_SECONDS_MAX, ChildGroup, OrphanReaper, describe_exit
-from pipeline.schema import TrajectoryStatus, Turn
+from pipeline.schema import TrajectoryStatus
 
 logger = logging.getLogger(__name__)
 
@@ -47,42 +46,32 @@ GRACE_SHARE = 0.1
 """Of the episode's time, at most, for a program to end after its calls are refused."""
 
 
-class ProgramEpisode(DrivenEpisode):
-    """One play by a program."""
+class ProgramEpisode(AgentEpisode):
+    """One rollout by a program, from its start to its reward."""
 
     def __init__(self, loop: ProgramLoop, game: Game) -> None:
         super().__init__(game)
         self._loop = loop
-        self._recording: Recorder | None = None
-        self._score: float | None = None
-        self._signals: Mapping[str, float] = {}
 
-    async def drive(self, policy: Policy) -> Outcome:
+    async def run(self, dialogue: Dialogue) -> TrajectoryStatus:
         loop = self._loop
         with anyio.fail_after(LISTEN_SECONDS_MAX):
-            await loop.door.listening.wait()
-        session = loop.session(self.game, policy)
-        self._recording = session.recording
+            await loop.gateway.listening.wait()
+        session = loop.session(self.game, dialogue)
         left = anyio.current_effective_deadline() - anyio.current_time()
         grace = min(loop.grace_seconds, GRACE_SHARE * left)
         timer = asyncio.get_running_loop().call_later(max(0.0, left - 2 * grace), session.expire)
-        loop.door.add(session)
+        loop.gateway.add(session)
         try:
-            report, failure = await _played(loop, session, left - grace, grace)
+            report, failure = await _program_result(loop, session, left - grace, grace)
         finally:
             timer.cancel()
-            loop.door.remove(session)
-        return await self._judged(session, report or session.report, failure)
+            loop.gateway.remove(session)
+        return await self._judged(session, dialogue.recorder, report or session.report, failure)
 
-    def turns(self) -> tuple[Turn, ...]:
-        """The last turn has the score and the signals of the report: what came before was not judged."""
-        turns = self._recording.turns() if self._recording is not None else ()
-        if not turns or self._score is None:
-            return turns
-        last = replace(turns[-1], reward=self._score, signals={**turns[-1].signals, **self._signals})
-        return (*(replace(turn, reward=0.0) for turn in turns[:-1]), last)
-
-    async def _judged(self, session: Session, report: Report | None, failure: AfterplayError | None) -> Outcome:
+    async def _judged(
+        self, session: Session, recorder: Recorder, report: Report | None, failure: AfterplayError | None
+    ) -> TrajectoryStatus:
         """How it ended. Raises where there is nothing to score."""
         if failure is not None and session.report is not None:
             logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
@@ -94,16 +83,16 @@ class ProgramEpisode(DrivenEpisode):
             raise session.engine_error
         if failure is not None and (session.limit is None or isinstance(failure, PlugInTimeout)):
             raise failure
-        if not session.recording.n_turns:
+        if not recorder.n_turns:
             if session.limit is not None:
-                raise EpisodeLimit(f"the limit {session.limit.value} was reached before a first turn")
+                raise EpisodeLimit(session.limit)
             raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.told)
-        self._score = await self._reward(session, report)
-        self._signals = report.signals if report is not None else {}
-        cut = session.limit is not None or (report is not None and not report.done)
-        return Outcome(TrajectoryStatus.TRUNCATED if cut else TrajectoryStatus.COMPLETE, self._score)
+        score = await self._reward(session, recorder.last_reply, report)
+        recorder.judge_rollout(score, report.signals if report is not None else {})
+        truncated = session.limit is not None or (report is not None and not report.done)
+        return TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.COMPLETE
 
-    async def _reward(self, session: Session, report: Report | None) -> float | None:
+    async def _reward(self, session: Session, last_reply: str, report: Report | None) -> float | None:
         source = self._loop.reward
         told = report is not None and (source != "program" or report.reward is not None)
         if session.limit is not None and not told:
@@ -112,7 +101,7 @@ class ProgramEpisode(DrivenEpisode):
             return 0.0
         if source == "environment":
             answer = report.answer if report is not None else None
-            step = await self.game.step(Reply(session.recording.last_reply if answer is None else answer))
+            step = await self.game.step(Reply(last_reply if answer is None else answer))
             return step.reward
         if report is None or report.reward is None:
             raise PlugInError(
@@ -125,7 +114,7 @@ class ProgramEpisode(DrivenEpisode):
         return report.reward
 
 
-async def _played(
+async def _program_result(
     loop: ProgramLoop, session: Session, seconds_max: float, grace: float
 ) -> tuple[Report | None, AfterplayError | None]:
     """What the program told, or how it failed. One that has reported may take ``grace`` seconds more to end."""
@@ -141,7 +130,7 @@ async def _played(
         async with anyio.create_task_group() as group:
             group.start_soon(lose_patience, group)
             try:
-                report = await loop.play(session)
+                report = await loop.run_program(session)
             except AfterplayError as error:
                 failure = error
             group.cancel_scope.cancel()
@@ -186,7 +175,7 @@ class ProgramLoop(AgentLoop):
     """Who judges: the program (its report), the environment (its ``step`` is given the program's ``answer``, else the
     last reply), or the functions of the scorer alone (the environment's score is then 0)."""
     reward_at_limit: float | None = 0.0
-    """Score of an episode that a limit cut off before its program told a result. 0: as an environment that has given
+    """Score of an episode that a limit ended before its program told a result. 0: as an environment that has given
     nothing so far. None: no score, so that it is not trained."""
     sampling_parameters: Literal["ignore", "refuse"] = "ignore"
     """Calls with another temperature, top_p, top_k, seed or penalty than the run's: ``ignore`` them and say so in the
@@ -199,7 +188,7 @@ class ProgramLoop(AgentLoop):
     max_concurrent_calls: int = Field(default=16, ge=1, le=1024)
     """Calls of one session at the same time; more are answered 429."""
     host: str = "127.0.0.1"
-    """Address the door listens on. Other than loopback only with a token."""
+    """Address the gateway listens on. Other than loopback only with a token."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: a free one. A fixed one is for ``external`` with one actor process on the machine."""
     token_env: str | None = None
@@ -214,7 +203,7 @@ class ProgramLoop(AgentLoop):
     """Largest body of one call."""
 
     @model_validator(mode="after")
-    def _one_way_to_play(self) -> ProgramLoop:
+    def _one_way_to_run(self) -> ProgramLoop:
         given = [name for name in ("command", "function", "external") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"expected exactly one of command, function and external, got {given or 'none'}")
@@ -238,7 +227,7 @@ class ProgramLoop(AgentLoop):
             if not token:
                 raise ConfigurationError(f"{where}.options.token_env: the variable {self.token_env} is not set")
         calls, section = metrics.door_calls_total, host.section
-        self.door = Gateway(
+        self.gateway = Gateway(
             self.host,
             self.port,
             token,
@@ -247,34 +236,34 @@ class ProgramLoop(AgentLoop):
             lambda route, outcome: calls.labels(env=section, route=route, outcome=outcome).inc(),
         )
 
-    def begin(self, game: Game) -> DrivenEpisode:
+    def begin(self, game: Game) -> AgentEpisode:
         return ProgramEpisode(self, game)
 
     async def serve(self) -> None:
-        async with self.door.serving():
-            logger.info("the door is open on %s", self.door.url)
+        async with self.gateway.serving():
+            logger.info("gateway listening on %s", self.gateway.url)
             await anyio.sleep_forever()
 
     async def close(self) -> None:
-        self.door.close()
+        self.gateway.close()
         self._reaper.close()
 
-    def session(self, game: Game, policy: Policy) -> Session:
+    def session(self, game: Game, dialogue: Dialogue) -> Session:
         """A new one, whose calls are not taken yet."""
+        policy = dialogue.policy
         budget = Budget(self._config.max_turns, self._config.max_tokens, policy.context_max, policy.sampling.max_tokens)
         return Session(
             told_of(game),
             policy,
             budget,
+            ChatRecorder(dialogue.recorder, self._parse),
             self._renderer,
-            self._parse,
             rules=replace(self._rules, sampling="ignore") if policy.differs else self._rules,
-            append=self._config.loop.history == "append",
             calls_max=self.max_concurrent_calls,
         )
 
-    async def play(self, session: Session) -> Report | None:
-        """Let the program play until it ends. None: it told nothing. Raises :class:`PlugInError` where it failed."""
+    async def run_program(self, session: Session) -> Report | None:
+        """Run the program to its end. None: it told nothing. Raises :class:`PlugInError` where it failed."""
         if self.command is not None:
             return await self._run_command(self.command, session)
         if self._function is not None:
@@ -306,7 +295,7 @@ class ProgramLoop(AgentLoop):
         return last_line(child.stdout)
 
     async def _call_function(self, session: Session) -> Report | None:
-        function, url = self._function, f"{self.door.url_of(session)}/v1"
+        function, url = self._function, f"{self.gateway.url_of(session)}/v1"
         with boundary(PROGRAM):
             if inspect.iscoroutinefunction(function):
                 result = await function(dict(session.task), url, session.id)
@@ -322,7 +311,7 @@ class ProgramLoop(AgentLoop):
             raise PlugInError(PROGRAM, "WrongValue", f"what {self.function} returned: {refusal.message}") from None
 
     async def _wait_for_external(self, session: Session) -> Report | None:
-        self.door.offer(session)
+        self.gateway.offer(session)
         await session.leased.wait()
         session.heard_at = anyio.current_time()
         while session.report is None:
@@ -340,7 +329,7 @@ class ProgramLoop(AgentLoop):
 
     def _variables(self, session: Session) -> dict[str, str]:
         """Of the command. Loopback is kept out of proxies."""
-        url, told = self.door.url_of(session), orjson.dumps(session.task).decode()
+        url, told = self.gateway.url_of(session), orjson.dumps(session.task).decode()
         unproxied = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK)))
         return {
             **os.environ,

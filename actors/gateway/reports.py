@@ -1,4 +1,4 @@
-"""What a program says of its own play. Pure."""
+"""Reads the report of a program about its own rollout. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT_MAX = 1e300
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a program says of its own play."""
+    """A program's report about its own rollout."""
 
     reward: float | None = None
     done: bool = True

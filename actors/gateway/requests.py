@@ -1,7 +1,7 @@
-"""What a program asks, read and checked. Pure; believes nothing.
+"""Reads and checks the requests of a program. Pure; trusts nothing.
 
-``/v1/chat/completions`` in OpenAI's form and ``/inference/v1/generate`` in vLLM's. What the door cannot do as asked is
-a :class:`Refusal` with the status, type and code that OpenAI's clients understand, or it is left out and named in
+``/v1/chat/completions`` in OpenAI's form and ``/inference/v1/generate`` in vLLM's. What the gateway cannot do as asked
+is a :class:`Refusal` with the status, type and code that OpenAI's clients understand, or it is left out and named in
 ``ignored``, as the run file says.
 """
 
@@ -135,7 +135,7 @@ class _Reader:
         )
 
     def unsupported(self, name: str, why: str, *same: Any) -> None:
-        """A parameter that the door does not have."""
+        """A parameter that the gateway does not have."""
         value = self.body.get(name)
         if value is None or any(value == known for known in same):
             return

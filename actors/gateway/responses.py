@@ -9,10 +9,11 @@ from typing import Any
 import orjson
 
 from actors.engine.base import Generation
+from actors.gateway.chat_recorder import ChatReply
 from actors.gateway.messages import arguments_text
-from actors.gateway.recorder import ChatReply, PendingCall
 from actors.gateway.requests import ChatRequest, GenerateRequest
 from actors.rendering.renderer import Renderer
+from actors.rollout.recorder import PendingCall
 from pipeline.schema import FinishReason
 
 

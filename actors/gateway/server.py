@@ -1,4 +1,4 @@
-"""The HTTP side of the door: routes to sessions, offers to programs that run elsewhere.
+"""The HTTP side of the gateway: routes to sessions, offers to programs that run elsewhere.
 
 Listens on loopback unless a token is given. A session is found by its path (``/sessions/ID/v1/chat/completions``), by
 the header ``X-Session-ID``, or by the API key (``Authorization: Bearer ID``).
@@ -218,7 +218,7 @@ class Gateway:
 
     def _require_token(self, request: web.Request) -> None:
         if self._token is not None and not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
-            raise Refusal(401, "expected the door's token as Authorization: Bearer TOKEN", code="invalid_api_key")
+            raise Refusal(401, "expected the gateway's token as Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
 @web.middleware

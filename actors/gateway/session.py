@@ -1,8 +1,8 @@
 """One session: the calls of one program, bounded, sampled and recorded.
 
-*Consumes* requests of the door; *produces* their answers and the turns of one trajectory. A call *waits* for the engine
-and ends when the session does. What a program is told when a limit is reached is an error in OpenAI's form that clients
-do not send again (400); the session stays open, because a program may go on with a shorter history.
+*Consumes* requests of the gateway; *produces* their answers and the turns of one trajectory. A call *waits* for the
+engine and ends when the session does. At a limit a program gets an error in OpenAI's form that clients do not send
+again (400); the session stays open, because a program may go on with a shorter history.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 import anyio
 
 from actors.engine.base import Completion
+from actors.gateway.chat_recorder import ChatRecorder, ChatReply
 from actors.gateway.messages import Refusal
-from actors.gateway.recorder import ChatReply, Parse, PendingCall, Recorder
 from actors.gateway.reports import Report
 from actors.gateway.requests import ChatRequest, ParameterRules, read_chat, read_generate
 from actors.gateway.responses import Choice, chat_completion, generated
 from actors.rendering.renderer import Renderer
-from actors.rollout.agent_loop import Budget, Limit, Policy
+from actors.rollout.agent_loop import Budget, Limit
+from actors.rollout.policy import Policy
+from actors.rollout.recorder import PendingCall
 from pipeline.errors import EngineError, EngineRefused, EngineUnavailable, PlugInError
 
 
@@ -34,17 +36,16 @@ class Session:
         task: Mapping[str, Any],
         policy: Policy,
         budget: Budget,
+        recording: ChatRecorder,
         renderer: Renderer,
-        parse: Parse,
         *,
         rules: ParameterRules,
-        append: bool,
         calls_max: int,
     ) -> None:
         """``task``: what the program is to do, as JSON. ``calls_max``: calls at the same time."""
         self.id = secrets.token_urlsafe(24)
         self.task = task
-        self.recording = Recorder(renderer, parse, append=append)
+        self._recording = recording
         self.report: Report | None = None
         self.limit: Limit | None = None
         """What refused the last call that was begun, when that was a limit."""
@@ -120,7 +121,7 @@ class Session:
         request = read_generate(data, self._policy.sampling, self._rules)
         self._admit(1)
         with _template_faults():
-            pending = self.recording.tokens(request.token_ids)
+            pending = self._recording.tokens(request.token_ids)
         completion = await self._sampled(pending, self._room(pending, request.tokens_max), ())
         self._recorded(pending, completion, ())
         return request.ignored, generated(request, completion.generation, f"generate-{secrets.token_hex(12)}")
@@ -178,7 +179,7 @@ class Session:
         try:
             for _ in range(request.n):
                 with _template_faults():
-                    pending = self.recording.chat(request)
+                    pending = self._recording.chat(request)
                 calls.append((pending, self._room(pending, request.tokens_max)))
         except Refusal:
             for pending, room in calls:
@@ -190,7 +191,7 @@ class Session:
         """Tokens that the call may sample, spent from the budget."""
         room = self._budget.room(len(pending.prompt_ids), len(pending.added_ids))
         if isinstance(room, Limit):
-            self.recording.fail(pending)
+            self._recording.fail(pending)
             self.limit = room
             raise _limit_refusal(room)
         room = room if tokens_max is None else min(room, tokens_max)
@@ -201,7 +202,7 @@ class Session:
 
     def _give_back(self, pending: PendingCall, room: int) -> None:
         self._in_flight -= 1
-        self.recording.fail(pending)
+        self._recording.fail(pending)
         self._budget.give_back(len(pending.added_ids) + room, turn=True)
 
     async def _sampled(self, pending: PendingCall, room: int, stop: tuple[str, ...]) -> Completion:
@@ -235,9 +236,9 @@ class Session:
     def _recorded(self, pending: PendingCall, completion: Completion, stop: tuple[str, ...]) -> ChatReply:
         """Raises :class:`Refusal` for a reply that the tokenizer or the parser cannot take."""
         try:
-            return self.recording.finish(pending, completion.generation, self._policy.sampling.temperature, stop)
+            return self._recording.finish(pending, completion.generation, self._policy.sampling.temperature, stop)
         except Exception as error:
-            self.recording.fail(pending)
+            self._recording.fail(pending)
             raise Refusal(
                 500, f"the reply cannot be read: {type(error).__name__}: {error}", code="unreadable_reply"
             ) from error

@@ -1,8 +1,8 @@
 """The interface between an agent loop and the rollout that runs it.
 
-The rollout (:mod:`actors.rollout.rollout`) owns engines, limits, tokens, retries and the trajectory. An
-:class:`AgentLoop` decides what is said next: it is built once per environment section from the options of
-``environments.<name>.loop``, and makes one :class:`AgentEpisode` per order, which owns all state of that play.
+The rollout (:mod:`actors.rollout.rollout`) owns engines, tokens, retries and the trajectory. An :class:`AgentLoop`
+decides what the policy is told next: it is built once per environment section from the options of
+``environments.<name>.loop``, and makes one :class:`AgentEpisode` per order, which owns all state of that rollout.
 
 A complete loop that asks the policy to check itself once before the environment judges::
 
@@ -19,92 +19,27 @@ A complete loop that asks the policy to check itself once before the environment
                 return Answer((Message("user", "Are you sure? Answer again."),))
             return Answer.of(await self.game.step(reply))
 
-Episodes that ask for completions themselves, in any order and several at a time, and are not asked turn by turn.
-
-The rollout still owns engines, retries and the trajectory; the episode owns what is said, its limits and its record.
-
-What an agent loop returned, checked: a loop may be the user's own.
-
-The limits of one episode. Pure arithmetic.
+An episode that asks for completions in another order, or several at a time, overrides :meth:`AgentEpisode.run`.
+What a loop returns is checked: it may be the user's own.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from actors.engine.base import Sampling
 from actors.environments.base import Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Renderer
+from actors.rollout.policy import Policy
+from actors.rollout.recorder import Recorder
 from pipeline.errors import PlugInError
 from pipeline.metrics.actor import ActorMetrics
-from pipeline.schema import Message, Task, TrajectoryStatus, Turn
-
-if TYPE_CHECKING:
-    from actors.engine.base import Completion
-
-
-class Policy(Protocol):
-    """What completions are asked of, for one episode."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """How it is sampled; ``temperature`` is 0 for a greedy order."""
-        ...
-
-    @property
-    def differs(self) -> bool:
-        """This order is sampled otherwise than the run file says: greedily, or for an evaluation."""
-        ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def context_max(self) -> int:
-        """Tokens of prompt and completion together."""
-        ...
-
-    def trouble(self) -> str:
-        """Why no engine can answer; empty when one can."""
-        ...
-
-    async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
-        """Sample one completion. Raises :class:`EngineError` like :func:`actors.rollout.generate.complete`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an episode ended that did not fail."""
-
-    status: TrajectoryStatus
-    """COMPLETE or TRUNCATED."""
-    score: float | None
-    """``rewards["environment"]``. None: it has none, and the trajectory is not trained unless that has no weight."""
-
-
-class DrivenEpisode(ABC):
-    """One play."""
-
-    def __init__(self, game: Game) -> None:
-        self.game = game
-
-    @abstractmethod
-    async def drive(self, policy: Policy) -> Outcome:
-        """Play to the end. Raises for a failure. With no turn played the rollout fails."""
-
-    @abstractmethod
-    def turns(self) -> tuple[Turn, ...]:
-        """As far as it was played, branch by branch."""
-
-    async def close(self) -> None:  # noqa: B027 - optional
-        """Called exactly once, however the episode ended, before the environment's episode is closed."""
+from pipeline.schema import Message, Task, TrajectoryStatus
 
 
 class Limit(StrEnum):
@@ -142,12 +77,12 @@ class Budget:
         return min(self.turn_tokens_max, self.context_max - prompt_tokens, left)
 
     def spend(self, added_tokens: int, sampled_tokens: int) -> None:
-        """One turn was played."""
+        """One turn was sampled."""
         self.turns += 1
         self.tokens += added_tokens + sampled_tokens
 
     def give_back(self, tokens: int, *, turn: bool = False) -> None:
-        """Less was used than was spent; with ``turn`` the turn was not played at all."""
+        """Less was used than was spent; with ``turn`` the turn was not sampled at all."""
         self.turns -= turn
         self.tokens -= tokens
 
@@ -157,11 +92,11 @@ ToolSchema = Mapping[str, Any]
 
 
 class Game(Protocol):
-    """The environment's side of one play, as an agent loop sees it."""
+    """The environment's side of one rollout, as an agent loop sees it."""
 
     @property
     def key(self) -> str:
-        """Names this play; no two at once have the same."""
+        """Names this rollout; no two at once have the same."""
         ...
 
     @property
@@ -205,39 +140,73 @@ class Answer:
         return cls(step.messages, step.reward, step.done, None, step.signals)
 
 
-class AgentEpisode(ABC):
-    """One play. Its methods are called one at a time."""
+class Dialogue(Protocol):
+    """The policy's side of one rollout, turn by turn."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def recorder(self) -> Recorder: ...
+
+    async def begin(self, opening: Opening) -> Reply:
+        """The first reply. Raises :class:`EpisodeLimit` and :class:`EngineError`."""
+        ...
+
+    def judge(self, answer: Answer) -> None:
+        """Record the reward and the signals of ``answer`` for the last reply."""
+        ...
+
+    async def go_on(self, answer: Answer, rewrite: Callable[[Sequence[Message], int], Sequence[Message]]) -> Reply:
+        """The reply to ``answer``. ``rewrite``: :meth:`AgentEpisode.rewrite`. Raises like :meth:`begin`."""
+        ...
+
+
+class AgentEpisode:
+    """The agent's side of one rollout. Its methods are called one at a time."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
+
+    async def run(self, dialogue: Dialogue) -> TrajectoryStatus:
+        """The whole rollout, turn by turn: COMPLETE, or TRUNCATED. Raises :class:`EpisodeLimit` at a limit.
+
+        An episode that overrides it records its own turns in ``dialogue.recorder``."""
+        reply = await dialogue.begin(checked_opening(await self.start()))
+        while True:
+            answer = checked_answer(await self.answer(reply))
+            dialogue.judge(answer)
+            if answer.done:
+                return TrajectoryStatus.COMPLETE
+            reply = await dialogue.go_on(answer, self.rewrite)
 
     async def start(self) -> Opening:
         """The first prompt; the environment's messages unless a loop adds to them."""
         return Opening(self.game.episode.messages)
 
-    @abstractmethod
     async def answer(self, reply: Reply) -> Answer:
-        """Answer one reply of the policy."""
+        """Answer one reply of the policy. Every episode has it, unless it overrides :meth:`run`."""
+        raise NotImplementedError(f"{type(self).__qualname__}.answer")
 
     def rewrite(self, messages: Sequence[Message], prompt_tokens: int) -> Sequence[Message]:
         """The history to go on with, before each further turn. ``messages`` is all of it, ``prompt_tokens`` what it
-        would take. Anything but the same messages forks a branch: the old one is trained as it was played, the new one
+        would take. Anything but the same messages forks a branch: the old one is trained as it was sampled, the new one
         begins with the rewritten history as context. Must depend on its arguments alone."""
         return messages
 
-    async def close(self) -> None:  # noqa: B027 - optional
+    async def close(self) -> None:
         """Called exactly once, however the episode ended, before the environment's episode is closed."""
 
 
 class AgentLoop(ABC):
-    """How the episodes of one environment section are played."""
+    """Makes the agent episodes of one environment section."""
 
     @abstractmethod
-    def begin(self, game: Game) -> AgentEpisode | DrivenEpisode:
-        """The agent's side of one play."""
+    def begin(self, game: Game) -> AgentEpisode:
+        """The agent's side of one rollout."""
 
     def bind(self, host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> None:  # noqa: B027 - optional
-        """Called once after construction, with what the section's episodes are played with. May raise
+        """Called once after construction, with what the section's episodes need. May raise
         :class:`ConfigurationError`."""
 
     async def serve(self) -> None:  # noqa: B027 - optional

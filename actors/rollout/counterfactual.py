@@ -1,9 +1,8 @@
-"""A conversation that was not played: what the engine would have seen around the very same sampled ids.
+"""Counterfactual prompts: the contexts that the same sampled ids would have had after another first prompt.
 
-It begins with another first prompt (without the lessons, or with a hint) and is followed turn by turn; where its
-context differs from the played one (in the first turn, and in a turn that begins a new branch) the context is kept.
-
-The first prompt with a hint in it: never played, only scored by the learner (``advantage.estimator: cpo``).
+The other prompt has no lessons, or has a hint (``advantage.estimator: cpo``). No engine sees it: the learner scores the
+sampled ids in it. It is followed turn by turn, and a context that differs from the real one (in the first turn, and in
+a turn that begins a new branch) is kept.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from pipeline.schema import Message
 
 @dataclass(slots=True)
 class CounterfactualPrompt:
-    """``conversation`` is the one that was not played, as far as the episode has come."""
+    """``conversation`` is the counterfactual one, as far as the episode has come."""
 
     conversation: Conversation
     contexts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By turn, the context ids that differ from the played ones."""
+    """By turn, the context ids that differ from the real ones."""
     longest: int = 0
     """Tokens of its longest branch so far, sampled ones included."""
 
@@ -40,23 +39,23 @@ class CounterfactualPrompt:
     def follow(
         self,
         advance: Callable[[Conversation], Conversation],
-        played: Conversation,
+        real: Conversation,
         turn: int,
         completion_ids: Sequence[int],
         forked: bool,
     ) -> None:
-        """``played`` is the prompt of ``turn``, in a new branch where ``forked``; ``advance`` makes the next prompt of
-        a conversation with what was sampled and answered, as was done for the played one."""
+        """``real`` is the prompt of ``turn``, in a new branch where ``forked``; ``advance`` makes the next prompt of
+        a conversation with what was sampled and answered, as was done for the real one."""
         before = self.conversation
         after = advance(before)
         if forked:
             self.contexts[turn] = after.prompt_ids
-            after = replace(after, branch=played.branch)
+            after = replace(after, branch=real.branch)
         elif after.branch != before.branch:
             # the engine's prompt went on where this one would have begun anew: the row goes on too
-            ids = (*before.prompt_ids, *completion_ids, *played.added_ids)
-            after = replace(after, prompt_ids=ids, added_ids=played.added_ids, branch=before.branch)
-        elif after.added_ids != played.added_ids:
+            ids = (*before.prompt_ids, *completion_ids, *real.added_ids)
+            after = replace(after, prompt_ids=ids, added_ids=real.added_ids, branch=before.branch)
+        elif after.added_ids != real.added_ids:
             self.contexts[turn] = after.added_ids
         self.conversation = after
 

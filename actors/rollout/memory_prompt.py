@@ -1,13 +1,8 @@
-"""Puts lessons into the first message of the user, and keeps the contexts that the episode would have had without
-them.
+"""Prompts with lessons: asks for them, and puts them into the first message of the user.
 
-With ``train_mode: discard`` the training row is the same episode under the prompt without lessons. That row is followed
-turn by turn: *plain* is the conversation that the renderer builds from the plain messages and the very same sampled
-ids. Its context replaces the played one where they differ: in the first turn, and in a turn that begins a new branch.
-
-Asks the replay stage for lessons over the actor's own link.
-
-Which rollouts of a group are guided, and which of these are trained as played: decided by group and slot alone.
+With ``train_mode: discard`` the training row is the same rollout under the prompt without lessons, which is followed as
+a :class:`CounterfactualPrompt`. Group and slot alone decide which rollouts get lessons and which of these are trained
+on the prompt that the engine saw.
 """
 
 from __future__ import annotations
@@ -100,9 +95,9 @@ def is_guided(config: LessonsConfig, group_id: str, slot: int) -> bool:
     return config.rollout_mode == "all" or _chosen(slot, config.rollout_ratio, _offset("guided", group_id))
 
 
-def trains_as_played(config: LessonsConfig, group_id: str, slot: int) -> bool:
-    """Whether a guided rollout is trained on the prompt as played. With ``hybrid``, ``keep_ratio`` of the group's
-    guided slots are, evenly spread among them."""
+def trains_with_lessons(config: LessonsConfig, group_id: str, slot: int) -> bool:
+    """Whether a rollout with lessons is trained on the prompt with them. With ``hybrid``, ``keep_ratio`` of the
+    group's guided slots are, evenly spread among them."""
     if config.train_mode != "hybrid":
         return config.train_mode == "keep"
     rank = slot
@@ -143,7 +138,7 @@ class MemoryPrompt:
     keep: bool
     query: str
     plain: CounterfactualPrompt
-    """The conversation without lessons, as far as it was played."""
+    """The conversation without lessons, as far as the rollout has come."""
 
     def guidance(self, n_turns: int) -> Guidance:
         """What the trajectory says of it, of the turns that were kept."""
@@ -194,7 +189,7 @@ class MemoryPrompter:
         except (TimeoutError, PlugInTimeout):
             return "timeout", []
         except AfterplayError as error:
-            logger.warning("order %s is played without lessons: %s", order_id, error)
+            logger.warning("order %s goes on without lessons: %s", order_id, error)
             return "error", []
         return ("found" if found else "none"), found
 
@@ -212,7 +207,7 @@ class MemoryPrompter:
         plain = renderer.start(messages, tools)
         room = int((context_max - len(plain.prompt_ids)) * ROOM_SHARE_MAX)
         original = messages[user]
-        keep = trains_as_played(self._config, order.group_id, order.slot)
+        keep = trains_with_lessons(self._config, order.group_id, order.slot)
         lessons = [
             Lesson(lesson.lesson_id, text) for lesson in found[: self._config.top_k] if (text := self._text(lesson))
         ]

@@ -1,7 +1,4 @@
-"""Loops that only pass on what the environment says: ``multi_turn`` and ``single_turn``.
-
-The environment's side of one play, as an agent loop sees it.
-"""
+"""``multi_turn`` and ``single_turn``: the environment alone answers the policy."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class MultiTurn(AgentLoop):
 
 
 class SingleTurn(AgentLoop):
-    """One reply, one judgement: the episode is complete after it, whatever the environment would say next."""
+    """The episode is complete after one reply, whatever the environment would answer next."""
 
     def begin(self, game: Game) -> AgentEpisode:
         return _Single(game)

@@ -1,8 +1,8 @@
 """A client of ReMe's task memory over HTTP: an external service that stores, finds and (with its own language model)
 writes lessons.
 
-Two routes, both ``POST`` with JSON, as ReMe documents them (github.com/modelscope/ReMe, docs/quick_start.md and
-docs/task_memory):
+Two routes, both ``POST`` with JSON, as the pages of ReMe document them (github.com/modelscope/ReMe: the quick start and
+task memory):
 
 ``/retrieve_task_memory``
     ``{workspace_id, query, top_k}`` → ``{answer, metadata: {memory_list: [{memory_id, when_to_use, content, score}]}}``

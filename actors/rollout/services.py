@@ -1,7 +1,4 @@
-"""What every rollout of an actor shares.
-
-From the name in the run file to a constructed agent loop.
-"""
+"""Parts that all rollouts of an actor share: engines, environments, renderer, and the agent loops of the run file."""
 
 from __future__ import annotations
 
@@ -22,10 +19,12 @@ from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentLoop
 from actors.rollout.memory_prompt import MemoryPrompter, MemorySource
 from actors.rollout.multi_turn import MultiTurn
+from actors.rollout.policy import Policy
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, PlugInError, boundary
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.plugin_guard import watch_tasks
+from pipeline.schema import Order
 
 GROUP = "afterplay.loops"
 BUILT_IN = {
@@ -130,6 +129,19 @@ class Services:
             hint_template=config.advantage.hint_template,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},
+        )
+
+    def policy(self, order: Order) -> Policy:
+        """What ``order`` asks completions of."""
+        return Policy(
+            order,
+            self.pool,
+            self.sampling,
+            self.metrics,
+            model=self.model,
+            backend=self.backend,
+            context_max=self.model_length_max,
+            retries=self.retries,
         )
 
     async def serve(self) -> None:

@@ -5,8 +5,6 @@ turn run at once, up to ``max_parallel_calls``; their answers are appended in ca
 ``tool``, which the chat template puts into words. What is wrong with a call is told to the policy and counted; the
 episode goes on. An episode that reaches a limit while it is still calling tools is TRUNCATED with the rewards that it
 had so far, and is never called finished.
-
-Histories that are made shorter: older tool answers left out, thinking dropped. Pure functions.
 """
 
 from __future__ import annotations
@@ -216,7 +214,7 @@ class ToolAgent(AgentLoop):
 
 
 class ToolAgentEpisode(AgentEpisode):
-    """One play with tools."""
+    """One rollout with tools."""
 
     def __init__(self, loop: ToolAgent, game: Game) -> None:
         super().__init__(game)

@@ -3,7 +3,7 @@
 *Consumes* parsed calls; *produces* one :class:`Done` for each, in call order. *Waits* for tools, each under its limit;
 at most ``parallel_max`` calls of a turn run at once. Nothing that a tool does raises here, cancellation apart.
 
-Long tool answers, cut to a length in characters or tokens, with a mark where something is missing.
+Long tool answers, truncated to a length in characters or tokens, with a mark where something is missing.
 
 What went wrong with tools: counted for ever, with the newest tracebacks kept.
 """
@@ -73,7 +73,7 @@ def truncate_tokens(text: str, length_max: int, side: Side, tokens: Tokens) -> s
 def truncater(
     length_max: int, side: Side, unit: Literal["characters", "tokens"], tokens: Tokens
 ) -> Callable[[str], str]:
-    """The function that cuts one answer."""
+    """The function that truncates one answer."""
     if unit == "characters":
         return lambda text: truncate_characters(text, length_max, side)
     return lambda text: truncate_tokens(text, length_max, side, tokens)
@@ -163,7 +163,7 @@ class Done:
 
     name: str
     text: str
-    """What the policy reads, cut already."""
+    """What the policy reads, truncated already."""
     outcome: str
     """``ok``, or why not: one of :data:`pipeline.metrics.actor.TOOL_OUTCOMES`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class ToolLimits:
     calls_max: int
     """Calls of one turn that are run; the others are answered with an error."""
     seconds_max: float
-    cut: Callable[[str], str]
+    truncate: Callable[[str], str]
 
 
 class EpisodeTools:
@@ -302,7 +302,7 @@ class EpisodeTools:
 
     def _cut(self, text: str) -> str:
         """Short enough, and nothing in it that no tokenizer can take."""
-        text = self._rules.cut(text)
+        text = self._rules.truncate(text)
         return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
     async def _release(self, ready: Ready) -> None:

@@ -86,7 +86,7 @@ class Display:
         process, answer = self._processes[name], self._answers.get(name)
         if answer is None or not answer.state:
             return f"{name} {process.phase.value}"
-        waiting = f" for {answer.waiting_for}" if answer.waiting_for else ""
+        waiting = f", waiting for {answer.waiting_for}" if answer.waiting_for else ""
         return f"{name} {answer.state}{waiting}"
 
     def __rich__(self) -> Group:

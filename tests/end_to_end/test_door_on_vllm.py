@@ -58,7 +58,7 @@ class Watched(EngineClient):
 @pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[RunningEngine]:
     """Stamped as ``VERSION``."""
-    pytest.importorskip("openai", reason="pip install openai to test its clients against the door")
+    pytest.importorskip("openai", reason="pip install openai to test its clients against the gateway")
     running: RunningEngine = request.getfixturevalue(f"{request.param}_engine")
     async with aiohttp.ClientSession() as session:
         body = {"new_version": str(VERSION)}
@@ -129,7 +129,7 @@ async def play(engine: RunningEngine, client: Watched, program: Program) -> tupl
         background.start_soon(pool.watch)
         background.start_soon(services.serve)
         with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(order, services).play()
+            trajectory = await Rollout(order, services).run()
         background.cancel_scope.cancel()
     await services.close()
     await pool.close()

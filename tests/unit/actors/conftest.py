@@ -129,7 +129,7 @@ async def played(services: Services, order: Order, source: MemorySource | None =
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
         with anyio.fail_after(SECONDS_MAX):
-            trajectory = await Rollout(order, services, source).play()
+            trajectory = await Rollout(order, services, source).run()
         group.cancel_scope.cancel()
     return trajectory
 

@@ -30,7 +30,7 @@ async def playing(
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
         group.start_soon(stage.serve)
-        actor = Actor(services, link, places=places, outbox_bytes_max=outbox, limits=limits or Limits())
+        actor = Actor(services, link, slots=places, outbox_bytes_max=outbox, limits=limits or Limits())
         group.start_soon(services.pool.watch)
         group.start_soon(actor.run)
         await stage.until(lambda: bool(stage.hellos))
@@ -81,7 +81,7 @@ async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
         stage.acknowledging = False
         await stage.order(*(make_order(seed) for seed in range(5)))
         await stage.until(lambda: len(stage.received) == 1)
-        await until(lambda: actor.unacknowledged == 1 and actor.playing == 0)
+        await until(lambda: actor.unacknowledged == 1 and actor.in_flight == 0)
         assert "outbox" in actor.waiting_for()
         for n in range(1, 5):
             await stage.acknowledge(*stage.received)
@@ -107,10 +107,10 @@ async def test_gauges_follow_what_is_played(make_services: MakeServices, make_or
     services = make_services([StubEngine(latency_seconds=30.0)])
     async with playing(services, places=4) as (stage, actor, _):
         await stage.order(*(make_order(seed) for seed in range(3)))
-        await until(lambda: actor.playing == 3)
+        await until(lambda: actor.in_flight == 3)
         assert services.metrics.inflight_episodes._value.get() == 3
         await actor.drain(0.0)
-        assert services.metrics.inflight_episodes._value.get() == actor.playing == 0
+        assert services.metrics.inflight_episodes._value.get() == actor.in_flight == 0
 
 
 async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(

@@ -35,7 +35,7 @@ async def playing(services: Services, answer: Any, **section: Any) -> AsyncItera
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
         group.start_soon(stage.serve)
-        actor = Actor(services, link, places=4, outbox_bytes_max=10**7, limits=Limits())
+        actor = Actor(services, link, slots=4, outbox_bytes_max=10**7, limits=Limits())
         group.start_soon(services.pool.watch)
         group.start_soon(actor.run)
         with anyio.fail_after(60):

@@ -64,7 +64,7 @@ async def test_an_episode_leaves_no_cyclic_garbage(
     services = make_services([StubEngine(script=lambda ids, s: [10, 11, words.eos_token_id])], Chat())
 
     async def play() -> None:
-        played = await Rollout(make_order(), services).play()
+        played = await Rollout(make_order(), services).run()
         assert played.status is TrajectoryStatus.COMPLETE, played.failure
 
     async with anyio.create_task_group() as group:

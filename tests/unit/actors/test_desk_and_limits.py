@@ -1,4 +1,4 @@
-"""Pure parts: the desk, the budget, and the threads of blocking environments."""
+"""Pure parts: the queue, the budget, and the threads of blocking environments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = OrderQueue(PLACES)
+        self.queue = OrderQueue(PLACES)
         self.serial = 0
         self.accepted: list[str] = []
         self.playing: list[str] = []
@@ -33,13 +33,13 @@ class DeskMachine(RuleBasedStateMachine):
     def accept(self) -> None:
         order = Order(f"o{self.serial}", "g", Task("t", "e", 0), 0, 0, 0, 1.0)
         self.serial += 1
-        assert self.desk.accept(order)
-        assert not self.desk.accept(order)
+        assert self.queue.accept(order)
+        assert not self.queue.accept(order)
         self.accepted.append(order.order_id)
 
     @rule()
     def begin(self) -> None:
-        order = self.desk.begin()
+        order = self.queue.begin()
         waiting = [i for i in self.accepted if i not in self.playing and i not in self.left]
         assert (order is None) == (not waiting or len(self.playing) == PLACES)
         if order is not None:
@@ -50,7 +50,7 @@ class DeskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         order_id = data.draw(st.sampled_from(self.playing))
-        self.desk.finish(order_id)
+        self.queue.finish(order_id)
         self.playing.remove(order_id)
         self.left.append(order_id)
 
@@ -58,19 +58,19 @@ class DeskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
         order_id = data.draw(st.sampled_from(self.accepted))
-        order = self.desk.withdraw(order_id)
+        order = self.queue.withdraw(order_id)
         assert (order is None) == (order_id in self.playing or order_id in self.left)
         if order is not None:
             self.left.append(order_id)
 
     @rule()
     def withdraw_all(self) -> None:
-        self.left += [order.order_id for order in self.desk.withdraw_all()]
+        self.left += [order.order_id for order in self.queue.withdraw_all()]
 
     @invariant()
     def every_order_is_in_one_place(self) -> None:
-        assert sorted(self.desk.ids + self.left) == sorted(self.accepted)
-        assert self.desk.playing == len(self.playing) <= PLACES
+        assert sorted(self.queue.ids + self.left) == sorted(self.accepted)
+        assert self.queue.in_flight == len(self.playing) <= PLACES
 
 
 TestDeskMachine = DeskMachine.TestCase

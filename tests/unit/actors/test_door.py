@@ -41,14 +41,14 @@ pytestmark = pytest.mark.timeout(400)
 
 
 async def play(services: Services, order: Order) -> Trajectory:
-    """One order, with the door open; nothing is left behind."""
+    """One order, with the gateway open; nothing is left behind."""
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
         group.start_soon(services.serve)
         with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(order, services).play()
-        door = services.loops["game"].door  # type: ignore[attr-defined]
-        assert not door._sessions and not door._offers
+            trajectory = await Rollout(order, services).run()
+        gateway = services.loops["game"].gateway  # type: ignore[attr-defined]
+        assert not gateway._sessions and not gateway._offers
         group.cancel_scope.cancel()
     await services.close()
     statistics = services.pool.statistics()
@@ -527,7 +527,7 @@ await fetch(process.env.AFTERPLAY_SESSION_URL + "/finish", {method: "POST", body
 async def test_the_openai_package_calls_tools_streams_and_sees_limits(
     serve: Serve, long_order: Order, smollm2: Any
 ) -> None:
-    openai = pytest.importorskip("openai", reason="pip install openai to test its client against the door")
+    openai = pytest.importorskip("openai", reason="pip install openai to test its client against the gateway")
     call = smollm2('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>').input_ids
     final = smollm2("It is 5.").input_ids
 
@@ -570,7 +570,7 @@ async def test_the_openai_package_calls_tools_streams_and_sees_limits(
 async def test_a_program_elsewhere_takes_a_task_and_finishes_it(serve: Serve, long_order: Order, words: Any) -> None:
     engine = echoing(words)
     services = serve(engine, loop_options={"external": True})
-    url = services.loops["game"].door.url  # type: ignore[attr-defined]
+    url = services.loops["game"].gateway.url  # type: ignore[attr-defined]
 
     async def worker() -> None:
         async with caller(url) as client:
@@ -586,7 +586,7 @@ async def test_a_program_elsewhere_takes_a_task_and_finishes_it(serve: Serve, lo
         doors.start_soon(services.pool.watch)
         group.start_soon(worker)
         with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(long_order, services).play()
+            trajectory = await Rollout(long_order, services).run()
         await anyio.wait_all_tasks_blocked()
         doors.cancel_scope.cancel()
     await services.close()
@@ -600,7 +600,7 @@ async def test_a_task_that_nobody_takes_or_that_is_taken_and_left_is_a_failure(
     services = serve(
         echoing(words), loop_options={"external": True, "lease_seconds": 0.5}, max_seconds=SECONDS if taken else 1.0
     )
-    url = services.loops["game"].door.url  # type: ignore[attr-defined]
+    url = services.loops["game"].gateway.url  # type: ignore[attr-defined]
 
     async def worker() -> None:
         async with caller(url) as client:
@@ -661,15 +661,15 @@ def test_a_process_that_lives_has_not_ended() -> None:
 
 
 def blocks(language: str) -> list[str]:
-    """Fenced code of docs/DOOR.md."""
-    text = (ROOT / "docs" / "DOOR.md").read_text()
+    """Fenced code of docs/GATEWAY.md."""
+    text = (ROOT / "docs" / "GATEWAY.md").read_text()
     return [part.partition("```")[0] for part in text.split(f"```{language}\n")[1:]]
 
 
 async def test_the_program_of_the_documentation_plays(
     serve: Serve, long_order: Order, words: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("openai", reason="pip install openai to test the program of docs/DOOR.md")
+    pytest.importorskip("openai", reason="pip install openai to test the program of docs/GATEWAY.md")
     (source,) = blocks("python")
     assert len(source.strip().splitlines()) <= 15
     order = dataclasses.replace(
@@ -689,7 +689,7 @@ def test_the_run_file_of_the_documentation_and_the_example_load(words: Any, metr
     host = EnvironmentHost("guess", config)
     loop = build_loop(host, Renderer(words), metrics)
     assert isinstance(loop, ProgramLoop) and loop.command is not None
-    loop.door.close()
+    loop.gateway.close()
     assert (ROOT / loop.command[1]).is_file()
 
 
@@ -752,7 +752,7 @@ async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
         group.start_soon(services.serve)
         with anyio.fail_after(SECONDS):
             async with anyio.create_task_group() as playing:
-                playing.start_soon(rollout.play)
+                playing.start_soon(rollout.run)
                 await asked.wait()
                 playing.cancel_scope.cancel()
         group.cancel_scope.cancel()

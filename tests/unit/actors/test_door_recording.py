@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.base import Generation, Sampling
+from actors.gateway.chat_recorder import ChatRecorder
 from actors.gateway.messages import Refusal
-from actors.gateway.recorder import PendingCall, Recorder
 from actors.gateway.requests import ParameterRules, read_chat, read_generate
 from actors.rendering.renderer import Renderer
+from actors.rollout.recorder import PendingCall, Recorder
 from actors.tools.parsing.registry import FORMATS
 from pipeline.schema import FinishReason, Task, Trajectory, TrajectoryStatus, VersionSpan
 
@@ -46,7 +47,8 @@ class Talk:
 
     def __init__(self, tokenizer: Any, append: bool = False) -> None:
         self.tokenizer = tokenizer
-        self.recording = Recorder(Renderer(tokenizer), FORMATS["hermes"].parse, append=append)
+        self.recorder = Recorder(Renderer(tokenizer), append=append)
+        self.recording = ChatRecorder(self.recorder, FORMATS["hermes"].parse)
         self.seen: list[tuple[int, tuple[int, ...], list[int]]] = []
 
     def begin(self, messages: list[dict[str, Any]], **more: Any) -> PendingCall:
@@ -62,7 +64,7 @@ class Talk:
 
     def trajectory(self) -> Trajectory:
         task = Task("game/1", "game", 1)
-        return Trajectory("o", "g", task, self.recording.turns(), TrajectoryStatus.COMPLETE)
+        return Trajectory("o", "g", task, self.recorder.turns(), TrajectoryStatus.COMPLETE)
 
     def check(self) -> None:
         """Each branch is what the engine saw last in it and sampled then, and nothing is trained twice."""
@@ -80,7 +82,7 @@ def test_a_conversation_that_goes_on_is_one_branch(words: Any) -> None:
     for _ in range(3):
         history += [talk.call(history), user("try again")]
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 0, 0]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0, 0]
     text = words.apply_chat_template(history[:-1], tokenize=False)
     assert words(text, add_special_tokens=False).input_ids == talk.trajectory().flatten().token_ids.tolist()
 
@@ -105,7 +107,7 @@ def test_what_clients_add_to_a_reply_does_not_fork(words: Any, echo: dict[str, A
     parts = [{"type": "text", "text": first["content"]}]
     talk.call([user("say hello"), {**first, **echo, "content": parts}, user("again")])
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0]
 
 
 def test_a_rewritten_history_forks_and_both_branches_stay(words: Any) -> None:
@@ -114,7 +116,7 @@ def test_a_rewritten_history_forks_and_both_branches_stay(words: Any) -> None:
     talk.call([user("say hello"), first, user("again")])
     talk.call([user("say hello"), said("hello"), user("again")])
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 0, 1]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0, 1]
 
 
 def test_other_tools_are_another_prompt_and_fork(words: Any) -> None:
@@ -123,7 +125,7 @@ def test_other_tools_are_another_prompt_and_fork(words: Any) -> None:
     pending = talk.begin([user("say hello"), first, user("again")], tools=[TOOL])
     talk.end(pending, [words.eos_token_id])
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 1]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 1]
 
 
 def test_a_template_that_changes_what_was_said_forks_every_turn(words: Any) -> None:
@@ -136,7 +138,7 @@ def test_a_template_that_changes_what_was_said_forks_every_turn(words: Any) -> N
     for _ in range(3):
         history += [talk.call(history), user("try again")]
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 1, 2]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 1, 2]
 
 
 def test_calls_at_once_from_one_place_become_branches_in_order_of_arrival(words: Any) -> None:
@@ -147,7 +149,7 @@ def test_calls_at_once_from_one_place_become_branches_in_order_of_arrival(words:
     replies = [talk.end(p, [12 + i, words.eos_token_id]) for i, p in reversed(list(enumerate(pending)))][::-1]
     talk.call([*history, replies[2], user("try")])
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 0, 1, 2, 2]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0, 1, 2, 2]
 
 
 def test_a_call_that_failed_leaves_no_trace(words: Any) -> None:
@@ -156,7 +158,7 @@ def test_a_call_that_failed_leaves_no_trace(words: Any) -> None:
     first = talk.call([user("say hello")])
     talk.recording.fail(talk.begin([user("say hello"), first, user("again")]))
     talk.call([user("say hello"), first, user("again")])
-    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0]
     assert len(list(talk.trajectory().branches())) == 1
 
 
@@ -170,7 +172,7 @@ def test_token_calls_go_on_from_chat_calls_and_from_each_other(words: Any) -> No
     other = talk.recording.tokens((5, 6))
     talk.end(other, [9])
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 0, 1]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0, 1]
 
 
 def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
@@ -181,7 +183,7 @@ def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
     pending = talk.begin([user("1 + 1?")], tools=[TOOL])
     answer = talk.recording.finish(pending, generation(ids), 1.0)
     talk.seen.append((pending.branch, pending.prompt_ids, ids))
-    (turn,) = talk.recording.turns()
+    (turn,) = talk.recorder.turns()
     assert answer.finish_reason == "tool_calls" and turn.completion_message.content == text
     (call,) = answer.tool_calls
     assert call["function"] == {"name": "add", "arguments": {"a": a}}
@@ -194,7 +196,7 @@ def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
     pending = talk.begin([user("1 + 1?"), echo, told], tools=[TOOL])
     talk.end(pending, [smollm2.eos_token_id])
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0]
     added = smollm2.decode(pending.added_ids)
     assert added.count("<|im_end|>") == 1 and "2" in added
 
@@ -205,7 +207,7 @@ def test_a_reply_without_a_readable_call_is_text(smollm2: Any) -> None:
     ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
     answer = talk.recording.finish(talk.begin([user("x")], tools=[TOOL]), generation(ids), 1.0)
     assert answer.content == text and not answer.tool_calls and answer.finish_reason == "stop"
-    assert talk.recording.turns()[0].signals["unreadable_calls"] == 1.0
+    assert talk.recorder.turns()[0].signals["unreadable_calls"] == 1.0
 
 
 def test_a_stop_text_cuts_what_is_returned_and_nothing_that_was_sampled(smollm2: Any) -> None:
@@ -214,10 +216,10 @@ def test_a_stop_text_cuts_what_is_returned_and_nothing_that_was_sampled(smollm2:
     pending = talk.begin([user("count")], stop="STOP")
     answer = talk.recording.finish(pending, generation(ids), 1.0, ("STOP",))
     talk.seen.append((pending.branch, pending.prompt_ids, ids))
-    assert answer.content == "one two " and talk.recording.turns()[0].completion.token_ids.tolist() == ids
+    assert answer.content == "one two " and talk.recorder.turns()[0].completion.token_ids.tolist() == ids
     talk.call([user("count"), said("one two "), user("go on")], [smollm2.eos_token_id])
     talk.check()
-    assert [t.branch for t in talk.recording.turns()] == [0, 0]
+    assert [t.branch for t in talk.recorder.turns()] == [0, 0]
 
 
 @settings(max_examples=60)
@@ -243,7 +245,7 @@ def test_any_order_of_calls_gives_branches_that_are_what_the_engine_saw(words: A
             histories.append([*history, reply, user(rng.choice(["try", "again", "?"]))])
     if talk.seen:
         talk.check()
-        numbers = [t.branch for t in talk.recording.turns()]
+        numbers = [t.branch for t in talk.recorder.turns()]
         assert sorted(set(numbers)) == list(range(len(set(numbers)))) and numbers == sorted(numbers)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from actors.environments import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
-from actors.rollout.memory_prompt import MemoryPrompter, fill, is_guided, trains_as_played
+from actors.rollout.memory_prompt import MemoryPrompter, fill, is_guided, trains_with_lessons
 from actors.rollout.services import Services
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import TransportError
@@ -220,7 +220,7 @@ def test_hybrid_keeps_its_share_of_the_guided_slots(group: str, ratio: float, ke
     config = LessonsConfig(
         enabled=True, rollout_mode="mixed", rollout_ratio=ratio, train_mode="hybrid", keep_ratio=keep_ratio
     )
-    of = [trains_as_played(config, group, slot) for slot in range(64) if is_guided(config, group, slot)]
+    of = [trains_with_lessons(config, group, slot) for slot in range(64) if is_guided(config, group, slot)]
     assert abs(sum(of) - len(of) * keep_ratio) < 1 + 1e-6
 
 
@@ -230,6 +230,6 @@ def test_the_mean_share_over_groups_is_the_ratio_and_the_other_modes_are_all_or_
     assert sum(chosen) / len(chosen) == pytest.approx(0.3, abs=0.02)
     for mode, expected in (("all", True), ("without", False)):
         section = LessonsConfig(enabled=True, rollout_mode=mode, train_mode="discard")
-        assert is_guided(section, "g000001", 3) is expected and not trains_as_played(section, "g000001", 3)
+        assert is_guided(section, "g000001", 3) is expected and not trains_with_lessons(section, "g000001", 3)
     assert not is_guided(LessonsConfig(rollout_mode="all"), "g000001", 0)
-    assert trains_as_played(LessonsConfig(enabled=True), "g000001", 3)
+    assert trains_with_lessons(LessonsConfig(enabled=True), "g000001", 3)

@@ -354,7 +354,7 @@ async def test_one_hanging_and_one_failing_episode_do_not_hold_the_others_up(
     started = time.perf_counter()
 
     async def one(seed: int) -> None:
-        await Rollout(make_order(seed), services).play()
+        await Rollout(make_order(seed), services).run()
         ended.append(time.perf_counter() - started)
 
     async with anyio.create_task_group() as group:

@@ -50,7 +50,7 @@ async def main() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)
         with anyio.fail_after(30):
-            played = await Rollout(Order("o", "g", Task("t", "mine", 3), 0, 0, 0, 20.0), services).play()
+            played = await Rollout(Order("o", "g", Task("t", "mine", 3), 0, 0, 0, 20.0), services).run()
         group.cancel_scope.cancel()
     print(played.status, played.failure, dict(played.rewards), [m.role for m in played.turns[1].context_messages])
 

@@ -56,7 +56,7 @@ async def play(services: Services, order: Order) -> Trajectory:
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
         with anyio.fail_after(10):
-            trajectory = await Rollout(order, services).play()
+            trajectory = await Rollout(order, services).run()
         group.cancel_scope.cancel()
     statistics = services.pool.statistics()
     assert statistics.in_flight == 0 and statistics.sessions == 0
@@ -271,7 +271,7 @@ async def test_engine_that_dies_in_mid_request_costs_nothing_but_a_retry(
         group.start_soon(services.pool.watch)
 
         async def one() -> None:
-            trajectories.append(await Rollout(make_order(), services).play())
+            trajectories.append(await Rollout(make_order(), services).run())
             group.cancel_scope.cancel()
 
         group.start_soon(one)
@@ -310,7 +310,7 @@ async def test_weights_that_change_under_a_request_leave_two_spans(
             engine.version = 4
 
         group.start_soon(publish)
-        trajectory = await Rollout(make_order(policy_version=3), services).play()
+        trajectory = await Rollout(make_order(policy_version=3), services).run()
         group.cancel_scope.cancel()
     assert trajectory.version_range() == (3, 4)
     assert np.array_equal(trajectory.turns[0].completion.versions(), [3, 3, 4, 4])
@@ -331,7 +331,7 @@ async def test_order_waits_for_an_engine_with_its_policy_version(
             engine.version = 4
 
         group.start_soon(publish)
-        trajectory = await Rollout(make_order(policy_version=4), services).play()
+        trajectory = await Rollout(make_order(policy_version=4), services).run()
         group.cancel_scope.cancel()
     assert trajectory.version_range() == (4, 4)
 
@@ -346,7 +346,7 @@ async def test_cancelled_rollout_closes_the_episode_and_can_tell_how_far_it_got(
         group.start_soon(services.pool.watch)
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as inner:
-                inner.start_soon(rollout.play)
+                inner.start_soon(rollout.run)
                 while engine.n_requests < 3:
                     await anyio.lowlevel.checkpoint()
                 scope.cancel()

@@ -104,7 +104,7 @@ async def play(services: Services, order: Order) -> Trajectory:
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
         with anyio.fail_after(10):
-            trajectory = await Rollout(order, services).play()
+            trajectory = await Rollout(order, services).run()
         group.cancel_scope.cancel()
     return trajectory
 
@@ -263,7 +263,7 @@ async def test_tools_are_released_when_the_episode_fails_runs_out_of_time_or_is_
     services = office(Office(notes), slow, loop_options={"tool_seconds_max": 50})
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
-        group.start_soon(Rollout(make_order(), services).play)
+        group.start_soon(Rollout(make_order(), services).run)
         while not notes.running:
             await anyio.lowlevel.checkpoint()
         group.cancel_scope.cancel()

@@ -56,8 +56,8 @@ def test_missing_package_says_what_to_install(monkeypatch):
 
 def test_missing_program_says_so_too():
     assert "install no_such_program" in Adapter("json", "pip", program="no_such_program").missing
-    assert Adapter("a:B", None, "pip").missing is None
-    assert Adapter("a:B", "no.such.module", "pip install no").missing == "pip install no"
+    assert Adapter(None, "pip").missing is None
+    assert Adapter("no.such.module", "pip install no").missing == "pip install no"
 
 
 @pytest.mark.parametrize("name", sorted(ADAPTERS))

@@ -1,0 +1,193 @@
+"""Finds the branch that a call of an agent program goes on from. A pure state machine: no task, no socket, no clock.
+
+A call states a whole conversation. Where it goes on from what was said in a branch (messages are compared as
+structures, the policy's reply as it was returned), the tokens of that branch stay as they are and only what the
+template adds is tokenised. Where it does not (the program rewrote its history, began another conversation, or asks
+twice from the same place), a new branch begins with the whole prompt as context. While a call is under way its branch
+is taken: another call from the same place becomes a branch of its own. A call that fails gives its branch back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from actors.engine.base import Generation
+from actors.gateway.messages import Key, key_of, tools_key
+from actors.gateway.requests import ChatRequest
+from actors.rendering.renderer import Conversation
+from actors.rollout.recorder import BranchTip, PendingCall, Recorder
+from actors.tools.parsing.base import Parsed, ToolCall
+from pipeline.errors import PlugInError
+from pipeline.schema import FinishReason, Message
+
+NAME_CHARACTERS_MAX = 64
+Parse = Callable[[str, Sequence[Mapping[str, Any]]], Parsed]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """A reply as the program gets it."""
+
+    content: str
+    tool_calls: tuple[Mapping[str, Any], ...]
+    """``{"id", "type", "function": {"name", "arguments"}}`` with arguments as objects."""
+    finish_reason: str
+    """``stop``, ``length`` or ``tool_calls``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """A branch and what its next call is recognised by."""
+
+    tip: BranchTip
+    ids: tuple[int, ...]
+    keys: tuple[Key, ...] | None = None
+    """Of its messages, the last reply included. None: it is known by its tokens alone."""
+    tools: bytes = b""
+    parsed: Message | None = None
+    """The last reply with its tool calls apart."""
+    taken: bool = False
+
+
+class ChatRecorder:
+    """Records the calls of one session. Methods raise :class:`PlugInError` (boundary ``renderer``) for what a template
+    refuses."""
+
+    def __init__(self, recorder: Recorder, parse: Parse) -> None:
+        self._recorder = recorder
+        self._parse = parse
+        self._branches: dict[int, _Branch] = {}
+        self._replies: dict[Key, Message] = {}
+        self._open: dict[int, tuple[ChatRequest | None, _Branch | None]] = {}
+        """By number of the call: what was asked, and the branch that it took."""
+
+    def chat(self, request: ChatRequest) -> PendingCall:
+        """Begin a call that states messages."""
+        branch = self._branch_of_messages(request.keys, tools_key(request.tools))
+        if branch is not None:
+            assert branch.keys is not None and branch.tip.call.conversation is not None
+            new = self._known(request)[len(branch.keys) :]
+            before = branch.tip.call.conversation
+            conversation = self._recorder.next_prompt(before, branch.tip, new, branch.parsed)
+        else:
+            conversation = self._rendered(request)
+            branch = self._branch_of_tokens(conversation.prompt_ids)
+            new = list(conversation.messages[-1:])
+            if branch is not None:
+                conversation = replace(conversation, added_ids=conversation.prompt_ids[len(branch.ids) :])
+        call = self._recorder.begin(conversation, branch.tip if branch is not None else None, new)
+        return self._opened(call, request, branch)
+
+    def tokens(self, token_ids: tuple[int, ...]) -> PendingCall:
+        """Begin a call that states token ids."""
+        branch = self._branch_of_tokens(token_ids)
+        call = self._recorder.begin_tokens(token_ids, branch.tip if branch is not None else None)
+        return self._opened(call, None, branch)
+
+    def finish(
+        self, call: PendingCall, generation: Generation, temperature: float, stop: Sequence[str] = ()
+    ) -> ChatReply:
+        """The engine has answered: it is a turn from here on. ``stop``: texts that the reply is truncated before."""
+        request = self._open[call.number][0]
+        completed = self._recorder.renderer.completed(generation.token_ids.tolist())
+        text = _truncate(completed.text, stop)
+        reply, unreadable = self._parsed(call, request, text, generation.finish_reason)
+        signals = {"tool_calls": float(len(reply.tool_calls)), "unreadable_calls": float(unreadable)}
+        tip = self._recorder.finish(call, generation, completed, temperature, signals)
+        branch = self._branches[call.branch] = _Branch(tip, tip.ids)
+        if request is not None:
+            key = key_of("assistant", reply.content, reply.tool_calls)
+            self._replies[key] = Message("assistant", completed.text)
+            branch.keys = (*request.keys, key)
+            branch.tools = tools_key(request.tools)
+            if reply.tool_calls:
+                stated = {"tool_calls": [dict(call) for call in reply.tool_calls]}
+                branch.parsed = Message("assistant", reply.content, stated)
+        del self._open[call.number]
+        return reply
+
+    def fail(self, call: PendingCall) -> None:
+        """The call has ended without an answer."""
+        _, branch = self._open.pop(call.number, (None, None))
+        if branch is not None:
+            branch.taken = False
+
+    def _opened(self, call: PendingCall, request: ChatRequest | None, branch: _Branch | None) -> PendingCall:
+        if branch is not None and branch.tip.call.branch != call.branch:
+            branch = None
+        if branch is not None:
+            branch.taken = True
+        self._open[call.number] = request, branch
+        return call
+
+    def _branch_of_messages(self, keys: tuple[Key, ...], tools: bytes) -> _Branch | None:
+        """The branch with the longest history that ``keys`` goes on from; the oldest of equals."""
+        found: _Branch | None = None
+        for branch in self._branches.values():
+            if branch.keys is None or branch.taken or branch.tools != tools:
+                continue
+            n = len(branch.keys)
+            if n < len(keys) and keys[:n] == branch.keys and (found is None or n > len(found.keys or ())):
+                found = branch
+        return found
+
+    def _branch_of_tokens(self, ids: tuple[int, ...]) -> _Branch | None:
+        """The branch with the most tokens that ``ids`` begins with."""
+        found: _Branch | None = None
+        for branch in self._branches.values():
+            n = len(branch.ids)
+            if not branch.taken and n < len(ids) and ids[:n] == branch.ids and (found is None or n > len(found.ids)):
+                found = branch
+        return found
+
+    def _rendered(self, request: ChatRequest) -> Conversation:
+        """The whole prompt. Replies of this session stand in it as they were sampled, where the template takes that."""
+        sampled = self._known(request)
+        try:
+            return self._recorder.renderer.start(sampled, request.tools)
+        except PlugInError:
+            stated = [self._shown(message) for message in request.messages]
+            if stated == sampled:
+                raise
+            return self._recorder.renderer.start(stated, request.tools)
+
+    def _known(self, request: ChatRequest) -> list[Message]:
+        """Its messages, replies of this session as they were sampled."""
+        pairs = zip(request.messages, request.keys, strict=True)
+        return [self._shown(self._replies.get(key, message)) for message, key in pairs]
+
+    def _shown(self, message: Message) -> Message:
+        """Without special tokens, where a tool wrote it: it cannot end a turn or begin another."""
+        if message.role != "tool":
+            return message
+        return replace(message, content=self._recorder.renderer.without_special(message.content))
+
+    def _parsed(
+        self, call: PendingCall, request: ChatRequest | None, text: str, reason: FinishReason
+    ) -> tuple[ChatReply, int]:
+        """The reply taken apart, and how many of its tool calls cannot be read."""
+        ended = "length" if reason is FinishReason.LENGTH else "stop"
+        if request is None or not request.tools or request.calls_max == 0:
+            return ChatReply(text, (), ended), 0
+        parsed = self._parse(text, request.tools)
+        tools = [tool for tool in parsed.calls if isinstance(tool, ToolCall)]
+        unreadable = len(parsed.calls) - len(tools)
+        if not tools:
+            return ChatReply(text, (), ended), unreadable
+        stated = tuple(
+            {
+                "id": f"{call.number % 10**5:05d}{index % 10**4:04d}",
+                "type": "function",
+                "function": {"name": tool.name[:NAME_CHARACTERS_MAX], "arguments": dict(tool.arguments)},
+            }
+            for index, tool in enumerate(tools[: request.calls_max])
+        )
+        return ChatReply(parsed.content, stated, "tool_calls"), unreadable
+
+
+def _truncate(text: str, stops: Sequence[str]) -> str:
+    """What stands before the first of ``stops``."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(found)] if found else text

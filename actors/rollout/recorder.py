@@ -1,0 +1,166 @@
+"""The turns of one rollout, in branches: token for token what the engine saw and sampled.
+
+A completion that goes on from where a branch ended adds the tokens that are new; one whose prompt does not go on from
+there begins a branch, with its whole prompt as context. The spans of a branch, concatenated, are what the engine saw
+and sampled; every sampled token stands in exactly one turn; branches are numbered without gaps in the order in which
+their first calls began; a call that was never finished leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from actors.engine.base import Generation
+from actors.rendering.renderer import Completed, Conversation, Renderer
+from pipeline.schema import Message, TokenSpan, Turn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingCall:
+    """A prompt that waits for its completion."""
+
+    number: int
+    branch: int
+    """Provisional: branches in which nothing was sampled are left out in the end."""
+    prompt_ids: tuple[int, ...]
+    added_ids: tuple[int, ...]
+    added: tuple[Message, ...]
+    conversation: Conversation | None = field(default=None, repr=False)
+    """None: the prompt was given as token ids."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BranchTip:
+    """A completed call: the end of a branch, from which another call may go on."""
+
+    call: PendingCall
+    completion_ids: tuple[int, ...]
+    completed: Completed
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Everything in the branch: prompt and completion."""
+        return (*self.call.prompt_ids, *self.completion_ids)
+
+
+class Recorder:
+    """Writes the turns of one rollout. A pure state machine: no task, no socket, no clock."""
+
+    def __init__(self, renderer: Renderer, *, append: bool = False) -> None:
+        """``append``: what was sampled is never changed by the template (:class:`Renderer`)."""
+        self.renderer = renderer
+        self.score: float | None = 0.0
+        """Undiscounted sum of the rewards so far. None: the rollout has no score of its own."""
+        self._append = append
+        self._turns: list[tuple[int, int, Turn]] = []
+        self._judged = 0
+        self._calls = 0
+        self._branches = 0
+
+    @property
+    def n_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def last_reply(self) -> str:
+        """Text of the newest completion; empty before the first."""
+        return self._turns[-1][2].completion_message.content if self._turns else ""
+
+    def next_prompt(
+        self, before: Conversation, tip: BranchTip, new: Sequence[Message], parsed: Message | None = None
+    ) -> Conversation:
+        """The prompt after ``before``, the completion of ``tip`` and ``new``. ``parsed`` is the completion with its
+        tool calls apart (:meth:`Renderer.extend`)."""
+        return self.renderer.extend(before, tip.completion_ids, tip.completed, new, said=parsed, append=self._append)
+
+    def begin(
+        self, conversation: Conversation, tip: BranchTip | None = None, new: Sequence[Message] = ()
+    ) -> PendingCall:
+        """Begin a call that goes on from ``tip`` with ``new``, or in a new branch: at the first prompt, and where the
+        template or a loop changed the history (``conversation`` is then in a branch after that of ``tip``)."""
+        if tip is None or conversation.branch:
+            added_ids, added, tip = conversation.prompt_ids, conversation.messages, None
+        else:
+            added_ids, added = conversation.added_ids, tuple(new)
+        return self._begun(conversation.prompt_ids, added_ids, added, tip, replace(conversation, branch=0))
+
+    def begin_tokens(self, token_ids: tuple[int, ...], tip: BranchTip | None = None) -> PendingCall:
+        """Begin a call whose prompt is known by its tokens alone. With ``tip`` they begin with those of its branch."""
+        added_ids = token_ids if tip is None else token_ids[len(tip.ids) :]
+        added = (Message("user", self.renderer.decode_ids(added_ids)),) if added_ids else ()
+        return self._begun(token_ids, added_ids, added, tip, None)
+
+    def finish(
+        self,
+        call: PendingCall,
+        generation: Generation,
+        completed: Completed,
+        temperature: float,
+        signals: Mapping[str, float] | None = None,
+    ) -> BranchTip:
+        """Record the completion of ``call`` as a turn. ``completed`` is its text."""
+        turn = Turn(
+            context=TokenSpan.context(call.added_ids),
+            completion=generation.as_span(),
+            context_messages=call.added,
+            completion_message=Message("assistant", completed.text),
+            finish_reason=generation.finish_reason,
+            temperature=temperature,
+            branch=call.branch,
+            signals=signals or {},
+        )
+        self._turns.append((call.branch, call.number, turn))
+        return BranchTip(call, tuple(generation.token_ids.tolist()), completed)
+
+    def judge(self, reward: float, signals: Mapping[str, float]) -> None:
+        """Reward the newest turn."""
+        branch, number, turn = self._turns[-1]
+        self._turns[-1] = branch, number, replace(turn, reward=reward, signals=signals)
+        self._judged = len(self._turns)
+        self.score = (self.score or 0.0) + reward
+
+    def judge_rollout(self, score: float | None, signals: Mapping[str, float]) -> None:
+        """Reward the rollout as a whole: the last turn gets ``score`` and ``signals``, the others 0."""
+        self.score = score
+        self._judged = len(self._turns)
+        if score is None:
+            return
+        last = max(entry[:2] for entry in self._turns)
+        self._turns = [
+            (branch, number, replace(turn, reward=score, signals={**turn.signals, **signals}))
+            if (branch, number) == last
+            else (branch, number, replace(turn, reward=0.0))
+            for branch, number, turn in self._turns
+        ]
+
+    def drop_unjudged(self) -> tuple[int, int]:
+        """Remove the turns after the last judged one. (turns left, tokens removed)"""
+        removed = sum(len(turn.completion) for _, _, turn in self._turns[self._judged :])
+        if self._judged:
+            del self._turns[self._judged :]
+        return self._judged, removed
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Branch by branch, numbered from 0; within a branch in the order of its calls."""
+        ordered = sorted(self._turns, key=lambda entry: entry[:2])
+        numbers = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _, _ in ordered))}
+        return tuple(
+            turn if turn.branch == numbers[branch] else replace(turn, branch=numbers[branch])
+            for branch, _, turn in ordered
+        )
+
+    def _begun(
+        self,
+        prompt_ids: tuple[int, ...],
+        added_ids: tuple[int, ...],
+        added: tuple[Message, ...],
+        tip: BranchTip | None,
+        conversation: Conversation | None,
+    ) -> PendingCall:
+        self._calls += 1
+        if tip is None:
+            branch, self._branches = self._branches, self._branches + 1
+        else:
+            branch = tip.call.branch
+        return PendingCall(self._calls, branch, prompt_ids, added_ids, added, conversation)
