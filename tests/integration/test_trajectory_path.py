@@ -37,13 +37,15 @@ CARRIERS = (
     "learner.data.groups",
     "learner.data.microbatch",
 )
-"""Modules whose classes hold something of a trajectory."""
+"""Modules whose classes hold something of a trajectory,"""
+NO_CARRIERS = {"Journal", "Limits"}
+"""but these."""
 FILES_MAX = 90
 
 
 def carries(value: object, depth: int = 2) -> bool:
     if type(value).__module__.startswith(CARRIERS):
-        return True
+        return type(value).__name__ not in NO_CARRIERS
     if depth and isinstance(value, list | tuple):
         return any(carries(item, depth - 1) for item in value[:2])
     return bool(depth) and isinstance(value, dict) and any(carries(item, depth - 1) for item in [*value.values()][:2])
