@@ -54,7 +54,7 @@ MOVED: dict[str, tuple[str, ...]] = {
 
 REMOVED = {
     "replay.shards": "there is one replay stage: leave the key out",
-    "replay.memory_only": "the store is always on disk: leave the key out, and put replay.path on a fast disk",
+    "replay.memory_only": "the store is always on disk: leave the key out, and put replay.store on a fast disk",
     "replay.checkpoint_seconds": "the store is always on disk and needs no copies: leave the key out",
     "learner.warm_start": "fine-tune with any tool and give its model folder as model.source (docs/LEARNER.md, "
     '"Starting from supervised fine-tuning")',
