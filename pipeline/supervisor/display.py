@@ -86,8 +86,8 @@ class Display:
         process, answer = self._processes[name], self._answers.get(name)
         if answer is None or not answer.state:
             return f"{name} {process.phase.value}"
-        waiting = f", waiting for {answer.waiting_for}" if answer.waiting_for else ""
-        return f"{name} {answer.state}{waiting}"
+        waits = " for " if answer.state == "waiting" else ", waiting for "
+        return f"{name} {answer.state}{waits}{answer.waiting_for}" if answer.waiting_for else f"{name} {answer.state}"
 
     def __rich__(self) -> Group:
         return Group(self._header(), self._facts(), self._table())
