@@ -1,11 +1,13 @@
-"""What a buffer on disk survives."""
+"""Survival of a buffer on disk: resumes, kills, cut-off and damaged files, and the example of the page."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -307,3 +309,13 @@ def test_layouts_may_differ_between_trajectories_but_not_in_a_batch():
         buffer.get(b)["ids"][0] = 1
     with pytest.raises(NotEnough):
         buffer.sample(31)
+
+
+def test_the_example_of_the_page_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "REPLAY.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code, names)
+    assert capsys.readouterr().out == "2 (16, 3)\n"
+    assert names["ids"] == [0, 1, 2, 3] and names["batch"].arrays["reward"].shape == (256,)
