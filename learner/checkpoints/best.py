@@ -28,8 +28,8 @@ from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, is
 from learner.checkpoints.writer import CheckpointWriter
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.atomic_folder import atomic_folder, sync_path
-from pipeline.runtime.rundir import read_json
+from pipeline.runtime.atomic_folder import atomic_folder
+from pipeline.runtime.rundir import read_json, sync
 
 log = logging.getLogger(__name__)
 BEST = "best"
@@ -118,7 +118,7 @@ def keep_best(root: Path, best: Mapping[str, Any]) -> Path | None:
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(target.name)
     os.replace(scratch, link)
-    sync_path(root)
+    sync(root)
     for path in root.glob(f"{BEST}-*"):
         if path != target:
             shutil.rmtree(path, ignore_errors=True)

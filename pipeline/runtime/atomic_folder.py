@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.runtime.rundir import sync
+
 _TEMPORARY = ".writing-"
 
 
@@ -31,7 +33,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.rename(scratch, target)
-        sync_path(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -47,13 +49,5 @@ def sync_tree(folder: Path) -> None:
     """fsync every file and folder below ``folder``, and itself."""
     for root, _, names in os.walk(folder):
         for name in names:
-            sync_path(Path(root) / name)
-        sync_path(Path(root))
-
-
-def sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(root) / name)
+        sync(Path(root))

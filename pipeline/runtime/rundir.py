@@ -181,12 +181,12 @@ class FileLock:
     """
 
     def __init__(self, file: Path, taken: str) -> None:
-        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._fd)
+            os.close(self.descriptor)
             raise StoreError(taken) from error
 
     def release(self) -> None:
-        os.close(self._fd)
+        os.close(self.descriptor)

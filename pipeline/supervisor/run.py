@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
@@ -18,10 +17,10 @@ from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation, print
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump
-from pipeline.errors import AfterplayError, ConfigurationError
+from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically
+from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.machine import RestartLimits
@@ -41,22 +40,21 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     Raises :class:`RunIsAlive`, which names the process.
     """
     directory.path.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = read_json(directory.lock_file) or {}
-            raise RunIsAlive(
-                f"{directory.path} is in use by a run that is alive (supervisor pid {holder.get('pid', 'unknown')}). "
-                "Stop that run (Ctrl-C), or give this one another name: --set run.name=NAME"
-            ) from error
+        lock = FileLock(directory.lock_file, f"{directory.path} is locked")
+    except StoreError as error:
+        holder = read_json(directory.lock_file) or {}
+        raise RunIsAlive(
+            f"{directory.path} is in use by a run that is alive (supervisor pid {holder.get('pid', 'unknown')}). "
+            "Stop that run (Ctrl-C), or give this one another name: --set run.name=NAME"
+        ) from error
+    try:
         if mark:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, orjson.dumps({"pid": os.getpid(), "started_at": time.time()}))
-        yield descriptor
+            os.ftruncate(lock.descriptor, 0)
+            os.write(lock.descriptor, orjson.dumps({"pid": os.getpid(), "started_at": time.time()}))
+        yield lock.descriptor
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None:
