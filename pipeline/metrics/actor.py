@@ -54,7 +54,7 @@ class ActorMetrics(MetricSet):
     generate_duration_seconds = histogram("Latency of one generation request.", LAT, backend=BACKENDS)
     env_step_duration_seconds = histogram("Latency of one environment or reward step.", LAT, env="environments")
     inflight_requests = gauge("Generation requests in flight.")
-    inflight_episodes = gauge("Episodes being played.")
+    inflight_episodes = gauge("Episodes in progress.")
     engine_errors_total = counter(
         "Generation requests that failed; kind = unavailable, refused or protocol.", kind=ENGINE_ERRORS
     )
@@ -75,7 +75,7 @@ class ActorMetrics(MetricSet):
     )
     sticky_sessions = gauge("Sessions with a placement.")
     engines = gauge("Engines; state = fit or unfit.", state=("fit", "unfit"))
-    prefix_cache_hit_ratio = gauge("Prompt tokens found in prefix caches, as the replies told; 0 to 1.")
+    prefix_cache_hit_ratio = gauge("Prompt tokens found in prefix caches, as the replies report; 0 to 1.")
     prefix_tokens_total = counter(
         "Prompt tokens by what the prefix cache did; result = hit or miss.", result=("hit", "miss")
     )
@@ -86,7 +86,7 @@ class ActorMetrics(MetricSet):
     )
     lesson_search_duration_seconds = histogram("Time an episode waited for lessons.", LAT)
     guided_episodes_total = counter(
-        "Finished episodes with lessons in the prompt; train = keep (as played) or discard (without them).",
+        "Finished episodes with lessons in the prompt; train = keep (with them) or discard (without them).",
         train=("keep", "discard"),
     )
     guidance_reward = histogram(
@@ -94,7 +94,7 @@ class ActorMetrics(MetricSet):
     )
 
     tool_calls_total = counter(
-        "Tool calls; outcome = ok, refused (the tool said no), unreadable, unknown, bad_arguments, too_many, "
+        "Tool calls; outcome = ok, refused (by the tool), unreadable, unknown, bad_arguments, too_many, "
         "timeout, raised, wrong_value or release_failed.",
         tool=("unknown",),
         outcome=TOOL_OUTCOMES,

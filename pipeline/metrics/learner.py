@@ -110,7 +110,7 @@ class LearnerMetrics(MetricSet):
     off_policy_token_ratio = gauge("Tokens with the off-policy loss among response tokens of the last batch, 0 to 1.")
     replay_age_versions = histogram("Learner version minus behaviour version of each replayed trajectory.", LAG)
     guard_learning_rate_ratio = gauge("What the ESS guard multiplied the last learning rate with.")
-    scored_candidates_total = counter("Stored trajectories scored with today's policy to choose replays.")
+    scored_candidates_total = counter("Stored trajectories scored with the current policy to choose replays.")
     failed_choices_total = counter("Groups trained with the stored choice because scoring failed.")
 
     entropy_nats = gauge("Mean token entropy of the last batch.")
@@ -145,7 +145,7 @@ class LearnerMetrics(MetricSet):
         "Times that a shared device changed hands; to = learner or engines.", to=("learner", "engines")
     )
     device_handover_failures_total = counter(
-        "Engines that did not fall asleep or wake up when told to; operation = sleep or wake.",
+        "Engines that did not fall asleep or wake up on request; operation = sleep or wake.",
         operation=("sleep", "wake"),
     )
     checkpoint_duration_seconds = histogram("Checkpoint write time.", LONG)

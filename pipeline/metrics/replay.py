@@ -39,7 +39,7 @@ EVALUATED_ROLLOUTS = ("scored", "truncated", "failed", "missing")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
 _POPULATIONS = (
-    "; population = sampled (all that were played), stored, trained (fresh), replayed or uninformative (left out "
+    "; population = sampled (all rollouts), stored, trained (fresh), replayed or uninformative (left out "
     "because the rewards of its group were equal)."
 )
 
@@ -126,7 +126,7 @@ class ReplayMetrics(MetricSet):
         "medium, easy (above two thirds) or solved (retired).",
         bucket=DIFFICULTIES,
     )
-    retired_tasks = gauge("Tasks that are only played to see that they still succeed.")
+    retired_tasks = gauge("Tasks drawn only for retests, because all their rollouts succeeded.")
     experience_pool_entries = gauge("Trajectories in the experience pool.")
     experience_pool_bytes = gauge("Payload bytes of the experience pool.")
     experience_pool_capacity = gauge("Most trajectories it may hold.")
@@ -144,7 +144,7 @@ class ReplayMetrics(MetricSet):
     guard_actions_total = counter("Changes of that factor; direction = shrink, recover.", direction=GUARD)
     replays_trained_total = counter("Stored trajectories trained again.")
     rescued_groups_total = counter("Groups that failed altogether and were given a stored success.")
-    choice_failures_total = counter("Groups whose replays the learner could not choose with today's policy.")
+    choice_failures_total = counter("Groups whose replays the learner could not choose with the current policy.")
 
     audit_tokens = histogram("Sampled tokens of a trajectory" + _POPULATIONS, TOK, population=POPULATIONS)
     audit_duration_seconds = histogram("Wall time of an episode" + _POPULATIONS, LONG, population=POPULATIONS)
@@ -173,7 +173,7 @@ class ReplayMetrics(MetricSet):
     evaluation_updates = gauge("Updates in the weights that were evaluated last.")
     evaluation_policy_version = gauge("Policy version of the weights that were evaluated last.")
     evaluations_total = counter(
-        "Evaluations by how they ended; outcome = complete, timed_out, abandoned or skipped (one still played).",
+        "Evaluations by how they ended; outcome = complete, timed_out, abandoned or skipped (another was in progress).",
         outcome=EVALUATIONS,
     )
 
