@@ -157,7 +157,7 @@ def boundary(name: str) -> Iterator[None]:
 
 
 def being_cancelled() -> bool:
-    """Whether a ``CancelledError`` that was caught is the current task's own cancellation. Without a task it may be."""
+    """True if a caught ``CancelledError`` is the current task's own cancellation, and if there is no current task."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -132,7 +132,7 @@ def engine(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 @app.command()
 def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
-    """Run one actor: takes orders from the replay stage, plays episodes, sends trajectories back.
+    """Run one actor: takes orders from the replay stage, runs episodes, sends trajectories back.
 
     afterplay actor configs/tiny.yaml --index 1 --set replay.address=tcp://127.0.0.1:5555
     """

@@ -53,7 +53,7 @@ def show(
     ] = None,
     evaluation: Annotated[
         str | None,
-        typer.Option(metavar="N|A-B", help="Played to evaluate the weights of N updates, or of A to B (0-: all)."),
+        typer.Option(metavar="N|A-B", help="Sampled to evaluate the weights of N updates, or of A to B (0-: all)."),
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Tasks of this split: train, or a held-out one such as eval.")

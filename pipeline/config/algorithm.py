@@ -139,7 +139,7 @@ class SupervisedConfig(Section):
     keep their off-policy loss too, and the temperature they came with. ``file``: trajectories drawn from
     ``demonstrations``, at temperature 1."""
     demonstrations: Path | None = None
-    """What ``afterplay replay export`` writes, or JSONL as ``afterplay replay import`` takes it. Only trajectories with
+    """File from ``afterplay replay export``, or JSONL as ``afterplay replay import`` takes it. Only trajectories with
     a reward of at least ``replay.success_threshold`` are trained."""
     batch: int = Field(8, ge=1)
     """Trajectories of the file in each optimizer step."""

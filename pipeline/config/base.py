@@ -26,7 +26,7 @@ def expect_kind(options: object, kind: type[Options], key: str) -> Options:
 
 
 class Choice:
-    """One of several sections, told apart by ``name``: ``Annotated[A | B, Choice("a")]``.
+    """One of several sections, distinguished by ``name``: ``Annotated[A | B, Choice("a")]``.
 
     ``policy: sapo`` is short for ``policy: {name: sapo}``; without a name it is ``default``. A section whose ``name``
     is any text takes import paths (``module:function``): the user's own.

@@ -12,11 +12,11 @@ _METRIC = re.compile(r"score|pass@([1-9]\d*)")
 
 
 class EvaluationConfig(Section):
-    """Held-out tasks, played by the same actors beside training."""
+    """Rollouts of held-out tasks by the same actors, beside training."""
 
     every: int | None = Field(None, ge=1)
     """Updates between evaluations: the weights after each multiple of it are evaluated. None: no evaluation. One that
-    still plays when the next is due makes that one fall out, so a short period slows nothing down."""
+    still runs when the next is due makes that one fall out, so a short period slows nothing down."""
     start: bool = True
     """Evaluate the weights that the run begins with too: what training is compared with. The first update waits for
     it, so that it is of exactly these weights."""
@@ -32,15 +32,15 @@ class EvaluationConfig(Section):
     samples: int = Field(1, ge=1, le=1024)
     """Rollouts of each task."""
     greedy: bool = True
-    """Play without sampling (temperature 0), one rollout a task. False: sampled, as pass@k needs it."""
+    """Decode greedily (temperature 0), one rollout a task. False: sampled, as pass@k needs it."""
     temperature: float | None = Field(None, gt=0, le=10)
-    """Where it is sampled. None: ``sampling.temperature``."""
+    """Temperature of sampled rollouts. None: ``sampling.temperature``."""
     pass_at: tuple[int, ...] = (1,)
     """The k of pass@k: the chance that one of k rollouts succeeds, estimated from ``samples`` without bias."""
     success_threshold: float | None = None
     """A reward of at least this is a success. None: ``replay.success_threshold``."""
     slots: float = Field(0.25, gt=0, le=1)
-    """Share of the actors' places that evaluation may hold while training goes on, at least one place."""
+    """Share of the actors' slots that evaluation may hold while training goes on, at least one slot."""
     strict: bool = False
     """Hold training back so that every rollout of every evaluation is of exactly the weights that are evaluated. False:
     only those of the start and the end are; else training goes on, and a result says which versions sampled it."""
@@ -82,7 +82,7 @@ class EvaluationConfig(Section):
 
     @property
     def metric(self) -> str:
-        """What the best is chosen by."""
+        """Number by which the best is chosen."""
         return self.keep_best or "score"
 
     def is_due(self, updates: int, total_steps: int) -> bool:
@@ -111,12 +111,12 @@ class TracesConfig(Section):
 
     trained: int = Field(4, ge=0, le=65_536)
     """Trajectories of every update, drawn at random, that are kept with what the learner saw at each token: log-prob,
-    entropy, advantage, clipping. A few tell how the policy plays; each costs about 8 bytes a token. 0: none."""
+    entropy, advantage, clipping. A few show how the policy acts; each costs about 8 bytes a token. 0: none."""
     failed: bool = True
-    """Keep failed rollouts with the turns that were played."""
+    """Keep failed rollouts with the turns until then."""
     evaluated: int = Field(16, ge=0, le=65_536)
     """Rollouts of every evaluation that are kept, spread evenly over its tasks: those of the same tasks each time, so
-    that one can see how the policy's play of a task changed. 0: none."""
+    that one can see how the policy's rollouts of a task changed. 0: none."""
     bytes_max: int = Field(256 * 1024 * 1024, ge=1024 * 1024)
     """Of the traces of one process: the learner for what was trained, each replay stage for what failed, and again for
     evaluations. The oldest eighth goes when there are more."""

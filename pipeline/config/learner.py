@@ -108,7 +108,7 @@ class LearnerConfig(Section):
     tokens_per_microbatch: int = Field(4096, ge=1)
     """Tokens of one forward pass, padding included; memory follows it."""
     packing: Literal["auto", "padded", "packed"] = "auto"
-    """How the rows of a forward pass are laid out. ``padded``: rows of similar length, padded to the longest;
+    """Layout of the rows of a forward pass. ``padded``: rows of similar length, padded to the longest;
     ``packed``: end to end without padding, each row attending to itself alone. ``packed`` needs a decoder whose layers
     all attend to the whole row. ``auto``: ``packed`` where the model allows it, except on a GPU in float32."""
     share_prefixes: bool = True
@@ -166,17 +166,17 @@ class GroupsConfig(Section):
 
     @property
     def trajectories_per_step(self) -> int:
-        """B of DESIGN section 6."""
+        """Trajectories of one update: ``n_rollout * groups_per_step``."""
         return self.n_rollout * self.groups_per_step
 
 
 class StalenessConfig(Section):
     max: int = Field(1, ge=0, le=1024)
-    """η: how many updates behind the policy a trajectory may be when it is trained. 0 is strictly on-policy: play and
-    training alternate. 1 lets them overlap."""
+    """η: how many updates behind the policy a trajectory may be when it is trained. 0 is strictly on-policy: rollouts
+    and training alternate. 1 lets them overlap."""
     late: Literal["train", "drop"] = "train"
-    """What to do with a trajectory that exceeds the bound all the same (after a restart): train it with its importance
-    weight, or drop its group. Both are counted."""
+    """Fate of a trajectory that exceeds the bound all the same (after a restart): it is trained with its importance
+    weight, or its group is dropped. Both are counted."""
 
 
 class PublishConfig(Section):

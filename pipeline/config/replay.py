@@ -33,7 +33,7 @@ class EssGuardConfig(Section):
     target: float = Field(0.5, gt=0, le=1)
     """ESS0: the learning rate of a step is multiplied by ``sqrt(min(1, ESS / ESS0))``, ESS over all its tokens."""
     floor: float = Field(0.3, ge=0, le=1)
-    """When the ESS of an update's replayed tokens times ``min(1, mean ratio)`` is below this, the replay share is
+    """Lower bound of the ESS of an update's replayed tokens times ``min(1, mean ratio)``; below it the replay share is
     multiplied by ``shrink``. (Kish's ESS alone is 1 where every ratio is 0.01.)"""
     shrink: float = Field(0.5, gt=0, lt=1)
     recover: float = Field(0.05, gt=0, le=1)
@@ -46,8 +46,8 @@ class ReplayConfig(Section):
     """The replay stage: its store, and what of the past is trained again (REPLAY.md)."""
 
     address: str = "tcp://127.0.0.1:0"
-    """Where the stage binds. Port 0 takes a free one (``afterplay run`` tells the others). Other than loopback needs
-    ``transport.curve``."""
+    """Address to which the stage binds. Port 0 takes a free one, which ``afterplay run`` passes on. Other than loopback
+    needs ``transport.curve``."""
     store: str | None = None
     """Path of the SQLite file; None: ``replay.sqlite`` in the run directory."""
     commit_batch_max: int = Field(256, ge=1)
@@ -78,9 +78,9 @@ class ReplayConfig(Section):
     success_upper: int | None = Field(None, ge=1)
     """None: ``groups.n_rollout``."""
     select: Literal["argmin", "argmax", "random"] = "argmin"
-    """Which stored trajectories of a task are replayed, and kept: smallest or largest mean entropy, or any."""
+    """Order in which a task's stored trajectories are replayed and kept: smallest or largest mean entropy, or any."""
     entropy: Literal["current", "stored"] = "current"
-    """``current``: the learner scores the candidates with today's policy and picks; ``stored``: the entropy at
+    """``current``: the learner scores the candidates with the current policy and picks; ``stored``: the entropy at
     collection decides."""
     task_sampling: Literal["uniform", "normal", "priority"] = "normal"
     """``normal``: a difficulty bucket of s successes has weight ``exp(-(s - n/2)^2 / 2)`` (ExGRPO)."""
@@ -89,7 +89,7 @@ class ReplayConfig(Section):
     """Replay only tasks with exactly so many successes in their latest fresh group. None: all."""
     use_recorded_logprobs: bool = True
     """Replayed tokens are weighed against the log-probabilities recorded when they were sampled. False: against
-    today's policy (ratio 1 in the first pass), which is biased."""
+    the current policy (ratio 1 in the first pass), which is biased."""
     max_age: int | None = Field(None, ge=1)
     """Trajectories older than this many versions when they are trained are not replayed."""
     window: int = Field(0, ge=0)
@@ -98,9 +98,9 @@ class ReplayConfig(Section):
     """``turn``: one turn is trained, drawn uniformly over the turns of the candidates, with what came before as
     context."""
     retire_after: int | None = Field(1, ge=1, le=16)
-    """A task retires when all fresh rollouts of so many of its groups in a row succeeded, and is then played for
+    """A task retires when all fresh rollouts of so many of its groups in a row succeeded, and is then drawn for
     retests only. None: never. Retirement saves rollouts where tasks are many; with few tasks it leaves the hopeless
-    ones alone in the batch, and what is not played is forgotten."""
+    ones alone in the batch, and what is not practised is forgotten."""
     retest_ratio: float = Field(0.02, ge=0, le=1)
     """Share of groups spent on retired tasks, so that forgetting is noticed."""
     inject: Literal["ratio", "rescue"] = "ratio"
@@ -131,21 +131,21 @@ class LessonsConfig(Section):
 
     enabled: bool = False
     source: str = "stage"
-    """Where lessons are kept and found. ``stage``: the replay stage's own memory (SQLite full text), or your own as
-    ``module:Class`` or ``path/file.py:Class`` (``pipeline.lessons.source.LessonSource`` says what it does)."""
+    """Memory that stores and finds lessons. ``stage``: the replay stage's own memory (SQLite full text), or your own as
+    ``module:Class`` or ``path/file.py:Class`` with the methods of ``pipeline.experience.memory.LessonSource``."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Of the class's constructor."""
     timeout_seconds: float = Field(5.0, gt=0)
-    """A search that takes longer is given up: the episode is played without lessons, and counted."""
+    """A search that takes longer is given up: the episode runs without lessons, and is counted."""
     top_k: int = Field(2, ge=1, le=64)
     """Lessons put into one prompt, at most."""
     template: str = "Lessons from earlier attempts:\n{lessons}\n\n{prompt}"
-    """How the first user message of a guided episode reads; ``{lessons}`` is one line for each."""
+    """Template of the first user message of a guided episode; ``{lessons}`` is one line for each."""
     rollout_mode: Literal["mixed", "all", "without"] = "mixed"
     rollout_ratio: float = Field(0.5, ge=0, le=1)
     """mixed: the share of each group's rollouts that are guided."""
     train_mode: Literal["keep", "discard", "hybrid"] = "keep"
-    """``keep``: train on the prompt as played; ``discard``: on the prompt without the lessons (off-policy, guided);
+    """``keep``: train on the rollout's own prompt; ``discard``: on it without the lessons (off-policy, guided);
     ``hybrid``: keep for a share of ``keep_ratio``."""
     keep_ratio: float = Field(0.5, ge=0, le=1)
     writer: str = "contrast"

@@ -24,7 +24,7 @@ Think it over briefly. Then end with one line that reads "Score: N", N a number 
 
 
 class Part(Section):
-    """What every part of a reward has."""
+    """Keys of every part of a reward."""
 
     name: str | None = Field(None, min_length=1, max_length=200)
     """Its name in ``Trajectory.rewards`` and in the metrics. None: the path (functions need one where a path is used
@@ -73,7 +73,7 @@ class Service(Part):
     name: str = Field(min_length=1, max_length=200)
     """Its name in ``Trajectory.rewards`` and in the metrics."""
     url: str = Field(pattern=r"^https?://")
-    """Where the server is."""
+    """URL of the server."""
     model: str = ""
     """Name of the model in each request; empty: none is sent."""
     api_key_env: str | None = None
@@ -102,7 +102,7 @@ class JudgeConfig(Service):
     system: str | None = None
     """System message of the judge. None: none."""
     prompt: str = JUDGE_PROMPT
-    """What the judge is asked. ``{prompt}`` (the conversation before the last reply), ``{reply}``, ``{transcript}``
+    """Question to the judge. ``{prompt}`` (the conversation before the last reply), ``{reply}``, ``{transcript}``
     (all of it) and names of the task's payload are replaced; other braces stay."""
     score_pattern: str = r"(?i)score\s{0,5}(?:is|:|=)?\s{0,5}\*{0,3}\s{0,5}(-?\d{1,12}(?:\.\d{1,12})?)"
     """Finds the score in the judge's reply: the first group of the last match. None found: a failure."""
@@ -133,7 +133,7 @@ class RewardModelConfig(Service):
     """A reward model behind an HTTP endpoint that scores many trajectories in one request."""
 
     format: Literal["plain", "openrlhf", "vllm_classify", "vllm_pooling"] = "plain"
-    """What is sent and what comes back (docs/REWARDS.md). ``plain``: ``{items: [{messages, reply, payload}]}`` gives
+    """Format of request and answer (docs/REWARDS.md). ``plain``: ``{items: [{messages, reply, payload}]}`` gives
     ``{scores: [...]}``; ``openrlhf``: ``{query, prompts, labels}`` gives ``{rewards: [...]}``; ``vllm_classify`` and
     ``vllm_pooling``: vLLM's ``/classify`` and ``/pooling`` with the text of ``template``."""
     template: str = "{transcript}"
@@ -143,7 +143,7 @@ class RewardModelConfig(Service):
     batch_max: int = Field(32, ge=1, le=4096)
     """Trajectories of one request."""
     batch_wait_seconds: float = Field(0.1, ge=0, le=60)
-    """How long the first trajectory of a batch waits for others."""
+    """Longest time that the first trajectory of a batch waits for others."""
 
 
 class ScorerConfig(Section):

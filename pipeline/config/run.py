@@ -78,7 +78,7 @@ class SupervisorConfig(Section):
     """Wait before the first restart; doubles up to ``backoff_seconds_max`` while it keeps failing."""
     backoff_seconds_max: float = Field(30.0, gt=0)
     drain_seconds_max: float = Field(8.0, gt=0)
-    """From SIGTERM to SIGKILL, for all processes together."""
+    """Time between SIGTERM and SIGKILL, for all processes together."""
     stuck_seconds_max: float = Field(300.0, gt=0)
     """A process that was well and has not answered (or whose main loop has not come round) for so long is restarted."""
 
@@ -177,7 +177,8 @@ class RunConfig(Section):
                 raise ValueError(f"environments.{name} is the built-in question: give its questions as tasks_from")
 
     def _check_evaluation(self) -> None:
-        """Whether the split is there is known here only for data; otherwise when the first actor says what it has."""
+        """Refuse environments and splits that are not there. Splits are checked here for data only; other environments
+        report theirs when the first actor connects."""
         evaluation = self.evaluation
         if not evaluation.on:
             return

@@ -48,7 +48,7 @@ class TasksFromConfig(Section):
     subset: str | None = None
     """With ``huggingface``: which configuration of the data set, where it has several (``main`` of gsm8k)."""
     revision: str | None = None
-    """With ``huggingface`` and ``name``: the commit or tag; without it, whatever the hub has today."""
+    """With ``huggingface`` and ``name``: the commit or tag; without it, the latest on the hub."""
     split: str = TRAIN
     """With ``huggingface``: its split that ``splits`` divides; not used where ``splits`` names theirs."""
     splits: dict[str, float | str] = Field(default={TRAIN: 1.0})
@@ -72,7 +72,7 @@ class TasksFromConfig(Section):
     """A row that cannot be used (no JSON, a column missing, too large) ends the start with its place, or is left out
     and counted."""
     on_change: Literal["refuse", "restart"] = "refuse"
-    """When a run goes on and the data (or what is used of it) is not what it was: refuse, or begin the first pass over
+    """Reaction of a resumed run to data (or a selection of it) that has changed: refuse, or begin the first pass over
     the new data. Ids of tasks hold a hash of their row, so a changed row is another task either way."""
     row_bytes_max: int = Field(256 * 1024, ge=64, le=2 * 1024 * 1024)
     """A payload larger than this is a bad row: it travels in every message about the task."""
@@ -87,7 +87,7 @@ class TasksFromConfig(Section):
             if not name.isidentifier():
                 raise ValueError(f"tasks_from.splits: expected names of letters, digits and _, got {name!r}")
         if len({type(value) for value in self.splits.values()}) > 1:
-            raise ValueError("tasks_from.splits: expected shares of one data set or a place for each, got both")
+            raise ValueError("tasks_from.splits: expected shares of one data set or a source for each, got both")
         if self.divides:
             shares = [float(value) for value in self.splits.values()]
             if any(not 0 < share <= 1 for share in shares) or math.fsum(shares) > 1 + 1e-9:
@@ -95,7 +95,7 @@ class TasksFromConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_place(self) -> TasksFromConfig:
+    def _one_source(self) -> TasksFromConfig:
         hub = self.kind == "huggingface"
         named = not self.divides
         if self.name is not None and not hub:

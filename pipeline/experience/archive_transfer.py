@@ -136,7 +136,7 @@ class PoolWriter:
         self._holds = PayloadRefCounts(self._journal)
         self._holds.restore(snapshot.groups.values(), snapshot.entries)
         self._n_bytes = {entry.row_id: entry.n_bytes for entry in snapshot.entries}
-        self._known = {entry.trajectory_id for entry in snapshot.entries}
+        self._stored_ids = {entry.trajectory_id for entry in snapshot.entries}
         self._next_row_id = snapshot.next_row_id
 
     def add(self, trajectories: Sequence[tuple[Trajectory, ArchivedTrajectory | None]]) -> Counter[str]:
@@ -146,12 +146,12 @@ class PoolWriter:
         entries = []
         for trajectory, portable in trajectories:
             assert trajectory.reward is not None
-            if trajectory.trajectory_id in self._known:
+            if trajectory.trajectory_id in self._stored_ids:
                 counts["duplicate"] += 1
             elif trajectory.reward < self._threshold or not trajectory.usable:
                 counts["failure"] += 1
             else:
-                self._known.add(trajectory.trajectory_id)
+                self._stored_ids.add(trajectory.trajectory_id)
                 frames = encode_trajectory(trajectory)
                 record = self._record(trajectory, frames)
                 new[record.row_id] = (record, trajectory, frames)
@@ -166,7 +166,7 @@ class PoolWriter:
             self._journal.count(Count.POOL_IMPORTED)
         for entry, reason in outcome.left:
             self._holds.release(entry.row_id, self._n_bytes.pop(entry.row_id))
-            self._known.discard(entry.trajectory_id)
+            self._stored_ids.discard(entry.trajectory_id)
             self._journal.count(Count.left_pool(reason))
             counts[f"left.{reason.value}"] += 1
         counts["imported"] = len(outcome.saved)

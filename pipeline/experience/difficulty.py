@@ -1,4 +1,4 @@
-"""Difficulty of tasks: bucket, history and retirement (docs/REPLAY.md 2).
+"""Difficulty of tasks: bucket, history and retirement (docs/REPLAY.md, "What happens").
 
 Only fresh rollouts count. A task is in one bucket, by the successes of its latest finished group, or retired (every
 fresh rollout of its latest ``replay.retire_after`` groups succeeded), or neither (nothing is known of it).

@@ -33,7 +33,7 @@ from pipeline.tasks.sampler import TaskSampler
 
 
 class Experience:
-    """Pool, difficulty, selection and mixing of one stage (REPLAY.md 1, 2 and 5).
+    """Pool, difficulty, selection and mixing of one stage (docs/REPLAY.md, "What happens").
 
     ``entries`` and ``tasks`` are the rows as last written, ``state`` the last one taken. With ``replay.enabled`` false
     what is given is held and nothing else happens: groups come straight from the sampler. ``sizes``: tasks of each

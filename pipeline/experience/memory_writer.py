@@ -114,7 +114,8 @@ async def _awaited(value: Any, seconds_max: float) -> Any:
 def contrast(trajectories: Sequence[Trajectory], success_threshold: float, characters_max: int) -> list[str]:
     """One lesson that sets the shortest success beside the worst failure; none from groups that do not have both.
 
-    ``Worked: 4 (lower), 2 (higher), 3. Failed: 7 (lower), 5 (lower), 4.`` reads: what was said (what was answered).
+    ``Worked: 4 (lower), 2 (higher), 3. Failed: 7 (lower), 5 (lower), 4.`` lists replies, with the environment's answers
+    in parentheses.
     """
     scored = [t for t in trajectories if t.reward is not None and t.usable]
     successes = [t for t in scored if t.reward is not None and t.reward >= success_threshold]

@@ -1,4 +1,4 @@
-"""Selection of tasks and of stored trajectories to replay (docs/REPLAY.md 1, 2 and 5).
+"""Selection of tasks and of stored trajectories to replay (docs/REPLAY.md, "What happens").
 
 Random numbers come from :class:`Draws`, whose whole state is a few counters: a resumed stage draws the same.
 """

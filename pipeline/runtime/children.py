@@ -22,11 +22,11 @@ from typing import IO
 GRACE_SECONDS = 2.0
 """Between SIGTERM and SIGKILL for the groups that the supervisor leaves behind."""
 POLL_SECONDS = 0.5
-"""How late the end of a command may be noticed when one of its children holds its output open."""
+"""Longest delay after which the end of a command may be noticed when one of its children holds its output open."""
 OUTPUT_SECONDS_MAX = 2.0
 """For output that is still in the pipes after the end of the command."""
 KILL_SECONDS_MAX = 5.0
-"""From SIGKILL until the end of a group has been noticed."""
+"""Longest time between SIGKILL and the noticed end of a group."""
 
 
 class OrphanReaper:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS_MAX = 60.0
 """A main loop without an iteration for so long is reported as stuck (``/healthz`` answers 503)."""
 LAG_PROBE_SECONDS = 0.5
-"""How often the delay of the event loop is measured."""
+"""Period of the measurements of the event loop's delay."""
 BLOCKED_SECONDS_MAX = 1.0
 """Beyond the drain's own limit, before a process with a blocked event loop is ended by force."""
 

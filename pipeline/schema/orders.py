@@ -1,7 +1,4 @@
-"""What the replay stage asks for: an order for one rollout, a plan for one group.
-
-What is to be played.
-"""
+"""Task, order and group plan: the replay stage's requests for rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Task:
     task_id: str
     """Stable over the life of a run: difficulty and replay are kept per task id."""
     environment: str
-    """Name of the environment section of the run file that plays it."""
+    """Name of its environment section in the run file."""
     seed: int
     """Seeds the environment's start, 0 to 2**63 - 1. Never the sampler's seed."""
     payload: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Play ``task`` once. The answer is one :class:`Trajectory` whose id is ``order_id``.
+    """Request for one rollout of ``task``. The answer is one :class:`Trajectory` whose id is ``order_id``.
 
     An order is a lease: the actor that holds it must be heard from, and must answer within ``seconds_max``.
     """
@@ -53,11 +50,11 @@ class Order:
     attempt: int
     """0 for the first try of the slot; a failed rollout is ordered again with attempt + 1."""
     policy_version: int
-    """Newest published version when the order was issued: engines older than this may not play it."""
+    """Newest published version when the order was issued: engines older than this may not sample it."""
     seconds_max: float
     """Wall time the actor may spend on it, seconds."""
     greedy: bool = False
-    """Play it without sampling (temperature 0): its reward is the baseline of its group, or part of an evaluation."""
+    """Decode greedily (temperature 0): its reward is the baseline of its group, or part of an evaluation."""
     evaluation: bool = False
     """The task is held out: what comes back is measured and never trained. Such a rollout gets no lessons."""
     temperature: float | None = None
@@ -89,7 +86,7 @@ class GroupPlan:
     """Everything delivered from the pool, ``replay_ids`` first: the learner may choose others of these instead.
     Empty: there is no choice."""
     attempt: int = 0
-    """How many rollouts of this group were ordered again."""
+    """Number of rollouts of this group that were ordered again."""
     admitted_update: int = 0
     """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
     baseline: float | None = None

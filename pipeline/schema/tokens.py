@@ -1,6 +1,6 @@
-"""Tokens, the only truth about what was played: ids, log-probabilities and policy versions by position.
+"""Spans of tokens with log-probabilities and policy versions by position, and checks shared by the data types.
 
-Small checks shared by the data types. Each raises :class:`SchemaError` with what was expected and what came.
+A failed check raises :class:`SchemaError` with what was expected and what came.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOGPROB_MAX = 1e-4
 
 
 class SpanSource(StrEnum):
-    """Where tokens came from."""
+    """Origin of tokens."""
 
     CONTEXT = "context"
     """Prompt, tool output, chat scaffold: seen by the policy, never trained."""

@@ -1,4 +1,4 @@
-"""One episode, as it was played."""
+"""Trajectory of one episode: turns, tokens, rewards, timings and failures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SCHEMA_VERSION = 1
 
 
 class TrajectoryStatus(StrEnum):
-    """How an episode ended. Truncated and complete are different facts."""
+    """Outcome of an episode. Truncated and complete are different facts."""
 
     COMPLETE = "complete"
     """The environment said it was done."""
     TRUNCATED = "truncated"
-    """A limit on turns, tokens or time ended it; what was played counts."""
+    """A limit on turns, tokens or time ended it; the turns until then count."""
     ABORTED = "aborted"
     """We ended it (shutdown, cancelled order); it is never trained."""
     ERROR = "error"
@@ -29,7 +29,7 @@ class TrajectoryStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why the engine stopped sampling."""
+    """Reason for which the engine stopped sampling."""
 
     STOP = "stop"
     """A stop token was sampled."""
@@ -72,7 +72,7 @@ class Turn:
     branch: int = 0
     """Rises by one when the template could not extend the conversation without changing earlier ids."""
     reward: float | None = None
-    """What the environment gave for this turn, unweighted. None: nobody recorded it. The episode's score, in
+    """The environment's reward of this turn, unweighted. None: nobody recorded it. The episode's score, in
     ``Trajectory.rewards``, is what counts as the outcome."""
 
     def __post_init__(self) -> None:
@@ -90,10 +90,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended an episode that did not end by itself."""
+    """Cause that ended an episode which did not end by itself."""
 
     boundary: str
-    """Where: ``environment step``, ``engine``, ``renderer``, ``agent loop``, ``actor``."""
+    """Place of the failure: ``environment step``, ``engine``, ``renderer``, ``agent loop``, ``actor``."""
     kind: str
     """Class name of the error, or a short reason."""
     message: str
@@ -117,7 +117,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """Which engines sampled it."""
+    """Engines that sampled a trajectory."""
 
     backend: str = "unknown"
     """``vllm`` or ``embedded``."""
@@ -128,14 +128,14 @@ class EngineRecord:
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """Lessons that the prompt of an episode held (REPLAY.md section 6)."""
+    """Lessons that the prompt of an episode held (docs/REPLAY.md, "Lessons in the prompt")."""
 
     lessons: tuple[str, ...]
     """Ids of the lessons."""
     keep: bool = True
-    """True: trained on the prompt as played. False: on the prompt without the lessons, which is off-policy."""
+    """True: trained on the prompt of the rollout. False: on the prompt without the lessons, which is off-policy."""
     plain_contexts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Where not ``keep``: by turn, the context token ids to train with instead of the played ones."""
+    """Without ``keep``: by turn, the context token ids to train with instead of those of the rollout."""
     query: str = ""
     """The first message of the user as it reads without the lessons; they were searched by it."""
 
@@ -174,7 +174,7 @@ class Trajectory:
     guidance: Guidance | None = None
     """None: no lessons were in the prompt."""
     hinted_contexts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By turn, the context token ids in place of the played ones, had the first prompt held the environment's hint.
+    """By turn, the context token ids instead of the rollout's, had the first prompt held the environment's hint.
     The policy never saw them; empty: no hint was given or asked for."""
     schema_version: int = SCHEMA_VERSION
 
@@ -203,7 +203,7 @@ class Trajectory:
 
     @property
     def usable(self) -> bool:
-        """Whether it may be trained once it has a reward: it ended by itself or by a limit, and sampled something."""
+        """True if it may be trained once it has a reward: it ended by itself or by a limit, and sampled something."""
         return self.status in (TrajectoryStatus.COMPLETE, TrajectoryStatus.TRUNCATED) and self.n_sampled > 0
 
     @property

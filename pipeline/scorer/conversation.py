@@ -1,7 +1,4 @@
-"""The words of a trajectory, for graders, judges and reward models.
-
-From an import path in the run file to a function.
-"""
+"""Conversation of a trajectory for graders, judges and reward models, and user functions by import path."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def transcript(messages: list[Message]) -> str:
 
 
 def prompt_text(trajectory: Trajectory) -> str:
-    """What the last reply replies to: the text of the user where that is all, else the conversation before it."""
+    """Prompt of the last reply: the text of the user where that is all, else the conversation before it."""
     before = conversation(trajectory)[:-1]
     return before[0].content if len(before) == 1 else transcript(before)
 

@@ -1,8 +1,7 @@
-"""How one user function is called: awaited, in a thread, or in a worker process; always with a limit on its time.
+"""Calls of user functions: awaited, in a thread, or in a worker process; always with a limit on their time.
 
-A call ends in a number or in a :class:`ScoreFailure` for each trajectory; it never raises for what user code does.
-
-How long a coroutine holds the event loop between two waits.
+A call ends in a number or in a :class:`ScoreFailure` for each trajectory; it never raises for what user code does. A
+coroutine that holds the event loop for long between two waits is warned about.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 
 class Steps(Generic[T]):
-    """``await Steps(coroutine, held)`` is ``await coroutine``; ``held`` is told the seconds of each step."""
+    """``await Steps(coroutine, held)`` is ``await coroutine``; ``held`` gets the seconds of each step."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], held: Callable[[float], None]) -> None:
         self._coroutine, self._held = coroutine, held
@@ -64,7 +63,7 @@ log = logging.getLogger("afterplay.scorer")
 ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""
 HELD_SECONDS_MAX = 0.25
-"""An async function that holds the loop for longer is told to, once."""
+"""An async function that holds the loop for longer is warned about, once."""
 DETAILS_CHARACTERS_MAX = 8_000
 """Of a traceback, kept with its trajectory and logged."""
 
@@ -95,12 +94,14 @@ class Call:
         self._threads = threads
         self._workers = workers
         self._abandoned = 0
-        self._told_held = False
+        self._warned_held = False
 
     async def one(self, trajectory: Trajectory) -> Outcome:
         """The function's number, or why there is none."""
         value = await self._limited(trajectory, trajectory.trajectory_id)
-        return value if isinstance(value, ScoreFailure) else self._told(self._checked(value), trajectory.trajectory_id)
+        return (
+            value if isinstance(value, ScoreFailure) else self._logged(self._checked(value), trajectory.trajectory_id)
+        )
 
     async def many(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """A function of several trajectories: a number for each, or why there is none."""
@@ -109,22 +110,22 @@ class Call:
         if isinstance(values, ScoreFailure):
             return [values] * n
         if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
-            return [self._told(self._wrong(f"a list of {n} numbers", values), first)] * n
+            return [self._logged(self._wrong(f"a list of {n} numbers", values), first)] * n
         listed: list[object] = list(values)  # type: ignore[call-overload]
         if len(listed) != n:
-            return [self._told(self._wrong(f"a list of {n} numbers", f"{len(listed)} of them"), first)] * n
+            return [self._logged(self._wrong(f"a list of {n} numbers", f"{len(listed)} of them"), first)] * n
         return [
-            self._told(self._checked(v), t.trajectory_id) for v, t in zip(listed, trajectories, strict=True)
+            self._logged(self._checked(v), t.trajectory_id) for v, t in zip(listed, trajectories, strict=True)
         ]  # fmt: skip
 
     async def _limited(self, what: Trajectory | list[Trajectory], which: str) -> object:
         try:
             if self._worker:
-                async with self._workers.place(self._path, self._needs):
+                async with self._workers.slot(self._path, self._needs):
                     value = await self._in_time(what)
             else:
                 value = await self._in_time(what)
-            return self._told(value, which) if isinstance(value, ScoreFailure) else value
+            return self._logged(value, which) if isinstance(value, ScoreFailure) else value
         except _TookTooLong:
             failure = ScoreFailure(self.name, "timeout", f"no answer within {self._timeout_seconds} s")
             self._abandon()
@@ -136,7 +137,7 @@ class Call:
             failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
         except (Exception, SystemExit):
             failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
-        return self._told(failure, which)
+        return self._logged(failure, which)
 
     async def _in_time(self, what: Trajectory | list[Trajectory]) -> object:
         with anyio.move_on_after(self._timeout_seconds):
@@ -171,15 +172,15 @@ class Call:
 
     def _held(self, seconds: float) -> None:
         """An ``async def`` runs on the stage's own loop, which nothing else can use meanwhile."""
-        if seconds > HELD_SECONDS_MAX and not self._told_held:
-            self._told_held = True
+        if seconds > HELD_SECONDS_MAX and not self._warned_held:
+            self._warned_held = True
             log.warning(
                 "%s held the event loop of the replay stage for %.1f s: await what takes long, make it a plain def, or "
                 "set worker: true for it", self.name, seconds,
             )  # fmt: skip
 
     def _abandon(self) -> None:
-        """A thread cannot be killed: give its place in the pool to another, up to a bound."""
+        """A thread cannot be killed: give its slot in the pool to another, up to a bound."""
         if not (self._worker or self._async) and self._abandoned < ABANDONED_MAX:
             self._abandoned += 1
             self._threads.total_tokens += 1
@@ -201,7 +202,7 @@ class Call:
     def _wrong(self, expected: str, came: object) -> ScoreFailure:
         return ScoreFailure(self.name, "type", f"expected {expected}, got {type(came).__name__}: {str(came)[:200]}")
 
-    def _told(self, outcome: Any, which: str) -> Any:
+    def _logged(self, outcome: Any, which: str) -> Any:
         """The same, logged if it is a failure."""
         if isinstance(outcome, ScoreFailure):
             log.warning("score function %s, trajectory %s: %s: %s", self.name, which, outcome.reason, outcome.details)
@@ -229,7 +230,7 @@ def call_in_worker(
 
 
 def _copy(trajectory: Trajectory) -> Trajectory:
-    """What a function may change without changing what is stored: arrays of tokens cannot be written anyway."""
+    """Copy that a function may change without changing what is stored: arrays of tokens cannot be written anyway."""
     task = trajectory.task
     if task.payload:
         task = replace(task, payload=copy.deepcopy(dict(task.payload)))

@@ -1,20 +1,9 @@
 """Built-in graders: functions of a trajectory that compare its last reply with the task's payload, 1.0 or 0.0.
 
 A wrong or missing answer of the policy is 0.0. A payload that cannot be graded with raises, so the trajectory has no
-reward.
-
-The right answer in the payload, and the part of the reply that is compared with it.
-
-``json_schema``: the reply is JSON that satisfies a schema.
-
-``math``: answers are compared as mathematics by the package math-verify.
-
-It runs in the scorer's worker processes. Its own time limits are alarms of the process, which raise outside a main
-thread, so they are off: the scorer ends a worker that takes too long.
-
-``regex``: in a worker process, because a pattern may take for ever on what a policy says.
-
-``exact``, ``contains``, ``number``, ``choice``: quick graders whose time is linear in the reply.
+reward. ``exact``, ``contains``, ``number`` and ``choice`` take time linear in the reply; ``regex``, ``json_schema`` and
+``math`` can take for ever on some replies and run in worker processes, which the scorer ends. The time limits of
+math-verify are off, because they are alarms of the process and raise outside a main thread.
 """
 
 from __future__ import annotations
@@ -36,11 +25,11 @@ from pipeline.scorer.conversation import reply
 
 @dataclass(frozen=True, slots=True)
 class Grader:
-    """Where a built-in grader is, and what it needs."""
+    """Import path of a built-in grader, and the package it needs."""
 
     path: str
     worker: bool = False
-    """It can take long, or for ever, on what a policy says: only a process can be stopped."""
+    """It can take long, or for ever, on some replies: only a process can be stopped."""
     needs: str | None = None
     """Module of the extra ``graders``."""
 
@@ -157,14 +146,14 @@ def math(trajectory: Trajectory, answer: str = "answer", after: str | None = Non
     from math_verify import verify
 
     rights = [_parsed_right(right) for right in right_answers(trajectory, answer)]
-    said = _parsed(last_boxed(given(trajectory, after)))
-    if not said:
+    answered = _parsed(last_boxed(given(trajectory, after)))
+    if not answered:
         return 0.0
-    return float(any(verify(right, said, timeout_seconds=None) for right in rights))
+    return float(any(verify(right, answered, timeout_seconds=None) for right in rights))
 
 
 def last_boxed(text: str) -> str:
-    r"""From the last ``\boxed`` on, one box with all that are joined to it; the whole text where there is none.
+    r"""Text from the last ``\boxed`` on: one box with all that are joined to it; the whole text where there is none.
     math-verify takes all boxes of a text together, so that a second thought would be a set of two answers.
 
     >>> last_boxed(r"\boxed{3}. No, \boxed{4}."), last_boxed(r"$\boxed{3}$ and $\boxed{-2}$")
@@ -214,8 +203,8 @@ def regex(trajectory: Trajectory, pattern: str | None = None, after: str | None 
     """The pattern (of the options, else ``pattern`` of the payload) is found in the reply; ``whole``: is all of it,
     white space around it aside."""
     compiled = re.compile(pattern if pattern is not None else str(payload_value(trajectory, "pattern")))
-    said = given(trajectory, after).strip()
-    return float((compiled.fullmatch(said) if whole else compiled.search(said)) is not None)
+    answered = given(trajectory, after).strip()
+    return float((compiled.fullmatch(answered) if whole else compiled.search(answered)) is not None)
 
 
 _NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
@@ -239,16 +228,16 @@ def exact(
 ) -> float:
     """The reply is the answer. Not compared unless asked for: ``case``, ``punctuation``; white space never, and
     characters by their NFKC form."""
-    said = normal(given(trajectory, after, between), case, punctuation)
-    return float(any(said == normal(right, case, punctuation) for right in right_answers(trajectory, answer)))
+    answered = normal(given(trajectory, after, between), case, punctuation)
+    return float(any(answered == normal(right, case, punctuation) for right in right_answers(trajectory, answer)))
 
 
 def contains(
     trajectory: Trajectory, answer: str = "answer", after: str | None = None, every: bool = False, case: bool = False
 ) -> float:
     """One of the answers (``every``: all of them) stands somewhere in the reply."""
-    said = normal(given(trajectory, after), case, punctuation=True)
-    found = [normal(right, case, punctuation=True) in said for right in right_answers(trajectory, answer)]
+    answered = normal(given(trajectory, after), case, punctuation=True)
+    found = [normal(right, case, punctuation=True) in answered for right in right_answers(trajectory, answer)]
     return float(all(found) if every else any(found))
 
 
@@ -264,10 +253,12 @@ def number(
     rights = [last_number(right) for right in right_answers(trajectory, answer)]
     if any(right is None for right in rights):
         raise SchemaError(f"expected a number as {answer!r} of task {trajectory.task.task_id}, got {rights}")
-    said = last_number(given(trajectory, after, between))
-    if said is None:
+    answered = last_number(given(trajectory, after, between))
+    if answered is None:
         return 0.0
-    return float(any(abs(said - right) <= tolerance * max(1.0, abs(right)) for right in rights if right is not None))
+    return float(
+        any(abs(answered - right) <= tolerance * max(1.0, abs(right)) for right in rights if right is not None)
+    )
 
 
 def choice(

@@ -26,11 +26,11 @@ class ServiceError(AfterplayError):
         super().__init__(message)
         self.reason = reason
         self.pause_seconds = pause_seconds
-        """What the server asks to wait before the next try."""
+        """Wait before the next try that the server asks for."""
 
     @property
     def passing(self) -> bool:
-        """Whether another try may help."""
+        """True if another try may help."""
         return self.reason in ("timeout", "unavailable")
 
 
@@ -50,7 +50,7 @@ class JsonPost:
                     f"{section.api_key_env}, got none: set it where the replay stage starts"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
-        self._places = anyio.CapacityLimiter(section.concurrency)
+        self._slots = anyio.CapacityLimiter(section.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -69,7 +69,7 @@ class JsonPost:
         pause = section.retry_seconds
         for attempt in range(section.retries + 1):
             try:
-                async with self._places:
+                async with self._slots:
                     return await self._once(data)
             except ServiceError as error:
                 if not error.passing or attempt == section.retries:

@@ -1,7 +1,4 @@
-"""The scorer: all parts of a trajectory's reward, at once, with bounded concurrency.
-
-Trajectories wait here for others, so that one call scores many.
-"""
+"""The scorer: all parts of a trajectory's reward, at once, with bounded concurrency and in batches."""
 
 from __future__ import annotations
 
@@ -128,7 +125,7 @@ class Scorer:
                 self._parts.append(_Scored(function, name, call.one))
         if config.judges or config.reward_models:
             self._build_services(config, retried or (lambda name: None))
-        self._places = anyio.CapacityLimiter(config.concurrency)
+        self._slots = anyio.CapacityLimiter(config.concurrency)
         self._observe = observe or (lambda name, seconds, failure: None)
         self.names = config.names
         """Names of all parts, that of the environment's score first."""
@@ -164,11 +161,11 @@ class Scorer:
 
     @property
     def immediate(self) -> bool:
-        """Whether there is nothing but the environment's score, so that :meth:`score_now` is enough."""
+        """True if there is nothing but the environment's score, so that :meth:`score_now` is enough."""
         return not (self._parts or self._together)
 
     def needs_group(self, environment: str) -> bool:
-        """Whether trajectories of this environment have a part that must see their whole group."""
+        """True if trajectories of this environment have a part that must see their whole group."""
         return any(part.section.applies_to(environment) for part in self._together)
 
     def score_now(self, trajectory: Trajectory) -> Verdict:
@@ -188,7 +185,7 @@ class Scorer:
             outcome = await part.one(trajectory)
             self._note(part.name, time.perf_counter() - started, outcome, parts, failures)
 
-        async with self._places, anyio.create_task_group() as group:
+        async with self._slots, anyio.create_task_group() as group:
             for part in mine:
                 group.start_soon(one, part)
         return combine(parts, self._weights(mine), tuple(failures))

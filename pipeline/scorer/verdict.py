@@ -1,4 +1,4 @@
-"""What a scorer says about one trajectory."""
+"""Verdict of the scorer on one trajectory: its rewards, total and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ not understood."""
 
 @dataclass(frozen=True, slots=True)
 class ScoreFailure:
-    """Why one part has no value."""
+    """Reason for which one part has no value."""
 
     name: str
     reason: str

@@ -17,7 +17,7 @@ from pipeline.scorer.conversation import resolve
 log = logging.getLogger("afterplay.scorer")
 
 START_SECONDS_MAX = 180.0
-"""For a process to start and import what it needs: long, because a start that is given up would begin anew."""
+"""For a process to start and import what it needs: long, because a start that is given up begins from nothing."""
 IDLE_SECONDS_MAX = 240.0
 """anyio ends processes that are idle for five minutes."""
 _NO_LIMIT = float("inf")
@@ -29,16 +29,16 @@ class Workers:
     """At most ``n`` calls at once, each in a process of anyio's pool. A call that is cancelled ends its process."""
 
     def __init__(self, n: int) -> None:
-        self._places = anyio.CapacityLimiter(n)
+        self._slots = anyio.CapacityLimiter(n)
         self._unlimited = anyio.CapacityLimiter(_NO_LIMIT)
         self._idle_since: list[float] = []
-        """When each process that has started was last used, seconds of the monotonic clock."""
+        """Time of last use of each process that has started, seconds of the monotonic clock."""
 
     @asynccontextmanager
-    async def place(self, path: str, needs: str | None = None) -> AsyncIterator[None]:
-        """Wait for a place, and for a process that has imported the function at ``path`` and the module ``needs``
+    async def slot(self, path: str, needs: str | None = None) -> AsyncIterator[None]:
+        """Wait for a slot, and for a process that has imported the function at ``path`` and the module ``needs``
         (unless it has served another function before). Inside, :meth:`run` may be called once."""
-        async with self._places:
+        async with self._slots:
             idle = self._idle_since.pop() if self._idle_since else None
             if idle is None or time.monotonic() - idle > IDLE_SECONDS_MAX:
                 self._idle_since.clear()
@@ -54,7 +54,7 @@ class Workers:
 
 
 def warm_up(path: str, needs: str | None) -> None:
-    """Runs in a new process. What fails here fails again, and is told, when the function is called."""
+    """Runs in a new process. What fails here fails again, and is reported, when the function is called."""
     try:
         importlib.import_module("pipeline.scorer.functions")
         resolve(path)

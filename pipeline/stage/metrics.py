@@ -147,13 +147,16 @@ class Observer:
         m, split = self._m, result["split"]
         m.evaluation_updates.set(result["updates"])
         m.evaluation_policy_version.set(result["policy_version"])
-        for env, told in result["environments"].items():
-            if told["score"] is not None:
-                m.evaluation_score.labels(env=env, split=split).set(told["score"])
-            for k, value in told["pass_at"].items():
+        for env, scores in result["environments"].items():
+            if scores["score"] is not None:
+                m.evaluation_score.labels(env=env, split=split).set(scores["score"])
+            for k, value in scores["pass_at"].items():
                 if value is not None:
                     m.evaluation_pass_ratio.labels(env=env, split=split, k=k).set(value)
-            counts = {"scored": told["rollouts"], **{name: told[name] for name in ("truncated", "failed", "missing")}}
+            counts = {
+                "scored": scores["rollouts"],
+                **{name: scores[name] for name in ("truncated", "failed", "missing")},
+            }
             for outcome, n in counts.items():
                 m.evaluation_rollouts.labels(env=env, split=split, outcome=outcome).set(n)
 

@@ -12,7 +12,7 @@ from pipeline.schema import Task
 
 
 class Leave(StrEnum):
-    """Why a stored trajectory left the pool."""
+    """Reason for which a stored trajectory left the pool."""
 
     FULL = "full"
     """Its task has ``max_trajectories_per_task`` others."""
@@ -139,7 +139,7 @@ class ExperienceChanges:
     entries: list[PoolEntry] = field(default_factory=list)
     """Saved or changed."""
     removed: Mapping[int, Leave] = field(default_factory=dict)
-    """Why each entry left that did, by ``row_id``, ascending."""
+    """Reason of each entry that left, by ``row_id``, ascending."""
     tasks: list[TaskRecord] = field(default_factory=list)
     forgotten_tasks: list[str] = field(default_factory=list)
     state: Mapping[str, Any] | None = None

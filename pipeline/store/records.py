@@ -72,7 +72,7 @@ class TrajectoryState(StrEnum):
 
 
 class Drop(StrEnum):
-    """Why a trajectory that arrived is not trained."""
+    """Reason for which a trajectory that arrived is not trained."""
 
     DUPLICATE = "duplicate"
     """It was stored already."""
@@ -100,7 +100,7 @@ class Drop(StrEnum):
 
 
 class CancelReason(StrEnum):
-    """Why a group is not trained."""
+    """Reason for which a group is not trained."""
 
     ATTEMPTS = "attempts"
     """One of its slots failed ``groups.attempts_max`` times."""

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 class BadRow(AfterplayError):
-    """One row cannot be used; the message says what is wrong with it, its place is said by whoever reads it."""
+    """One row cannot be used; the message says what is wrong with it, the reader adds its position."""
 
 
 class Rows(ABC):

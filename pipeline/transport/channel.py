@@ -98,12 +98,12 @@ class LinkWire(Protocol):
 
     @property
     def lost(self) -> str | None:
-        """Why the connection is dead, as soon as the wire knows."""
+        """Reason of a dead connection, as soon as the wire knows; None while it holds."""
         ...
 
     @property
     def hopeless(self) -> str | None:
-        """Why no other attempt can succeed (the hub refuses our keys)."""
+        """Reason for which no other attempt can succeed (the hub refuses our keys); None where one may."""
         ...
 
     def receive(self) -> list[Buffer] | None: ...

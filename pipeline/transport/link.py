@@ -63,7 +63,7 @@ class Session:
             self.state = State.LEAVING
 
     def lose(self, reason: str) -> Event | None:
-        """The connection is dead. Returns DISCONNECTED where CONNECTED had been told."""
+        """The connection is dead. Returns DISCONNECTED where CONNECTED had been reported."""
         was = self.state
         self.down_reason = reason
         if was is State.LEAVING:
@@ -162,7 +162,7 @@ class WireLink(Endpoint):
 
     @property
     def trouble(self) -> str:
-        """Why there is no connection, for people; empty when there is one."""
+        """Explanation of a missing connection, for people; empty when there is one."""
         if self.connected:
             return ""
         if not self._is_described:

@@ -132,7 +132,7 @@ class Outbox(Generic[Item]):
         """A new connection: whatever was in flight may be lost, so all of it waits again, oldest first, and before the
         rest.
 
-        Credit is gone with the old connection; the next WELCOME grants anew.
+        Credit is gone with the old connection; the next WELCOME grants it again.
         """
         self._in_flight.update(self._waiting)
         self._waiting, self._in_flight = self._in_flight, OrderedDict()

@@ -137,7 +137,7 @@ class HubSocketWire:
 
 
 class LinkSocketWire:
-    """A DEALER that never reconnects: a lost connection is seen at once by a monitor, and a fresh socket greets anew,
+    """A DEALER that never reconnects: a lost connection is seen at once by a monitor, and a fresh socket greets again,
     so nothing that was queued for the old connection reaches a hub that does not know us."""
 
     def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:

@@ -183,7 +183,7 @@ def _background(rgb: tuple[int, int, int], share: float) -> Style:
 
 def _joined_steps(step: int | None, replays: Sequence[int], evaluation: int | None) -> str:
     if evaluation is not None:
-        return f"none: it was played to evaluate the weights of {evaluation} updates"
+        return f"none: it was sampled to evaluate the weights of {evaluation} updates"
     fresh = "not trained fresh" if step is None else f"trained in step {step}"
     return fresh + (f", replayed in {', '.join(map(str, replays))}" if replays else "")
 

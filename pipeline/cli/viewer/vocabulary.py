@@ -32,7 +32,7 @@ class Piece:
     """One token as it is shown."""
 
     text: str
-    """What becomes readable with it; empty where it only begins or goes on with a character."""
+    """Text that becomes readable with it; empty where it only begins or goes on with a character."""
     part: str = ""
     """Its bytes in hexadecimal where it is not whole characters by itself."""
     special: bool = False
@@ -51,8 +51,8 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path) -> Vocabulary:
-        """From ``folder/tokenizer.json``. One that is missing or not understood gives a vocabulary that knows nothing:
-        what is shown then are ids."""
+        """Vocabulary of ``folder/tokenizer.json``. A file that is missing or not understood gives an empty one, which
+        shows ids."""
         try:
             raw = orjson.loads((folder / "tokenizer.json").read_bytes())
             return cls._of(raw)
@@ -121,7 +121,7 @@ def _with(piece: Piece, text: str) -> Piece:
 
 
 def _rule(raw: Mapping[str, Any]) -> ToBytes:
-    """How the decoder of a tokenizer.json makes bytes of one token."""
+    """Function from one token to its bytes, by the decoder of a tokenizer.json."""
     parts = _parts(raw.get("decoder"))
     kinds = {str(part.get("type")) for part in parts}
     if "ByteLevel" in kinds:
@@ -154,7 +154,7 @@ def _parts(decoder: Any) -> list[Mapping[str, Any]]:
 
 
 def _space(part: Mapping[str, Any]) -> str:
-    """What stands for a space."""
+    """The text that stands for a space, empty if none does."""
     if part.get("type") == "Metaspace":
         return str(part.get("replacement", "▁"))
     pattern = part.get("pattern")
