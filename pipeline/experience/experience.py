@@ -269,7 +269,7 @@ class Experience:
 
 
 def _sizes(config: RunConfig) -> dict[str, int | None]:
-    """As far as the configuration tells: data sets have an end, which is not known here."""
+    """Tasks of each environment by the configuration, which does not hold the size of a data set."""
     return {
         name: sys.maxsize if section.tasks_from is not None else section.tasks
         for name, section in config.environments.items()

@@ -142,16 +142,16 @@ class MemoryService:
     def _look_up(self, batch: list[MemoryQuery]) -> list[tuple[MemoryQuery, list[Lesson] | None]]:
         """The rollouts of one group ask the same: it is searched once."""
         assert self._memory is not None
-        known: dict[tuple[str, int], list[Lesson] | None] = {}
+        found: dict[tuple[str, int], list[Lesson] | None] = {}
         for question in batch:
             key = question.query, question.top_k
-            if key not in known:
+            if key not in found:
                 try:
-                    known[key] = self._memory.search(*key)
+                    found[key] = self._memory.search(*key)
                 except AfterplayError as error:
                     log.error("%s", error)
-                    known[key] = None
-        return [(question, known[question.query, question.top_k]) for question in batch]
+                    found[key] = None
+        return [(question, found[question.query, question.top_k]) for question in batch]
 
     def _answer(self, question: MemoryQuery, found: list[Lesson], outcome: str) -> None:
         self._metrics.lesson_searches_total.labels(outcome=outcome).inc()

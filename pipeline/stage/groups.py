@@ -99,8 +99,8 @@ def zero_variance(group: GroupRecord, *, with_baseline: bool) -> bool:
     rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
     rewards += [replay.candidate.entry.reward for replay in group.replays]
     rewards += [group.baseline] if with_baseline and group.baseline is not None else []
-    known = [reward for reward in rewards if reward is not None]
-    return len(known) > 1 and max(known) - min(known) <= TOLERANCE
+    scored = [reward for reward in rewards if reward is not None]
+    return len(scored) > 1 and max(scored) - min(scored) <= TOLERANCE
 
 
 GROUPS_FREE = 4

@@ -232,9 +232,9 @@ class ReplayGroups:
         """Mark what was trained: what the learner says, or the stage's own choice."""
         if not group.replays:
             return
-        known = {replay.trajectory_id for replay in group.replays}
+        stored = {replay.trajectory_id for replay in group.replays}
         ids = set(chosen)
-        if len(ids) != group.k or not ids <= known:
+        if len(ids) != group.k or not ids <= stored:
             if chosen:
                 self._journal.count(Count.LEARNER_REPLAYED_UNKNOWN)
             ids = {replay.trajectory_id for replay in group.replays[: group.k]}

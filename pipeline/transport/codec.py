@@ -308,12 +308,12 @@ def _decode_guidance(header: Mapping[str, Any]) -> Guidance:
 
 def _decode_plain(cls: type[Record], header: Mapping[str, Any], *types: type[Any]) -> Record:
     """A dataclass whose fields all have one of ``types``; unknown keys are ignored."""
-    known = {name: header[name] for name in cls.__dataclass_fields__ if name in header}  # type: ignore[attr-defined]
-    if not all(type(value) in types for value in known.values()):
+    fields = {name: header[name] for name in cls.__dataclass_fields__ if name in header}  # type: ignore[attr-defined]
+    if not all(type(value) in types for value in fields.values()):
         raise WireError(
-            f"expected fields of {cls.__name__} as {' or '.join(t.__name__ for t in types)}, got {known!r:.200}"
+            f"expected fields of {cls.__name__} as {' or '.join(t.__name__ for t in types)}, got {fields!r:.200}"
         )
-    return cls(**known)
+    return cls(**fields)
 
 
 def _joined(arrays: list[np.ndarray[Any, Any]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""What an evaluation says: against enumeration, and through a store with restarts."""
+"""Results of an evaluation: against enumeration, and through a store with restarts."""
 
 from __future__ import annotations
 

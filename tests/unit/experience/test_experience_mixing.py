@@ -1,4 +1,4 @@
-"""Which groups are replay, retest, rescue and fresh, and when."""
+"""Choice of replay, retest, rescue and fresh groups over a run."""
 
 from __future__ import annotations
 

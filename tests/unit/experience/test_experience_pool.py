@@ -1,4 +1,4 @@
-"""What is saved, kept, evicted, retired and old enough to be left alone."""
+"""The experience pool: saving, bounds, eviction, retirement and age."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tasks are drawn: exact shares, every finite set once per epoch, resumable at any draw."""
+"""Draws of tasks: exact shares, every finite set once per epoch, resumable at any draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes a run has, who waits for whom, and in which order they drain."""
+"""Processes of a run, their dependencies, and the order in which they drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rows to payloads: filters compare and never run anything, columns are mapped, bad rows say why."""
+"""Payloads made of rows: filters compare and never run anything, columns are mapped, bad rows give a reason."""
 
 from __future__ import annotations
 

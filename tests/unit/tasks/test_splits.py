@@ -1,4 +1,4 @@
-"""What is held out is never trained."""
+"""Splits: held-out tasks are never trained."""
 
 from __future__ import annotations
 

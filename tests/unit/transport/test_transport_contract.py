@@ -1,4 +1,4 @@
-"""What every transport promises (pipeline/transport/protocol.py), stated once for both."""
+"""Contract of every transport (pipeline/transport/protocol.py), stated once for both."""
 
 from __future__ import annotations
 
