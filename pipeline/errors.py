@@ -11,7 +11,8 @@
     ├── TransportError          a peer or a socket failed
     │   ├── PeerGone            the peer has disappeared; what was sent may not have arrived
     │   └── TransportClosed     this end was closed on purpose
-    ├── StoreError              the replay store on disk is missing, foreign, corrupt or full
+    ├── StoreError              a file of a run is missing, foreign, corrupt or full
+    │   └── FormatMismatch      ... because another Afterplay wrote it; starting again does not help
     ├── NotEnough               more was asked of a buffer than it holds
     ├── EngineError             an inference engine failed
     │   ├── EngineUnavailable   ... it does not answer (try another engine, or later)
@@ -72,6 +73,10 @@ class TransportClosed(TransportError):
 
 class StoreError(AfterplayError):
     """The replay store is missing, foreign, corrupt or full."""
+
+
+class FormatMismatch(StoreError):
+    """A file was written by an Afterplay with another format of it."""
 
 
 class NotEnough(AfterplayError):

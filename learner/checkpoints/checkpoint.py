@@ -31,7 +31,7 @@ from learner.data.trained import Trained
 from learner.distributed.collectives import RankGroup
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
-from pipeline.errors import StoreError, TrainingError
+from pipeline.errors import FormatMismatch, StoreError, TrainingError
 from pipeline.runtime.atomic_folder import atomic_folder
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def read_state(path: Path) -> CheckpointState:
     """Counters of a checkpoint. Raises :class:`StoreError` when it was written by another format."""
     raw = orjson.loads((path / "state.json").read_bytes())
     if raw.get("format") != FORMAT:
-        raise StoreError(
+        raise FormatMismatch(
             f"{path} has checkpoint format {raw.get('format')}, this Afterplay reads {FORMAT}: start a new run"
         )
     return CheckpointState(

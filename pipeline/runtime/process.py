@@ -29,7 +29,7 @@ from typing import Any
 import anyio
 
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, ConfigurationError, ForcedExit
+from pipeline.errors import AfterplayError, ConfigurationError, ForcedExit, FormatMismatch
 from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
 from pipeline.metrics.server import MetricsServer
 from pipeline.runtime.plugin_guard import bounded_prints
@@ -274,7 +274,7 @@ def _explain(name: str, error: BaseException) -> int:
     """Log why a role ended; returns its exit code."""
     leaves = list(_leaves(error))
     for leaf in leaves:
-        if isinstance(leaf, ConfigurationError):
+        if isinstance(leaf, ConfigurationError | FormatMismatch):
             print(f"{name}: {leaf}", file=sys.stderr, flush=True)
             return ExitCode.CONFIGURATION
     log.error("%s failed", name, exc_info=error)

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import StoreError
+from pipeline.errors import FormatMismatch, StoreError
 
 BUSY_SECONDS_MAX = 10.0
 """Longest wait of a connection for another process that writes to the same file."""
@@ -70,7 +70,7 @@ class Database:
             )
         if version != self.version:
             age = "an older" if version < self.version else "a newer"
-            raise StoreError(
+            raise FormatMismatch(
                 f"{path} was written by {age} Afterplay ({self.short} version {version}, this one reads "
                 f"{self.version}): go on with that Afterplay. {self.remedy}"
             )

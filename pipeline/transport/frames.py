@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from pipeline.errors import StoreError, WireError
+from pipeline.errors import FormatMismatch, StoreError, WireError
 from pipeline.transport.protocol import Buffer
 
 INFLATED_BYTES_MAX = 1 << 30
@@ -176,7 +176,8 @@ class FileKind:
         if not start.startswith(self.magic):
             version = self._version(start)
             came = "something else" if version is None else f"format {version}"
-            raise StoreError(f"expected {path} to be {self.noun} (format {self.version}), got {came}: {self.remedy}")
+            kind = StoreError if version is None else FormatMismatch
+            raise kind(f"expected {path} to be {self.noun} (format {self.version}), got {came}: {self.remedy}")
 
     def _version(self, start: bytes) -> int | None:
         found = _MAGIC.match(start)

@@ -21,7 +21,7 @@ PROGRAM = """
 import sys, time, anyio
 from pipeline.config import RunConfig
 from pipeline.config.run import RunSection, SupervisorConfig
-from pipeline.errors import ConfigurationError, StoreError
+from pipeline.errors import ConfigurationError, FormatMismatch, StoreError
 from pipeline.runtime.process import run_role
 
 config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=SupervisorConfig(drain_seconds_max=1))
@@ -44,6 +44,9 @@ async def blocks(ctx):
 async def misconfigured(ctx):
     async with anyio.create_task_group():
         raise ConfigurationError("expected a port, got a pear")
+
+async def reads_an_old_file(ctx):
+    raise FormatMismatch("expected format 3, got 2: move it away")
 
 async def fails(ctx):
     raise StoreError("expected a database, got a pear")
@@ -130,6 +133,7 @@ def test_a_blocked_loop_ends_by_force_after_one_signal(tmp_path):
     ("main", "code", "words"),
     [
         ("misconfigured", ExitCode.CONFIGURATION, "expected a port, got a pear"),
+        ("reads_an_old_file", ExitCode.CONFIGURATION, "expected format 3, got 2: move it away"),
         ("fails", ExitCode.FAILED, "expected a database, got a pear"),
         ("has_a_bug", ExitCode.FAILED, "ZeroDivisionError: division by zero"),
         ("returns", ExitCode.FINISHED, ""),
