@@ -110,7 +110,7 @@ class Actor:
         return [*self._orders.ids, *self._outbox.ids]
 
     def waiting_for(self) -> str:
-        """What keeps this actor from working, in words; empty when it works."""
+        """Reason why this actor does no work, in words; empty when it works."""
         if not self._connected:
             return f"the replay stage ({getattr(self._link, 'trouble', '') or 'not connected'})"
         engine = self._services.pool.waiting_for()

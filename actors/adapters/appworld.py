@@ -28,7 +28,7 @@ SETS = ("train", "dev", "test_normal", "test_challenge")
 FIRST_SEED = {name: i * 100_000 for i, name in enumerate(SETS)}
 """Seeds of each set's tasks begin here."""
 WAIT_SECONDS_MAX = 30.0
-"""How long a start waits for a free server."""
+"""Longest wait of a start for a free server."""
 ANSWER_BYTES_MAX = 16 * 2**20
 _CODE = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
 _INSTRUCTIONS = """You are {first_name} {last_name}'s assistant ({email}, {phone_number}). Solve the task by writing \
@@ -117,7 +117,7 @@ class AppWorldEpisode(Episode):
             self._options._free.put(self._url)
 
     def _post(self, route: str, **data: Any) -> Any:
-        """What a route answers. Raises :class:`RuntimeError` that says what the server said."""
+        """Call a route and return its decoded answer. Raises :class:`RuntimeError` with the message of the server."""
         body = json.dumps({"task_id": self._task_id, **data}).encode()
         request = urllib.request.Request(f"{self._url}/{route}", body, {"Content-Type": "application/json"})
         try:

@@ -41,7 +41,7 @@ class Row:
 
     row_id: str
     questions: tuple[str, ...]
-    """What the user says in each turn; empty where functions are added instead."""
+    """Messages of the user, one for each turn; empty where functions are added instead."""
     classes: tuple[str, ...]
     """Names of the simulators."""
     initial_config: Mapping[str, Any]
@@ -116,7 +116,7 @@ class Simulators:
         return dict(signature.bind_partial(*call.positional, **call.arguments).arguments)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the call answers, as the benchmark writes it. Never raises for what a model said."""
+        """Run one call; returns its result in the benchmark's form. Never raises for what the policy wrote."""
         method = self._methods.get(name)
         if method is None:
             return f"Error during execution: there is no function {name!r}"

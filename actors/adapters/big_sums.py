@@ -65,8 +65,8 @@ class BigSums(Environment):
     seldom find it by itself."""
 
     stories: bool = False
-    """Whether the sum is told as a little story ("Ada has 4821 coins and gives 907 away. How many coins are left?"), so
-    that the operation has to be understood too."""
+    """The sum comes as a little story ("Ada has 4821 coins and gives 907 away. How many coins are left?"), so that the
+    operation has to be understood too."""
 
     loop = "tool_agent"
 

@@ -1,10 +1,9 @@
-"""``arithmetic``: small sums, with feedback and another attempt after a wrong answer.
+"""Built-in environments.
 
-``number_guess``: find a hidden number; the environment says only higher or lower.
-
-``passcode``: locks whose codes can only be found by trying; short codes are easy, long ones succeed rarely.
-
-``program``: tasks for agent programs that judge themselves (docs/GATEWAY.md). It has no rules of its own.
+``arithmetic``    small sums, with feedback and another attempt after a wrong answer
+``number_guess``  find a hidden number; the environment answers only higher or lower
+``passcode``      locks whose codes can only be found by trying; short codes are easy, long ones succeed rarely
+``program``       tasks for agent programs that judge themselves (docs/GATEWAY.md), without rules of its own
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class Passcode(Environment):
     numbers: int = Field(default=8, ge=2, le=10**6)
     """Codes are made of the numbers 0 to ``numbers - 1``."""
     answers: tuple[int, ...] = Field(default=(1,), min_length=1)
-    """How many numbers lock i takes at each place of its code, cyclically. 1 to ``numbers``."""
+    """Count of numbers that open each position of the code of lock i, cyclically. 1 to ``numbers``."""
     compact: bool = False
     """Messages of one or two words (``open 7``, ``yes``), for tiny models with a tokenizer of words."""
 

@@ -119,7 +119,7 @@ class GymnasiumEpisode(Episode):
 
 
 def _last(word: str, reply: str) -> int:
-    """Where a reply ends with a word for the last time, -1 where it has none."""
+    """End of the last occurrence of a word in a reply, -1 if it has none."""
     found = [match.end() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", reply[-2000:], re.IGNORECASE)]
     return found[-1] if found else -1
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WAIT_SECONDS_MAX = 30.0
-"""How long a start waits for a process of its own."""
+"""Longest wait of a start for a process of its own."""
 
 
 CALL_SECONDS_MAX = 60.0
-"""How long one call into a process may take while others wait for it."""
+"""Longest time of one call into a process while others wait for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +133,7 @@ class Pool:
 
 @contextmanager
 def _java_options(options: str) -> Iterator[None]:
-    """What a Java process started inside is told, unless the person who started us tells it something themselves."""
+    """Options for a Java process that is started inside, unless the environment of this process sets some already."""
     mine = "JAVA_TOOL_OPTIONS" not in os.environ
     if mine:
         os.environ["JAVA_TOOL_OPTIONS"] = options

@@ -22,8 +22,8 @@ class Question(Environment):
     reward comes from ``scorer.functions``, which find ``answer`` in the payload."""
 
     template: str | None = None
-    """How a ``prompt`` that is text is asked: ``{prompt}`` and other names of the payload are replaced, for example
-    ``"{prompt} End with the number alone."``. None: as it is. Messages are asked as they are."""
+    """Template for a ``prompt`` that is text: ``{prompt}`` and other names of the payload are replaced, for example
+    ``"{prompt} End with the number alone."``. None: the prompt as it is. Messages are never changed."""
     system: str | None = None
     """A system message before the question. None: none."""
     hint: str | None = Field(default=None)

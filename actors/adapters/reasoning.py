@@ -121,7 +121,7 @@ def answer_of(reply: str, tags: bool) -> str | None:
 
 
 def is_readable(dataset: str, answer: str) -> bool:
-    """Whether the scorer may see an answer: ``nan`` counts as near to anything, and formulas are evaluated."""
+    """True if the scorer may see an answer: ``nan`` counts as near to anything, and formulas are evaluated."""
     if _NOT_A_NUMBER.search(answer) or (dataset in SAYS_TRUE_OR_FALSE and answer.lower() not in ("true", "false")):
         return False
     return dataset not in ARITHMETIC_ONLY or is_arithmetic(answer)
@@ -151,7 +151,7 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
 
 
 def is_arithmetic(text: str) -> bool:
-    """Whether ``text`` is numbers, one-letter names, + - * /, functions like sin, and powers up to 99 of what has no
+    """True if ``text`` is numbers, one-letter names, + - * /, functions like sin, and powers up to 99 of what has no
     power itself: nothing that evaluates to more than a formula, or for longer than a moment."""
     if len(text) > 500:
         return False

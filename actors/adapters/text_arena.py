@@ -43,7 +43,7 @@ class TextArena(Environment):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the game in the place of those that its id stands for, for example ``{max_turns: 20}``."""
     loss_pays: float | None = Field(default=None, ge=-100, le=100)
-    """What a negative reward (often an invalid move, -1) becomes. None: as it is."""
+    """Replacement for a negative reward (often an invalid move, -1). None: the reward as it is."""
 
     def __post_init__(self) -> None:
         library = package("textarena")
@@ -89,7 +89,7 @@ class TextArenaEpisode(Episode):
         return Step(reward=reward, done=True, signals={"invalid_move": float(invalid), "solved": float(reward >= 1.0)})
 
     def _seen(self) -> str:
-        """What the game has said since it was last asked, without the player's own moves."""
+        """Text of the game since the last call, without the player's own moves."""
         player, observed = self._game.get_observation()
         return "\n".join(str(text).strip() for sender, text, *_ in observed if sender != player)
 

@@ -37,8 +37,8 @@ class TextWorldExpress(Environment):
     blocking = True
 
     game: Game = "coin"
-    """Which game: find the coin, put things where they belong (``twc``), cook, read a map, calculate, sort, do what
-    Simon says, follow a book of instructions."""
+    """The game: find the coin, put things where they belong (``twc``), cook, read a map, calculate, sort, do what Simon
+    says, follow a book of instructions."""
     params: str = Field(default="", max_length=1000)
     """The game's own parameters, for example ``numLocations=5,includeDoors=0``; empty: its defaults."""
     steps: int = Field(default=50, ge=1, le=10_000)
@@ -136,8 +136,8 @@ class TextWorldEpisode(Episode):
 
 
 def describe(look: str) -> str:
-    """What ``look around`` says in ``coin``, in few words: ``kitchen . north pantry . west living room . coin``. What
-    else is in the room never matters in this game and is left out."""
+    """The answer of ``look around`` in ``coin``, in few words: ``kitchen . north pantry . west living room . coin``.
+    Everything else in the room never matters in this game and is left out."""
     room = re.search(r"You are in the ([\w ]+)\.", look)
     exits = re.findall(r"To the (North|South|East|West) you see the ([\w ]+)\.", look)
     if room is None:

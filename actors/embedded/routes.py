@@ -1,7 +1,5 @@
-"""The HTTP routes, with vLLM's paths, bodies and error shape.
-
-The engine's metrics as Prometheus text, under vLLM's names so that one dashboard shows either engine.
-"""
+"""The HTTP routes of the embedded engine, with vLLM's paths, bodies, error shape and metric names, so that one client
+and one dashboard fit either engine."""
 
 from __future__ import annotations
 

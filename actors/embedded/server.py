@@ -13,7 +13,7 @@ from actors.embedded.options import EngineOptions
 
 _log = logging.getLogger("afterplay.engine")
 DRAIN_SECONDS = 1.0
-"""From SIGTERM to closed connections."""
+"""Time between SIGTERM and closed connections."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

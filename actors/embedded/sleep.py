@@ -1,7 +1,7 @@
-"""What an engine gives up while it sleeps, and how it gets it back. Everything runs while sampling is held.
+"""Releases the memory of an engine for its sleep and restores it afterwards. Everything runs while sampling is held.
 
-Levels as vLLM's: 1 keeps the weights in host memory, 2 discards them; both give up the memory of the KV cache. Unlike
-vLLM, which computes the context of kept requests again, the blocks that they hold are copied to host memory: they go on
+Levels as vLLM's: 1 keeps the weights in host memory, 2 discards them; both release the KV cache. vLLM computes the
+context of unfinished requests again; here the blocks that they hold are copied to host memory, so that they continue
 where they were, as after a pause.
 """
 
@@ -66,7 +66,7 @@ class SleepMode:
         return not self.asleep
 
     def _would_lack(self, tags: Collection[str]) -> bool:
-        """Whether the weights would still be away, or without values."""
+        """True if the weights would still be away, or without values."""
         return WEIGHTS in self.asleep and (WEIGHTS not in tags or (bool(self._shapes) and not self._kept))
 
     def _give_up_weights(self, *, keep: bool) -> None:

@@ -105,7 +105,7 @@ class EnginePool:
         return self.router.engines[engine].version
 
     def waiting_for(self) -> str:
-        """Why requests wait for a lease, in words; empty when none does."""
+        """Reason why requests wait for a lease, in words; empty when none does."""
         version_min = max(self._waiting, default=None)
         return "" if version_min is None else self.trouble(version_min)
 

@@ -38,13 +38,13 @@ class MoveReason(StrEnum):
 
 @dataclass(slots=True)
 class EngineState:
-    """What is known of one engine."""
+    """State of one engine, from probes and failed requests."""
 
     name: str
     alive: bool = False
     version: int = UNSTAMPED
     problem: str = "not probed yet"
-    """Why it is not alive, for people."""
+    """Reason why it is not alive, in words."""
     in_flight: int = 0
     sessions: int = 0
 
@@ -72,7 +72,7 @@ class Lease:
     engine: str
     placement: Placement
     move: MoveReason | None = None
-    """Why it moved, when it did."""
+    """Reason for the move, where it moved."""
     released: bool = False
     owner: _Session | None = field(default=None, repr=False)
 
@@ -141,7 +141,7 @@ class Router:
             self.engines[known.engine].sessions -= 1
 
     def mark(self, engine: str, *, alive: bool, version: int | None = None, problem: str = "") -> bool:
-        """What a probe or a failed request says of an engine. Returns whether anything changed."""
+        """Record the result of a probe or a failed request. Returns True if anything changed."""
         state = self.engines[engine]
         version = state.version if version is None else version
         changed = (state.alive, state.version) != (alive, version)

@@ -43,17 +43,17 @@ READ_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class NewMessages:
-    """What was said since the last reply."""
+    """Messages since the last reply."""
 
     messages: tuple[Message, ...]
     opening: Opening
-    """How the conversation began."""
+    """Start of the conversation."""
     reply: Message | None = None
     """The last reply with its tool calls apart, where it had some."""
 
 
 Speak = Callable[[NewMessages], Awaitable[Reply | None]]
-"""From what was said to the next reply; None: the player leaves."""
+"""Chooses the next reply to the new messages; None: the player leaves."""
 
 
 class Typed:
@@ -159,7 +159,7 @@ class Subject:
     config: EnvironmentConfig
     run_seed: int = 0
     notes: tuple[str, ...] = ()
-    """What a score leaves out."""
+    """Remarks on what the score leaves out."""
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], run_file: Path | None) -> Subject:
@@ -307,7 +307,7 @@ def _end(answer: Answer, score: float) -> str:
 
 
 def told_tools(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What may be called, and how."""
+    """Lines that describe the tools and their parameters."""
     functions = [tool["function"] for tool in tools]
     lines = []
     for function in functions:

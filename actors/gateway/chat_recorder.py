@@ -188,6 +188,6 @@ class ChatRecorder:
 
 
 def _truncate(text: str, stops: Sequence[str]) -> str:
-    """What stands before the first of ``stops``."""
+    """The text before the first of ``stops``."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text

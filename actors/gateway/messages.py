@@ -1,7 +1,5 @@
-"""Messages and tools of a call, as a chat template takes them, and what makes two of them the same. Pure.
-
-Answers other than 200, in OpenAI's form. Pure.
-"""
+"""Messages and tools of a call, as a chat template takes them; keys that tell whether two messages are the same;
+answers other than 200, in OpenAI's form. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ TOOLS_MAX = 512
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 Key = tuple[Any, ...]
-"""What makes two messages the same, whatever a client added to them on the way."""
+"""Identity of a message, whatever a client added to it on the way."""
 
 
 def key_of(role: str, content: str, calls: Sequence[Mapping[str, Any]] = (), answers: str = "") -> Key:
@@ -182,7 +180,7 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def dropped_from(body: Mapping[str, Any]) -> list[str]:
-    """What stands in messages and tools that were read and changes nothing here."""
+    """Names of fields in messages and tools that were read and have no effect here."""
     dropped = []
     if any(message.get("name") for message in body["messages"] if message["role"] != "tool"):
         dropped.append("messages.name")

@@ -72,7 +72,7 @@ class ProgramEpisode(AgentEpisode):
     async def _judged(
         self, session: Session, recorder: Recorder, report: Report | None, failure: AfterplayError | None
     ) -> TrajectoryStatus:
-        """How it ended. Raises where there is nothing to score."""
+        """Status of the ended episode. Raises where there is nothing to score."""
         if failure is not None and session.report is not None:
             logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
             failure = None
@@ -117,7 +117,7 @@ class ProgramEpisode(AgentEpisode):
 async def _program_result(
     loop: ProgramLoop, session: Session, seconds_max: float, grace: float
 ) -> tuple[Report | None, AfterplayError | None]:
-    """What the program told, or how it failed. One that has reported may take ``grace`` seconds more to end."""
+    """Report of the program, or its failure. One that has reported may take ``grace`` seconds more to end."""
     report: Report | None = None
     failure: AfterplayError | None = None
 
@@ -172,8 +172,8 @@ class ProgramLoop(AgentLoop):
     folder: str | None = None
     """Working directory of the command. None: the actor's."""
     reward: Literal["program", "environment", "scorer"] = "program"
-    """Who judges: the program (its report), the environment (its ``step`` is given the program's ``answer``, else the
-    last reply), or the functions of the scorer alone (the environment's score is then 0)."""
+    """Judge of the episode: the program (its report), the environment (its ``step`` is given the program's ``answer``,
+    else the last reply), or the functions of the scorer alone (the environment's score is then 0)."""
     reward_at_limit: float | None = 0.0
     """Score of an episode that a limit ended before its program told a result. 0: as an environment that has given
     nothing so far. None: no score, so that it is not trained."""
@@ -184,7 +184,7 @@ class ProgramLoop(AgentLoop):
     """Calls with response_format, logit_bias, a forced tool_choice and the like: a program that relies on these would
     go wrong later and elsewhere, so they are refused."""
     parser: str = "auto"
-    """How tool calls are written, as for ``tool_agent``."""
+    """Form of tool calls, as for ``tool_agent``."""
     max_concurrent_calls: int = Field(default=16, ge=1, le=1024)
     """Calls of one session at the same time; more are answered 429."""
     host: str = "127.0.0.1"
@@ -346,7 +346,7 @@ class ProgramLoop(AgentLoop):
 
 
 def told_of(game: Game) -> dict[str, Any]:
-    """What a program is told of its task. Never the hint."""
+    """The task as the program gets it, without the hint."""
     task = game.task
     return {
         "task_id": task.task_id,

@@ -55,8 +55,8 @@ _RELIED_ON: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_logprobs": ("only log-probabilities of sampled tokens are known", ()),
     "best_of": ("ask for n replies", (1,)),
 }
-"""What a program may rely on in the answer, of OpenAI's form and of vLLM's additions: why it cannot be had, and the
-values that say what happens anyway."""
+"""Parameters that a program may rely on in the answer, of OpenAI's form and of vLLM's additions: why they cannot be
+had, and the values that are true anyway."""
 _CHAT = (
     frozenset(_DRAW)
     | _RELIED_ON.keys()
@@ -65,7 +65,7 @@ _CHAT = (
         *("stream_options", "logprobs", "parallel_tool_calls", "user", "metadata", "store", "safety_identifier"),
     }
 )
-"""What is understood, and what changes nothing."""
+"""Parameters that are understood, and those without effect."""
 _GENERATE = frozenset(_DRAW) | {
     *("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "detokenize", "skip_special_tokens"),
 }
@@ -73,7 +73,7 @@ _GENERATE = frozenset(_DRAW) | {
 
 @dataclass(frozen=True, slots=True)
 class ParameterRules:
-    """What is done with parameters that are not those of the run."""
+    """Treatment of parameters that differ from the run's."""
 
     sampling: Literal["ignore", "refuse"] = "ignore"
     """Of how tokens are drawn: they would make the run's policy another one."""

@@ -28,7 +28,7 @@ from pipeline.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 OFFER_SECONDS_MAX = 60.0
-"""How long ``POST /sessions`` may wait for a task."""
+"""Longest wait of ``POST /sessions`` for a task."""
 TRANSFER_SECONDS_MAX = 60.0
 """For the body of a request to arrive, and for a stream to be taken."""
 BACKLOG = 1024

@@ -48,9 +48,9 @@ class Session:
         self._recording = recording
         self.report: Report | None = None
         self.limit: Limit | None = None
-        """What refused the last call that was begun, when that was a limit."""
+        """Limit that refused the last call, if one did."""
         self.engine_error: EngineError | None = None
-        """Why the engine did not answer the last call, when it did not."""
+        """Error of the engine in the last call, if there was one."""
         self.told = ""
         """The end of what the program wrote to stderr."""
         self.heard_at = anyio.current_time()
@@ -70,12 +70,12 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
+        """True while a call is under way."""
         return self._in_flight > 0
 
     @property
     def model(self) -> str:
-        """What the policy is called."""
+        """Name of the policy as a model."""
         return self._policy.model
 
     @property
@@ -246,7 +246,7 @@ class Session:
 
 @contextmanager
 def _template_faults() -> Iterator[None]:
-    """What the chat template refuses is the program's to mend."""
+    """Turns a refusal of the chat template into a fault of the program's request."""
     try:
         yield
     except PlugInError as error:

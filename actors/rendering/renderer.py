@@ -39,7 +39,7 @@ PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the engine is asked to continue: ``prompt_ids`` = everything before + ``added_ids``, in one branch."""
+    """Prompt of the next completion: ``prompt_ids`` = everything before + ``added_ids``, in one branch."""
 
     messages: tuple[Message, ...]
     text: str
@@ -50,7 +50,7 @@ class Conversation:
     """The tail of ``prompt_ids`` that is new since the last completion (all of it at the start of a branch)."""
     branch: int = 0
     tools: tuple[ToolSchema, ...] = ()
-    """What the policy may call, rendered with every prompt of the conversation."""
+    """Tools of the policy, rendered with every prompt of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class Renderer:
         return replace(self.start(messages, conversation.tools), branch=conversation.branch + 1)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
-        """What a policy would have sampled to say ``text``: its ids and the end-of-turn token. For demonstrations; a
-        policy may have cut the same text into other tokens."""
+        """Token ids that write ``text`` as a reply, with the end-of-turn token. For demonstrations; a policy may have
+        cut the same text into other tokens."""
         with boundary(RENDERER):
             return (*self._encode(text), self._usual_end)
 

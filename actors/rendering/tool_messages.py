@@ -1,7 +1,7 @@
-"""What a chat template can say about tools, and what is said instead where it cannot.
+"""Rendering of tools for chat templates with and without support for them.
 
 Two facts are found by rendering, not assumed: whether the template writes the schemas it is given as ``tools``, and
-whether it knows the role ``tool``. Without the first, the schemas stand in the system message in the form that Hermes
+whether it handles the role ``tool``. Without the first, the schemas stand in the system message in the form that Hermes
 models were trained on (and Qwen took over); without the second, the answers of one turn stand in one message of the
 user, each inside ``<tool_response>`` tags.
 """
@@ -39,7 +39,7 @@ ToolSchema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """What the template of one tokenizer can do."""
+    """Tool support of one chat template."""
 
     schemas: bool
     """It writes ``tools``."""
@@ -57,7 +57,7 @@ class ToolStyle:
         return shown
 
     def tools(self, tools: Sequence[ToolSchema]) -> list[ToolSchema] | None:
-        """What to give the template as ``tools``."""
+        """Value of ``tools`` for the template."""
         return list(tools) if tools and self.schemas else None
 
 

@@ -43,7 +43,7 @@ from pipeline.schema import Message, Task, TrajectoryStatus
 
 
 class Limit(StrEnum):
-    """Which limit ended an episode."""
+    """The limit that ended an episode."""
 
     TURNS = "max_turns"
     TOKENS = "max_tokens"
@@ -112,16 +112,16 @@ class Game(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How the conversation starts."""
+    """Start of the conversation."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
-    """What the policy may call, for the chat template."""
+    """Tools of the policy, for the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What follows a reply. Without ``done`` and ``limit`` the policy goes on after ``messages``."""
+    """Answer to a reply. Without ``done`` and ``limit`` the policy goes on after ``messages``."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -259,5 +259,5 @@ def _are_messages(messages: Any) -> bool:
 
 
 def wrong(expected: str, came: Any) -> PlugInError:
-    """What a loop gave is not what it has to be."""
+    """The error for a wrong value from a loop."""
     return PlugInError(AGENT_LOOP, "WrongValue", f"expected {expected}, got {repr(came)[:200]}")

@@ -87,17 +87,16 @@ class _Answer:
 
 
 def is_guided(config: LessonsConfig, group_id: str, slot: int) -> bool:
-    """Whether the rollout gets lessons. With ``mixed``, ``rollout_ratio`` of every group's slots do, evenly spread:
-    ``n * ratio`` of the first n, rounded up or down by the group, so both kinds are in a group that has room for
-    both."""
+    """True if the rollout gets lessons. With ``mixed``, ``rollout_ratio`` of every group's slots do, evenly spread: ``n
+    * ratio`` of the first n, rounded up or down by the group, so both kinds are in a group that has room for both."""
     if not config.enabled or config.rollout_mode == "without":
         return False
     return config.rollout_mode == "all" or _chosen(slot, config.rollout_ratio, _offset("guided", group_id))
 
 
 def trains_with_lessons(config: LessonsConfig, group_id: str, slot: int) -> bool:
-    """Whether a rollout with lessons is trained on the prompt with them. With ``hybrid``, ``keep_ratio`` of the
-    group's guided slots are, evenly spread among them."""
+    """True if a rollout with lessons is trained on the prompt with them. With ``hybrid``, ``keep_ratio`` of the group's
+    slots with lessons are, evenly spread among them."""
     if config.train_mode != "hybrid":
         return config.train_mode == "keep"
     rank = slot
@@ -111,7 +110,7 @@ def _chosen(index: int, ratio: float, offset: float) -> bool:
 
 
 def _count(n: int, ratio: float, offset: float) -> int:
-    """How many of the first n are chosen."""
+    """Number of chosen slots among the first n."""
     return floor(n * ratio + offset)
 
 
@@ -141,7 +140,7 @@ class MemoryPrompt:
     """The conversation without lessons, as far as the rollout has come."""
 
     def guidance(self, n_turns: int) -> Guidance:
-        """What the trajectory says of it, of the turns that were kept."""
+        """The trajectory's record of its lessons, for its first ``n_turns`` turns."""
         contexts = {} if self.keep else self.plain.first(max(1, n_turns))
         return Guidance(tuple(lesson.lesson_id for lesson in self.lessons), self.keep, contexts, self.query)
 

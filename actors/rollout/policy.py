@@ -55,7 +55,7 @@ class Policy:
         self._retries = retries
 
     def trouble(self) -> str:
-        """Why no engine can answer; empty when one can."""
+        """Reason why no engine can answer; empty when one can."""
         return self._pool.trouble(self._version)
 
     async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:

@@ -84,7 +84,7 @@ class Services:
     guide: MemoryPrompter | None = None
     """None: lessons are off."""
     hint_template: str | None = None
-    """How a hint stands in a prompt that the learner scores; None: no estimator asks for hints."""
+    """Template of the hint in a prompt that the learner scores; None: no estimator asks for hints."""
     loops: Mapping[str, AgentLoop] = field(default_factory=dict)
     """By environment section."""
     splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -103,9 +103,10 @@ class Services:
         metrics: ActorMetrics,
         lessons: MemorySource | None = None,
     ) -> Services:
-        """From the run file. An external engine speaks vLLM's routes and is called ``vllm``.
+        """Build from the run file. An external engine speaks vLLM's routes and is called ``vllm``.
 
-        ``lessons``: where they are found, other than at the replay stage."""
+        ``lessons``: the source of lessons, other than the replay stage.
+        """
         sampling = config.sampling
         return cls(
             actor_id=actor_id,
@@ -132,7 +133,7 @@ class Services:
         )
 
     def policy(self, order: Order) -> Policy:
-        """What ``order`` asks completions of."""
+        """The policy that completes the prompts of ``order``."""
         return Policy(
             order,
             self.pool,

@@ -91,10 +91,10 @@ class ToolAgent(AgentLoop):
     tools: tuple[str | ToolSpec, ...] = ()
     """Beside those that the environment brings. A name alone is a tool without options."""
     tell_schemas: bool = True
-    """Whether the prompt says what tools there are. False where the environment's own messages show it: a long text
-    about tools confuses a model that never saw one, and a few examples do not."""
+    """The prompt describes the tools. False where the environment's own messages show them: a long text about tools
+    confuses a model that never saw one, and a few examples do not."""
     parser: str = "auto"
-    """How calls are written: ``auto`` (what the chat template asks for), ``hermes``, ``qwen``, ``qwen_xml``, ``llama``,
+    """Form of calls: ``auto`` (what the chat template asks for), ``hermes``, ``qwen``, ``qwen_xml``, ``llama``,
     ``mistral``, ``pythonic``, ``transformers`` (the tokenizer's response template) or ``vllm:NAME``."""
     max_parallel_calls: int = Field(default=8, ge=1, le=256)
     """Calls of one turn that run at the same time."""

@@ -54,19 +54,19 @@ from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-"""What a tool may be called: the letters that every chat format can carry."""
+"""Valid tool names: the letters that every chat format can carry."""
 
 
 class ToolError(Exception):
-    """What the policy should be told: the call was wrong, or the tool cannot do that. It is no failure of the tool."""
+    """A message to the policy: the call was wrong, or the tool cannot do that. It is no failure of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one call gave."""
+    """Result of one call."""
 
     text: str
-    """What the policy reads. The agent loop cuts it to ``max_tool_response_length``."""
+    """The policy's view of the result. The agent loop cuts it to ``max_tool_response_length``."""
     reward: float = 0.0
     """Added to the reward of the turn that made the call."""
     signals: Mapping[str, float] = field(default_factory=dict)
@@ -229,7 +229,7 @@ def schema_of_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def check_of(schema: Mapping[str, Any], where: str) -> Check:
-    """What checks arguments against ``schema["function"]["parameters"]``. References to other documents are not
+    """A check of arguments against ``schema["function"]["parameters"]``. References to other documents are not
     followed. Raises :class:`ConfigurationError` for a schema that is none."""
     function = schema["function"]
     try:

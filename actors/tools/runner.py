@@ -1,11 +1,9 @@
 """The tools of one episode: created, called, released exactly once.
 
 *Consumes* parsed calls; *produces* one :class:`Done` for each, in call order. *Waits* for tools, each under its limit;
-at most ``parallel_max`` calls of a turn run at once. Nothing that a tool does raises here, cancellation apart.
-
-Long tool answers, truncated to a length in characters or tokens, with a mark where something is missing.
-
-What went wrong with tools: counted for ever, with the newest tracebacks kept.
+at most ``parallel_max`` calls of a turn run at once. No error of a tool is raised here, cancellation apart: failures
+are counted, and the newest tracebacks stay in memory. Long answers are truncated to a length in characters or tokens,
+with a mark where something is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Task
 
 Side = Literal["left", "right", "middle"]
-"""What is cut away."""
+"""The side that is cut away."""
 MARK = "\n... [{n} {unit} left out] ...\n"
 CHARACTERS_A_TOKEN_MAX = 64
 """No token is counted as longer, so that a text of megabytes is cut before it is tokenised."""
@@ -159,11 +157,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one call came to."""
+    """Outcome of one call."""
 
     name: str
     text: str
-    """What the policy reads, truncated already."""
+    """The policy's view of the answer, truncated already."""
     outcome: str
     """``ok``, or why not: one of :data:`pipeline.metrics.actor.TOOL_OUTCOMES`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -44,7 +44,7 @@ class Search(Tool):
     title_field: str = "title"
     """May be missing in a line."""
     index: str | None = None
-    """Where the index is kept between runs. It is built anew when the corpus has another size or time."""
+    """File of the index between runs. It is rebuilt when the corpus has another size or time."""
     top_k: int = Field(default=3, ge=1, le=100)
     characters: int = Field(default=500, ge=20, le=100_000)
     """Shown of each passage, around the words that were found."""

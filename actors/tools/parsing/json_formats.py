@@ -195,7 +195,7 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
 
 
 def rest_is_call(rest: str) -> bool:
-    """Whether what follows a call looks like another one; else it is talk, and left out."""
+    """True if the text after a call looks like another one; else it is talk, and left out."""
     return _LOOKS_LIKE_A_CALL.match(rest.lstrip(" \t\r\n;")) is not None
 
 
