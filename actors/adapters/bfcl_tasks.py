@@ -96,7 +96,7 @@ def schemas(class_name: str) -> tuple[dict[str, Any], ...]:
 
 
 class Simulators:
-    """The simulators of one play: what the calls change."""
+    """The simulators of one episode: what the calls change."""
 
     def __init__(self, row: Row, long_context: bool) -> None:
         constants = importlib.import_module(_CONSTANTS)
@@ -135,11 +135,11 @@ class Simulators:
         return str(result)
 
 
-def turn_is_right(played: Simulators, truth: Simulators, all_answers: Sequence[str], right_answers: list[str]) -> bool:
+def turn_is_right(actual: Simulators, truth: Simulators, all_answers: Sequence[str], right_answers: list[str]) -> bool:
     """The benchmark's own check of one turn: equal states, and every answer of the ground truth among the answers so
     far."""
     checker = importlib.import_module(_CHECKER)
-    if not checker.state_checker(played.instances, truth.instances)["valid"]:
+    if not checker.state_checker(actual.instances, truth.instances)["valid"]:
         return False
     return bool(checker.response_checker(list(all_answers), right_answers, 0)["valid"])
 
@@ -151,7 +151,7 @@ def _lines(path: str) -> list[dict[str, Any]]:
 
 
 def _schema(value: Any) -> Any:
-    """JSON schema in the place of the benchmark's Python types."""
+    """The benchmark's Python types as JSON schema."""
     if isinstance(value, list):
         return [_schema(item) for item in value]
     if not isinstance(value, dict):

@@ -104,8 +104,8 @@ def own_random(mine: random.Random) -> Iterator[None]:
 
 
 @contextmanager
-def numpys_kept() -> Iterator[None]:
-    """NumPy's global random state is after this what it was before."""
+def numpy_state_restored() -> Iterator[None]:
+    """Restores NumPy's global random state afterwards."""
     numpy = sys.modules.get("numpy")
     before = numpy.random.get_state() if numpy is not None else None
     try:

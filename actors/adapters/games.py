@@ -153,11 +153,11 @@ class Passcode(Environment):
         return PasscodeEpisode(self, task.seed, self.code(task.seed))
 
     def code(self, lock: int) -> tuple[frozenset[int], ...]:
-        """The numbers that open each place of a lock: they depend on the lock, the place and the options only."""
+        """The numbers that open each position of a lock: they depend on the lock, the position and the options only."""
         count = self.answers[lock % len(self.answers)]
         return tuple(
-            frozenset(random.Random(f"passcode/{lock}/{place}").sample(range(self.numbers), count))
-            for place in range(self.lengths[lock % len(self.lengths)])
+            frozenset(random.Random(f"passcode/{lock}/{position}").sample(range(self.numbers), count))
+            for position in range(self.lengths[lock % len(self.lengths)])
         )
 
 
@@ -168,7 +168,7 @@ class PasscodeEpisode(Episode):
         self.messages = (Message("user", f"open {lock}" if options.compact else text),)
         self._yes = Message("user", "yes" if options.compact else "Right. Say the next number.")
         self._code = code
-        opening = " ".join(str(min(place)) for place in code)
+        opening = " ".join(str(min(position)) for position in code)
         self.hint = opening if options.compact else f"The code is {opening}."
         self._turn = 0
 

@@ -53,7 +53,7 @@ class Process:
             self._lock.release()
 
     def let_go(self, java_object: Any) -> None:
-        """Java may collect the object; a dead process needs not be told. Inside :meth:`call`."""
+        """Java may collect the object; a dead process needs no call. Inside :meth:`call`."""
         self.main._gateway.detach(java_object)
 
     def forget(self) -> None:
@@ -98,8 +98,8 @@ class Pool:
             raise
 
     def give_back(self, process: Process, game: Any = None) -> None:
-        """``game`` of it ended, or none was made. Java is told here, in a thread that may wait: py4j's objects are in
-        cycles, so that else Python's garbage collector would tell it, late, and on whatever thread it runs on."""
+        """``game`` of it ended, or none was made. Java is notified here, in a thread that may wait: py4j's objects are
+        in cycles, so that else Python's garbage collector would tell it, late, and on whatever thread it runs on."""
         if game is not None:
             with suppress(TimeoutError), process.call():
                 process.let_go(game.server)

@@ -47,11 +47,11 @@ class QuestionEpisode(Episode):
 
 
 def _messages(task: Task, template: str | None) -> tuple[Message, ...]:
-    asked = task.payload.get("messages", task.payload.get("prompt"))
-    if isinstance(asked, str):
-        return (Message("user", asked if template is None else _filled(template, task)),)
-    if isinstance(asked, list) and asked:
-        return tuple(_message(value, task) for value in asked)
+    prompt = task.payload.get("messages", task.payload.get("prompt"))
+    if isinstance(prompt, str):
+        return (Message("user", prompt if template is None else _filled(template, task)),)
+    if isinstance(prompt, list) and prompt:
+        return tuple(_message(value, task) for value in prompt)
     raise _wrong(task, "prompt (text) or messages (a list) in the payload", sorted(task.payload))
 
 

@@ -168,8 +168,8 @@ class Generator:
         await self._in_control(resume)
 
     async def sleep(self, level: int) -> None:
-        """Pause, and give the memory of the KV cache and (level 2, or on a GPU) of the weights up. Requests are kept,
-        those that come now too; harmless when asleep."""
+        """Pause, and release the memory of the KV cache and (level 2, or on a GPU) of the weights up. Requests are
+        suspended, those that come now too; harmless when asleep."""
 
         def fall_asleep() -> None:
             self._hold()

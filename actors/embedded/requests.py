@@ -128,11 +128,11 @@ class Bounds:
                     400, f"sampling_params.{name}={value!r}: the embedded engine supports only {_NEUTRAL[name][0]!r}"
                 )
         for name, mine, off in (("top_p", self.options.top_p, (1, None)), ("top_k", self.options.top_k, (-1, 0, None))):
-            asked = sampling.get(name)
-            if asked != mine and not (asked in off and mine in off):
+            value = sampling.get(name)
+            if value != mine and not (value in off and mine in off):
                 raise Refused(
                     400,
-                    f"sampling_params.{name} is {asked}, this engine was started with {name}={mine} for all requests",
+                    f"sampling_params.{name} is {value}, this engine was started with {name}={mine} for all requests",
                 )
         if sampling.get("logprobs") not in (None, 0):
             raise Refused(400, "sampling_params.logprobs: only 0 (the sampled tokens) is supported")

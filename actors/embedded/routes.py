@@ -17,7 +17,7 @@ from actors.embedded.requests import EngineRequest, Refused
 
 _HELP = {
     "num_requests_running": "Requests in the current batch.",
-    "num_requests_waiting": "Requests that wait for a place in the batch.",
+    "num_requests_waiting": "Requests that wait for a slot in the batch.",
     "kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
     "prompt_tokens_total": "Prompt tokens of finished requests.",
     "generation_tokens_total": "Sampled tokens of finished requests.",

@@ -79,7 +79,7 @@ async def serve(options: EngineOptions) -> int:
 
 
 def _quiet_libraries(threads: int) -> None:
-    """Progress bars off, threads as asked. Spinning worker threads would take the cores from everyone else."""
+    """Progress bars off, threads as configured. Spinning worker threads would take the cores from everyone else."""
     import torch
     from transformers.utils import logging as transformers_logging
 

@@ -96,7 +96,7 @@ class PausableTimeout:
     def __init__(self) -> None:
         self._asleep_since: float | None = None
         self._scopes: dict[anyio.CancelScope, float] = {}
-        """Seconds left, kept while asleep."""
+        """Seconds left; they stand still while asleep."""
 
     @property
     def asleep(self) -> bool:

@@ -83,7 +83,7 @@ def entry(name: str) -> Entry:
 def details(name: str, options: Mapping[str, Any], seed: int = 0) -> Details:
     """All about ``name``, with the example of the task with ``seed``.
 
-    What goes wrong in building or starting it is told in ``trouble``. Raises :class:`ConfigurationError` for a name
+    A failure in building or starting it is described in ``trouble``. Raises :class:`ConfigurationError` for a name
     that does not exist."""
     cls = find(name)
     example: tuple[tuple[str, str], ...] = ()

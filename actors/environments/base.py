@@ -26,7 +26,7 @@ A complete environment, in a file that nobody else has to know::
         def step(self, reply: Reply) -> Step:
             return Step(reward=float(self.word in reply), done=True)
 
-How the built-in environments declare their options: typed, bounded, unknown ones refused.
+The built-in environments declare typed and bounded options and refuse unknown ones (:data:`STRICT_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Environment(ABC):
         """Begin one episode of ``task``."""
 
     def tools(self) -> Sequence[Any]:
-        """Tools that all its episodes share, asked once. See :attr:`Episode.tools`."""
+        """Tools that all its episodes share, read once. See :attr:`Episode.tools`."""
         return ()
 
 

@@ -37,16 +37,16 @@ class BlockingCalls:
     """At most ``threads_max`` calls at once, hung ones included; others wait their turn (and are cancelled cleanly)."""
 
     def __init__(self, threads_max: int) -> None:
-        self._places = asyncio.Semaphore(threads_max)
+        self._slots = asyncio.Semaphore(threads_max)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind, still holding its place."""
-        await self._places.acquire()
+        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind, still holding its slot."""
+        await self._slots.acquire()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def settle(value: T | None, error: BaseException | None) -> None:
-            self._places.release()
+            self._slots.release()
             if future.done():
                 return
             if error is not None:
@@ -71,7 +71,7 @@ class BlockingCalls:
         try:
             threading.Thread(target=call, daemon=True, name="environment").start()
         except BaseException:
-            self._places.release()
+            self._slots.release()
             raise
         return await future
 

@@ -170,12 +170,12 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise wrong("tools", "parameters that are a JSON schema", parameters)
-        told = {
+        schema = {
             "name": function["name"],
             "description": str(function.get("description") or ""),
             "parameters": parameters,
         }
-        tools.append({"type": "function", "function": told})
+        tools.append({"type": "function", "function": schema})
     return tuple(tools)
 
 

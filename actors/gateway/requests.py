@@ -1,8 +1,8 @@
 """Reads and checks the requests of a program. Pure; trusts nothing.
 
-``/v1/chat/completions`` in OpenAI's form and ``/inference/v1/generate`` in vLLM's. What the gateway cannot do as asked
-is a :class:`Refusal` with the status, type and code that OpenAI's clients understand, or it is left out and named in
-``ignored``, as the run file says.
+``/v1/chat/completions`` in OpenAI's form and ``/inference/v1/generate`` in vLLM's. A request that the gateway cannot
+serve is a :class:`Refusal` with the status, type and code that OpenAI's clients understand, or it is left out and named
+in ``ignored``, as the run file says.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Reader:
     def sampling(self, name: str, *same: Any) -> None:
         """A parameter of the draw: only these values (and none) are what happens anyway."""
         value = self.body.get(name)
-        if value is None or any(value == known for known in same):
+        if value is None or any(value == accepted for accepted in same):
             return
         self._left_out(
             name,
@@ -137,7 +137,7 @@ class _Reader:
     def unsupported(self, name: str, why: str, *same: Any) -> None:
         """A parameter that the gateway does not have."""
         value = self.body.get(name)
-        if value is None or any(value == known for known in same):
+        if value is None or any(value == accepted for accepted in same):
             return
         self._left_out(
             name, self.rules.unsupported, f"{name}={shown(value)}: {why}; leave it out, or set unsupported: ignore"
@@ -148,9 +148,9 @@ class _Reader:
             raise Refusal(400, message, code="unsupported_parameter", param=name)
         self.ignored.append(name)
 
-    def unknown(self, known: frozenset[str]) -> None:
+    def unknown(self, understood: frozenset[str]) -> None:
         """Parameters that nobody knows are left out, and named where a header can hold the name."""
-        names = sorted(name for name in self.body.keys() - known if self.body[name] is not None)
+        names = sorted(name for name in self.body.keys() - understood if self.body[name] is not None)
         self.ignored += [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64][:32]
 
     def whole(self, name: str, low: int, high: int) -> int | None:

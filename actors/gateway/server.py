@@ -142,16 +142,16 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked, answer = await session.chat(await _body(request))
-        headers = {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
-        if not asked.stream:
+        chat, answer = await session.chat(await _body(request))
+        headers = {IGNORED: ", ".join(chat.ignored)} if chat.ignored else {}
+        if not chat.stream:
             return _json(answer, headers=headers)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **headers}
         )
         await response.prepare(request)
         with anyio.fail_after(TRANSFER_SECONDS_MAX):
-            for chunk in chat_chunks(answer, asked.stream_usage):
+            for chunk in chat_chunks(answer, chat.stream_usage):
                 await response.write(chunk)
             await response.write_eof()
         return response

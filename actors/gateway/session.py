@@ -51,7 +51,7 @@ class Session:
         """Limit that refused the last call, if one did."""
         self.engine_error: EngineError | None = None
         """Error of the engine in the last call, if there was one."""
-        self.told = ""
+        self.stderr = ""
         """The end of what the program wrote to stderr."""
         self.heard_at = anyio.current_time()
         """Event-loop seconds."""
@@ -96,11 +96,11 @@ class Session:
             pending, room = waiting.pop(index)
             try:
                 completion = await self._sampled(pending, room, request.stop)
-                said = self._recorded(pending, completion, request.stop)
+                reply = self._recorded(pending, completion, request.stop)
             except Refusal as refusal:
                 failures.append(refusal)
                 return
-            choices[index] = Choice(said, completion.generation, pending)
+            choices[index] = Choice(reply, completion.generation, pending)
 
         try:
             async with anyio.create_task_group() as group:

@@ -81,7 +81,7 @@ def with_system_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -
 
 
 def with_calls_in_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls that are stated apart (in written examples), as the text that the policy would have said."""
+    """Calls that are stated apart (in written examples), as the text that the policy would have written."""
     return [_called(message) if message.extra.get("tool_calls") else message for message in messages]
 
 

@@ -1,7 +1,7 @@
 """The interface between an agent loop and the rollout that runs it.
 
 The rollout (:mod:`actors.rollout.rollout`) owns engines, tokens, retries and the trajectory. An :class:`AgentLoop`
-decides what the policy is told next: it is built once per environment section from the options of
+decides which messages the policy gets next: it is built once per environment section from the options of
 ``environments.<name>.loop``, and makes one :class:`AgentEpisode` per order, which owns all state of that rollout.
 
 A complete loop that asks the policy to check itself once before the environment judges::
@@ -130,7 +130,7 @@ class Answer:
     limit: Limit | None = None
     """A limit of the loop was reached: TRUNCATED."""
     signals: Mapping[str, float] = field(default_factory=dict)
-    said: Message | None = None
+    parsed_reply: Message | None = None
     """The reply with its tool calls apart (``extra["tool_calls"]``), for templates that cannot render the reply as it
     was sampled."""
 
@@ -210,7 +210,7 @@ class AgentLoop(ABC):
         :class:`ConfigurationError`."""
 
     async def serve(self) -> None:  # noqa: B027 - optional
-        """Runs beside the episodes for as long as the actor lives, for what has to be kept connected."""
+        """Runs beside the episodes for as long as the actor lives, for what has to stay connected."""
 
     async def close(self) -> None:  # noqa: B027 - optional
         """The actor stops."""

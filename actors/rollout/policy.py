@@ -46,7 +46,7 @@ class Policy:
         self.seconds = 0.0
         """Time of the requests that succeeded."""
         self.asking = False
-        """A completion was asked for and did not come (yet)."""
+        """A completion was requested and did not come (yet)."""
         self._session = order.order_id
         self._version = order.policy_version
         self._pool = pool

@@ -81,7 +81,7 @@ class Services:
     pool: EnginePool
     environments: Mapping[str, EnvironmentHost]
     metrics: ActorMetrics
-    guide: MemoryPrompter | None = None
+    memory_prompter: MemoryPrompter | None = None
     """None: lessons are off."""
     hint_template: str | None = None
     """Template of the hint in a prompt that the learner scores; None: no estimator asks for hints."""
@@ -126,7 +126,9 @@ class Services:
             pool=pool,
             environments=environments,
             metrics=metrics,
-            guide=MemoryPrompter(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
+            memory_prompter=MemoryPrompter(config.lessons, renderer, metrics, lessons)
+            if config.lessons.enabled
+            else None,
             hint_template=config.advantage.hint_template,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},

@@ -1,8 +1,8 @@
 """``mcp``: the tools of a Model Context Protocol server, over stdio or HTTP.
 
-One connection for each actor, kept by :meth:`MCP.serve`: opened when the actor starts, pinged, and opened again (the
-process started again) when it breaks or three calls in a row get no answer. A call that was under way then fails and is
-told so; it is never made twice. Works with mcp 1.x and 2.x, whose names differ in places.
+One connection for each actor, owned by :meth:`MCP.serve`: opened when the actor starts, pinged, and opened again (the
+process started again) when it breaks or three calls in a row get no answer. A call that was under way then fails
+with that message; it is never made twice. Works with mcp 1.x and 2.x, some of whose names differ.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MCP(Toolset):
             try:
                 await self._one_connection()
             except Exception as error:
-                logger.warning("MCP server %s: %s", self.where, _reason(error))
+                logger.warning("MCP server %s: %s", self.where, _first_cause(error))
             finally:
                 self._lost()
             wait = self.backoff_seconds if self.connections > connections else min(2 * wait, self.backoff_seconds_max)
@@ -233,7 +233,7 @@ def _either(value: Any, new: str, old: str) -> Any:
     return getattr(value, new) if hasattr(value, new) else getattr(value, old, None)
 
 
-def _reason(error: BaseException) -> str:
+def _first_cause(error: BaseException) -> str:
     """The first cause inside exception groups."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]

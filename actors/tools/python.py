@@ -47,7 +47,7 @@ class Python(Tool):
     keep_variables: bool = True
     """Variables last from one call of an episode to the next."""
     state_bytes_max: int = Field(default=1_000_000, ge=1)
-    """Variables that take more are forgotten, and the policy is told."""
+    """Variables that take more are dropped, with a message to the policy."""
     bubblewrap: Literal["auto", "always", "never"] = "auto"
     """Use of ``bwrap`` around the workers, a second wall around the sandbox. auto: where it works (many containers
     forbid it; a warning says so). always: where it does not work is an error."""
@@ -143,10 +143,10 @@ class Python(Tool):
             return None
         refusal = await refused(bwrap)
         if refusal is not None:
-            told = f"the tool python: {bwrap} does not work on this machine: {refusal}"
+            problem = f"the tool python: {bwrap} does not work on this machine: {refusal}"
             if self.bubblewrap == "always":
-                raise ConfigurationError(f"{told}. Allow user namespaces here, or set bubblewrap to auto or never")
-            logger.warning("%s. Workers run without it, in pydantic-monty's sandbox alone", told)
+                raise ConfigurationError(f"{problem}. Allow user namespaces here, or set bubblewrap to auto or never")
+            logger.warning("%s. Workers run without it, in pydantic-monty's sandbox alone", problem)
             return None
         find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
         self._wrapper = tempfile.TemporaryDirectory(prefix="afterplay-python-")

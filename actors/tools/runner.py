@@ -48,7 +48,7 @@ def truncate_characters(text: str, length_max: int, side: Side) -> str:
     """
     if len(text) <= length_max:
         return text
-    head, tail = _kept(length_max, side)
+    head, tail = _head_and_tail(length_max, side)
     mark = MARK.format(n=len(text) - length_max, unit="characters")
     return text[:head] + mark + text[len(text) - tail :]
 
@@ -61,7 +61,7 @@ def truncate_tokens(text: str, length_max: int, side: Side, tokens: Tokens) -> s
     ids = tokens.encode_text(shown)
     if len(ids) <= length_max:
         return shown
-    head, tail = _kept(length_max, side)
+    head, tail = _head_and_tail(length_max, side)
     mark = MARK.format(n="many" if long else len(ids) - length_max, unit="tokens")
     first = tokens.decode_ids(ids[:head]).rstrip("\ufffd") if head else ""
     last = tokens.decode_ids(ids[len(ids) - tail :]).lstrip("\ufffd") if tail else ""
@@ -77,7 +77,7 @@ def truncater(
     return lambda text: truncate_tokens(text, length_max, side, tokens)
 
 
-def _kept(length_max: int, side: Side) -> tuple[int, int]:
+def _head_and_tail(length_max: int, side: Side) -> tuple[int, int]:
     """(from the beginning, from the end)."""
     if side == "right":
         return length_max, 0
@@ -88,7 +88,7 @@ def _kept(length_max: int, side: Side) -> tuple[int, int]:
 
 logger = logging.getLogger(__name__)
 
-KEPT_MAX = 64
+FAILURES_MAX = 64
 DETAILS_CHARACTERS_MAX = 8_000
 LOGGED_MAX = 3
 """Tracebacks logged for each tool and kind of error; all are counted."""
@@ -112,7 +112,7 @@ class Failures:
     """Bounded in memory and in the log."""
 
     def __init__(self) -> None:
-        self.newest: deque[ToolFailure] = deque(maxlen=KEPT_MAX)
+        self.newest: deque[ToolFailure] = deque(maxlen=FAILURES_MAX)
         self._logged: dict[tuple[str, str], int] = {}
 
     def add(self, tool: str, where: str, episode: str, error: BaseException) -> ToolFailure:

@@ -155,7 +155,7 @@ class Search(Tool):
 
 
 def build_index(file: Path, documents: Iterator[tuple[str, str]], fingerprint: str) -> None:
-    """Written beside ``file`` and then put in its place, so that a reader never sees half an index."""
+    """Written beside ``file`` and then renamed to it, so that a reader never sees half an index."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".building")
     os.close(handle)
     building = Path(name)

@@ -1,6 +1,7 @@
-"""``<tool_call>`` blocks with JSON in them (Hermes, Qwen 2.5 and 3) or with Qwen3-Coder's tags.
+"""Parsers of tool calls in JSON or tags.
 
-::
+Hermes, Qwen 2.5 and 3: JSON in tags; Qwen3-Coder: tags alone (github.com/NousResearch/Hermes-Function-Calling and the
+chat templates published with Qwen3 and Qwen3-Coder)::
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -14,16 +15,12 @@
     </function>
     </tool_call>
 
-Formats: github.com/NousResearch/Hermes-Function-Calling and the chat templates published with Qwen3 and Qwen3-Coder.
+Llama 3.x: a JSON object with ``parameters`` as the whole reply, several of them separated by ``;``, perhaps after
+``<|python_tag|>``; and the built-in tools' form ``<|python_tag|>search.call(query="x")`` (prompt format pages of Llama
+3.1 and 3.2 and the chat templates published with the models).
 
-Llama 3.x: a JSON object with ``parameters`` as the whole reply, several of them parted by ``;``, perhaps after
-``<|python_tag|>``; and the built-in tools' form ``<|python_tag|>search.call(query="x")``.
-
-Format: the prompt format pages of Llama 3.1 and 3.2 and the chat templates published with the models.
-
-Mistral: ``[TOOL_CALLS]`` and then a JSON list, or ``name[ARGS]{...}`` for each call (tokenizers of version 11 on).
-
-Formats: the tokenizers of mistral-common and the chat templates published with the models.
+Mistral: ``[TOOL_CALLS]`` and then a JSON list, or ``name[ARGS]{...}`` for each call (tokenizers of version 11 on; the
+tokenizers of mistral-common and the chat templates published with the models).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def parser_of(
 
 
 def format_of_template(template: str, tokenizer: Any = None) -> str:
-    """By what the template says of calls; ``hermes`` for one that says nothing, because the schemas are then told in
+    """By what the template says of calls; ``hermes`` for one that says nothing, because the schemas are then shown in
     that form (:mod:`actors.rendering.tool_messages`).
 
     >>> format_of_template("... '<tool_call>' ..."), format_of_template("... [TOOL_CALLS] ...")

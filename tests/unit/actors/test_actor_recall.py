@@ -30,7 +30,7 @@ ANSWERED = {"id": "7", "text": "guess higher"}
 @asynccontextmanager
 async def playing(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
     config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
-    services = replace(services, guide=MemoryPrompter(config, services.renderer, services.metrics))
+    services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
     stage = Stage(acknowledging=False, lessons=answer)
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:

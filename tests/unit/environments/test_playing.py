@@ -68,8 +68,8 @@ class Characters(Typed):
         self.told.append(([m.role for m in messages], [tool["function"]["name"] for tool in tools]))
         return SimpleNamespace(prompt_ids=(1, 2))
 
-    def extend(self, before, ids, completed, new, *, said=None):
-        self.told.append(([m.content for m in new], said.extra["tool_calls"][0]["function"]["arguments"]))
+    def extend(self, before, ids, completed, new, *, parsed_reply=None):
+        self.told.append(([m.content for m in new], parsed_reply.extra["tool_calls"][0]["function"]["arguments"]))
         return SimpleNamespace(prompt_ids=(*before.prompt_ids, *ids))
 
     def completed(self, ids):

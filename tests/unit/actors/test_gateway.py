@@ -581,14 +581,14 @@ async def test_a_program_elsewhere_takes_a_task_and_finishes_it(serve: Serve, lo
             assert (await client.post(f"{lease['url']}/finish", {"reward": 2.0}))[0] == 200
             assert (await client.post(f"{url}/sessions", {"wait_seconds": 0}))[0] == 204
 
-    async with anyio.create_task_group() as group, anyio.create_task_group() as doors:
-        doors.start_soon(services.loops["game"].serve)
-        doors.start_soon(services.pool.watch)
+    async with anyio.create_task_group() as group, anyio.create_task_group() as servers:
+        servers.start_soon(services.loops["game"].serve)
+        servers.start_soon(services.pool.watch)
         group.start_soon(worker)
         with anyio.fail_after(SECONDS):
             trajectory = await Rollout(long_order, services).run()
         await anyio.wait_all_tasks_blocked()
-        doors.cancel_scope.cancel()
+        servers.cancel_scope.cancel()
     await services.close()
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 2.0}
 
@@ -705,7 +705,7 @@ async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
             "(make setup-dev makes one in .venv/verifiers; or python -m venv DIR; DIR/bin/pip install verifiers==0.4.0)"
         )
     program = [python, str(ROOT / "configs" / "programs" / "verifiers_rollout.py")]
-    program += ["--taskset", "door_words", "--harness", "door_words"]
+    program += ["--taskset", "gateway_words", "--harness", "gateway_words"]
     if tokens:
         words.save_pretrained(str(tmp_path))
         program += ["--tokenizer", str(tmp_path)]
@@ -812,7 +812,7 @@ async def test_a_greedy_order_is_played_greedily_whatever_the_program_asks(
     assert [t.temperature for t in trajectory.turns] == [0.0]
 
 
-async def test_a_body_that_never_comes_does_not_hold_the_door(
+async def test_a_body_that_never_comes_does_not_hold_the_gateway(
     serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "TRANSFER_SECONDS_MAX", 0.2)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from actors.environments import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
-from actors.rollout.memory_prompt import MemoryPrompter, fill, is_guided, trains_with_lessons
+from actors.rollout.memory_prompt import MemoryPrompter, fill, gets_lessons, trains_with_lessons
 from actors.rollout.services import Services
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import TransportError
@@ -76,7 +76,7 @@ class Untidy(Source):
 
 async def play(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
     config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
-    services = replace(services, guide=MemoryPrompter(config, services.renderer, services.metrics))
+    services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
     return decode_trajectory(encode_trajectory(await played(services, order, source)))
 
 
@@ -208,7 +208,7 @@ GROUPS = st.integers(0, 10**6).map(lambda n: f"g{n:06d}")
 @given(group=GROUPS, n=st.integers(1, 64), ratio=st.floats(0, 1))
 def test_mixed_guides_its_share_of_every_group_evenly(group: str, n: int, ratio: float) -> None:
     config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=ratio)
-    chosen = [is_guided(config, group, slot) for slot in range(n)]
+    chosen = [gets_lessons(config, group, slot) for slot in range(n)]
     for m in range(n + 1):
         assert abs(sum(chosen[:m]) - m * ratio) < 1 + 1e-6
     if n * ratio >= 1 + 1e-6 and n * (1 - ratio) >= 1 + 1e-6:
@@ -220,16 +220,16 @@ def test_hybrid_keeps_its_share_of_the_guided_slots(group: str, ratio: float, ke
     config = LessonsConfig(
         enabled=True, rollout_mode="mixed", rollout_ratio=ratio, train_mode="hybrid", keep_ratio=keep_ratio
     )
-    of = [trains_with_lessons(config, group, slot) for slot in range(64) if is_guided(config, group, slot)]
+    of = [trains_with_lessons(config, group, slot) for slot in range(64) if gets_lessons(config, group, slot)]
     assert abs(sum(of) - len(of) * keep_ratio) < 1 + 1e-6
 
 
 def test_the_mean_share_over_groups_is_the_ratio_and_the_other_modes_are_all_or_none() -> None:
     config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=0.3)
-    chosen = [is_guided(config, f"g{g:06d}", slot) for g in range(2000) for slot in range(4)]
+    chosen = [gets_lessons(config, f"g{g:06d}", slot) for g in range(2000) for slot in range(4)]
     assert sum(chosen) / len(chosen) == pytest.approx(0.3, abs=0.02)
     for mode, expected in (("all", True), ("without", False)):
         section = LessonsConfig(enabled=True, rollout_mode=mode, train_mode="discard")
-        assert is_guided(section, "g000001", 3) is expected and not trains_with_lessons(section, "g000001", 3)
-    assert not is_guided(LessonsConfig(rollout_mode="all"), "g000001", 0)
+        assert gets_lessons(section, "g000001", 3) is expected and not trains_with_lessons(section, "g000001", 3)
+    assert not gets_lessons(LessonsConfig(rollout_mode="all"), "g000001", 0)
     assert trains_with_lessons(LessonsConfig(enabled=True), "g000001", 3)

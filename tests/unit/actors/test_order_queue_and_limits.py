@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from actors.actor import OrderQueue
 from actors.environments.host import BlockingCalls
-from actors.order_queue import OrderQueue
 from actors.rollout.agent_loop import Budget, Limit
 from pipeline.schema import Order, Task
 
-PLACES = 3
+SLOTS = 3
 
 
 class DeskMachine(RuleBasedStateMachine):
@@ -23,7 +23,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = OrderQueue(PLACES)
+        self.queue = OrderQueue(SLOTS)
         self.serial = 0
         self.accepted: list[str] = []
         self.playing: list[str] = []
@@ -41,7 +41,7 @@ class DeskMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         order = self.queue.begin()
         waiting = [i for i in self.accepted if i not in self.playing and i not in self.left]
-        assert (order is None) == (not waiting or len(self.playing) == PLACES)
+        assert (order is None) == (not waiting or len(self.playing) == SLOTS)
         if order is not None:
             assert order.order_id == waiting[0]
             self.playing.append(order.order_id)
@@ -70,7 +70,7 @@ class DeskMachine(RuleBasedStateMachine):
     @invariant()
     def every_order_is_in_one_place(self) -> None:
         assert sorted(self.queue.ids + self.left) == sorted(self.accepted)
-        assert self.queue.in_flight == len(self.playing) <= PLACES
+        assert self.queue.in_flight == len(self.playing) <= SLOTS
 
 
 TestDeskMachine = DeskMachine.TestCase
