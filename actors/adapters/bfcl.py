@@ -23,7 +23,7 @@ from actors.tools import Tool, ToolResult
 from pipeline.schema import Message, Task
 
 CALLS_MAX = 256
-"""Of one reply."""
+"""Largest number of calls of one reply."""
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
 _FORMAT = """You can call functions. Each call is a JSON object between tags:

@@ -19,7 +19,7 @@ from actors.adapters.catalogue import package
 
 NUMBER_MAX = 10.0**15
 SMALL_NUMBER_MAX = 1000
-"""Of ``precision`` and ``exponent``, which decide how much a calculation costs."""
+"""Bound of ``precision`` and ``exponent``, which decide how much a calculation costs."""
 TEXT_MAX = 20_000
 _CONSTANTS = "bfcl_eval.constants.executable_backend_config"
 _CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"

@@ -55,11 +55,11 @@ class BigSums(Environment):
     """ "What is 48213 * 90714?" The last integer of the reply that is not a call is the answer."""
 
     digits: int = Field(default=5, ge=1, le=50)
-    """Of each number."""
+    """Digits of each number."""
     operations: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-", "*"), min_length=1)
     call_reward: float = Field(default=0.2, ge=0, le=1)
-    """Of the reward 1.0, what a call with the right result pays even if the answer is then wrong: something to learn
-    from before both steps work together."""
+    """Share of the reward 1.0 that a call with the right result pays even if the answer is then wrong: something to
+    learn from before both steps work together."""
     examples: int = Field(default=2, ge=0, le=20)
     """Solved sums that stand before the question, with their calls: a small model copies the form from them and would
     seldom find it by itself."""

@@ -64,7 +64,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         program="java",
     ),
 }
-"""By the name that run files use."""
+"""Adapters by the name that run files use."""
 
 
 def package(name: str, *modules: str) -> Any:

@@ -31,13 +31,13 @@ ARITHMETIC_ONLY = frozenset(
 )
 """Their scorers give the answer to sympy."""
 HARMLESS = frozenset({"bitwise_arithmetic", "basic_arithmetic", "number_sorting", "propositional_logic", "codeio"})
-"""They evaluate what they generated themselves, or parse without evaluating."""
+"""Datasets that evaluate what they generated themselves, or parse without evaluating."""
 SAYS_TRUE_OR_FALSE = frozenset({"game_of_life_halting"})
 """Their scorers take anything that is not ``True`` for ``False``."""
 GLOBAL_RANDOM = frozenset({"list_functions", "pool_matrix"})
-"""They draw their puzzles from the global random state, or seed NumPy's."""
+"""Datasets that draw their puzzles from the global random state, or seed NumPy's."""
 CHOOSES_FROM_SETS = frozenset({"isomorphic_strings", "ransom_note", "polynomial_multiplication"})
-"""They draw from ``list(a set)``, whose order is another in every process."""
+"""Datasets that draw from ``list(a set)``, whose order is another in every process."""
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)(?![a-z])", re.IGNORECASE)
 _EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|parse_expr\(|sympify\(")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)

@@ -21,7 +21,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 class SleepMode:
-    """Of one model and its batching."""
+    """Sleep and wake-up of one model and its batching."""
 
     def __init__(self, model: Any, batching: Batching) -> None:
         self.asleep: set[str] = set()

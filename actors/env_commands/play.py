@@ -99,7 +99,7 @@ class Lines:
             self._fd = sys.stdin.fileno()
 
     async def next(self) -> str | None:
-        """Without its end; None at the end of the input."""
+        """The next line without its end; None at the end of the input."""
         if self._fd is None:
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None

@@ -44,7 +44,7 @@ class _Branch:
     tip: BranchTip
     ids: tuple[int, ...]
     keys: tuple[Key, ...] | None = None
-    """Of its messages, the last reply included. None: only its tokens are given."""
+    """Keys of its messages, the last reply included. None: only its tokens are given."""
     tools: bytes = b""
     parsed: Message | None = None
     """The last reply with its tool calls apart."""
@@ -159,7 +159,7 @@ class ChatRecorder:
         return [self._shown(self._replies.get(key, message)) for message, key in pairs]
 
     def _shown(self, message: Message) -> Message:
-        """Without special tokens, where a tool wrote it: it cannot end a turn or begin another."""
+        """The message, without special tokens where a tool wrote it: it cannot end a turn or begin another."""
         if message.role != "tool":
             return message
         return replace(message, content=self._recorder.renderer.without_special(message.content))

@@ -68,7 +68,7 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def read_messages(value: Any) -> tuple[tuple[Message, ...], tuple[Key, ...]]:
-    """With the key of each. Raises :class:`Refusal`."""
+    """Messages and the key of each. Raises :class:`Refusal`."""
     if not isinstance(value, list) or not value or len(value) > MESSAGES_MAX:
         raise wrong("messages", f"a list of 1 to {MESSAGES_MAX} messages", value)
     messages, keys, n_characters = [], [], 0

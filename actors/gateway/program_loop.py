@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 LISTEN_SECONDS_MAX = 30.0
 GRACE_SHARE = 0.1
-"""Of the episode's time, at most, for a program to end after its calls are refused."""
+"""Largest share of the episode's time for a program to end after its calls are refused."""
 
 
 class ProgramEpisode(AgentEpisode):
@@ -196,7 +196,8 @@ class ProgramLoop(AgentLoop):
     lease_seconds: float = Field(default=300.0, gt=0, le=86_400)
     """An external program that is not heard of for so long has failed."""
     grace_seconds: float = Field(default=10.0, gt=0, le=600)
-    """For a program to end once the time of its episode is over and its calls are refused; at most a tenth of it."""
+    """Time for a program to end once the time of its episode is over and its calls are refused; at most a tenth of
+    it."""
     output_bytes_max: int = Field(default=65_536, ge=1024, le=16 * 2**20)
     """Bytes at the end of the command's output that are stored; a report is looked for in its last line."""
     body_bytes_max: int = Field(default=16 * 2**20, ge=1024, le=256 * 2**20)

@@ -76,9 +76,9 @@ class ParameterRules:
     """Treatment of parameters that differ from the run's."""
 
     sampling: Literal["ignore", "refuse"] = "ignore"
-    """Of how tokens are drawn: they would make the run's policy another one."""
+    """Treatment of sampling parameters, which would change the run's policy."""
     unsupported: Literal["ignore", "refuse"] = "refuse"
-    """Of what a program may rely on in the answer."""
+    """Treatment of parameters that a program may rely on in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class ChatRequest:
     """One call of ``/v1/chat/completions``."""
 
     messages: tuple[Message, ...]
-    """As a chat template takes them: calls of the assistant have their arguments as objects."""
+    """Messages as a chat template takes them: calls of the assistant have their arguments as objects."""
     keys: tuple[Key, ...]
-    """Of each message."""
+    """Key of each message."""
     tools: tuple[Mapping[str, Any], ...] = ()
     model: str = ""
     n: int = 1

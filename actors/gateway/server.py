@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 OFFER_SECONDS_MAX = 60.0
 """Longest wait of ``POST /sessions`` for a task."""
 TRANSFER_SECONDS_MAX = 60.0
-"""For the body of a request to arrive, and for a stream to be taken."""
+"""Longest time for the body of a request to arrive, and for a stream to be taken."""
 BACKLOG = 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 IGNORED = "X-Afterplay-Ignored"
@@ -83,7 +83,7 @@ class Gateway:
         self._offered = anyio.Event()
 
     def remove(self, session: Session) -> None:
-        """It is over. Idempotent."""
+        """End a session. Idempotent."""
         session.end()
         self._sessions.pop(session.id, None)
         if session in self._offers:
@@ -237,7 +237,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _outcome(refusal: Refusal) -> str:
-    """As :attr:`ActorMetrics.door_calls_total` names it."""
+    """Outcome of a refused call as :attr:`ActorMetrics.door_calls_total` names it."""
     if refusal.code in ("episode_limit", "context_length_exceeded"):
         return "limit"
     return {429: "too_many", 503: "engine"}.get(refusal.status, "refused")

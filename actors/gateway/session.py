@@ -174,7 +174,7 @@ class Session:
             )
 
     def _begin_all(self, request: ChatRequest) -> list[tuple[PendingCall, int]]:
-        """Of each of ``n`` choices, all or none."""
+        """Begin a call for each of ``n`` choices, all or none."""
         calls: list[tuple[PendingCall, int]] = []
         try:
             for _ in range(request.n):

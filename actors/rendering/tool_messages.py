@@ -42,9 +42,9 @@ class ToolStyle:
     """Tool support of one chat template."""
 
     schemas: bool
-    """It writes ``tools``."""
+    """The template writes ``tools``."""
     role: bool
-    """It knows the role ``tool``."""
+    """The template handles the role ``tool``."""
 
     def messages(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
         """``messages`` as the template can take them."""
@@ -86,7 +86,7 @@ def with_calls_in_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def _called(message: Message) -> Message:
-    """In the form that the system text asks for."""
+    """A message with its calls in the form that the system text asks for."""
     calls = [call["function"] for call in message.extra["tool_calls"]]
     blocks = [
         f"<tool_call>\n{json.dumps({'name': c['name'], 'arguments': c['arguments']}, ensure_ascii=False)}\n</tool_call>"

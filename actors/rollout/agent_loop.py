@@ -220,7 +220,7 @@ AGENT_LOOP = "agent loop"
 
 
 def checked_opening(opening: Any) -> Opening:
-    """With messages that the plug-in cannot change any more. Raises :class:`PlugInError`."""
+    """A checked copy with messages that the plug-in cannot change any more. Raises :class:`PlugInError`."""
     if not isinstance(opening, Opening):
         raise wrong("start() to return an Opening", opening)
     if not opening.messages or not _are_messages(opening.messages):

@@ -23,13 +23,13 @@ class CounterfactualPrompt:
 
     conversation: Conversation
     contexts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By turn, the context ids that differ from the real ones."""
+    """Context ids that differ from the real ones, by turn."""
     longest: int = 0
     """Tokens of its longest branch so far, sampled ones included."""
 
     @classmethod
     def of(cls, conversation: Conversation) -> CounterfactualPrompt:
-        """Of an episode's first prompt."""
+        """The counterfactual of an episode's first prompt."""
         return cls(conversation, {0: conversation.prompt_ids})
 
     def sampled(self, n_tokens: int) -> None:

@@ -106,7 +106,7 @@ class RecordedDialogue:
         return Reply(completed.text, generation.finish_reason)
 
     def _next_call(self, answer: Answer, rewrite: Callable[[Sequence[Message], int], Sequence[Message]]) -> PendingCall:
-        """In a new branch where the template or the loop changed what came before."""
+        """Begin the next call, in a new branch where the template or the loop changed what came before."""
         tip, recorder, new = self._tip, self.recorder, tuple(answer.messages)
         assert tip is not None and tip.call.conversation is not None
         before = tip.call.conversation

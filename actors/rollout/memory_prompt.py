@@ -115,15 +115,15 @@ def _count(n: int, ratio: float, offset: float) -> int:
 
 
 def _offset(purpose: str, group_id: str) -> float:
-    """In [0, 1), the same in every process."""
+    """A number in [0, 1), the same in every process."""
     return zlib.crc32(f"{purpose}/{group_id}".encode()) / 2**32
 
 
 logger = logging.getLogger(__name__)
 
 ROOM_SHARE_MAX = 0.5
-"""Of the tokens that the plain prompt leaves of the context, lessons take so large a share at most: the episode needs
-the rest."""
+"""Largest share that lessons take of the tokens that the plain prompt leaves of the context: the episode needs the
+rest."""
 _PLACEHOLDER = re.compile(r"\{(lessons|prompt)\}")
 
 
@@ -201,7 +201,7 @@ class MemoryPrompter:
         context_max: int,
         tools: Sequence[ToolSchema],
     ) -> MemoryPrompt | None:
-        """As many of the lessons as there is room for, best first; None where not even one fits."""
+        """The prompt with as many of the lessons as there is room for, best first; None where not even one fits."""
         renderer = self._renderer
         plain = renderer.start(messages, tools)
         room = int((context_max - len(plain.prompt_ids)) * ROOM_SHARE_MAX)

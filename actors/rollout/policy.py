@@ -42,7 +42,7 @@ class Policy:
         self.model = model
         self.context_max = context_max
         self.engines: list[str] = []
-        """In the order of their completions, repetitions in a row left out."""
+        """Engines in the order of their completions, repetitions in a row left out."""
         self.seconds = 0.0
         """Time of the requests that succeeded."""
         self.asking = False

@@ -86,7 +86,7 @@ class Services:
     hint_template: str | None = None
     """Template of the hint in a prompt that the learner scores; None: no estimator asks for hints."""
     loops: Mapping[str, AgentLoop] = field(default_factory=dict)
-    """By environment section."""
+    """Agent loops by environment section."""
     splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Seeds of the splits that environments have of their own, by section, as HELLO tells them."""
     now: Callable[[], float] = time.time

@@ -89,7 +89,7 @@ class ToolAgent(AgentLoop):
     """Options of ``environments.<name>.loop.options`` for ``tool_agent``."""
 
     tools: tuple[str | ToolSpec, ...] = ()
-    """Beside those that the environment brings. A name alone is a tool without options."""
+    """Tools beside those that the environment brings. A name alone is a tool without options."""
     tell_schemas: bool = True
     """The prompt describes the tools. False where the environment's own messages show them: a long text about tools
     confuses a model that never saw one, and a few examples do not."""
@@ -253,7 +253,7 @@ class ToolAgentEpisode(AgentEpisode):
         return Answer(messages, sum(d.reward for d in done), signals=_signals(done), parsed_reply=parsed_reply)
 
     def _limited(self, answer: Answer) -> Answer:
-        """With the loop's own limits, for an answer that would go on."""
+        """Apply the loop's own limits to an answer that would go on."""
         if answer.done:
             return answer
         self._answers += 1

@@ -39,12 +39,12 @@ class MCP(Toolset):
     env: dict[str, str] = Field(default_factory=dict)
     """More environment variables for it; it does not inherit ours, but for a few such as PATH."""
     url: str | None = None
-    """Of a server over streamable HTTP, for example ``http://127.0.0.1:8000/mcp``."""
+    """Address of a server over streamable HTTP, for example ``http://127.0.0.1:8000/mcp``."""
     headers: dict[str, str] = Field(default_factory=dict)
     allow: tuple[str, ...] = ()
     """Names of the tools to take; empty: all."""
     prefix: str = ""
-    """In front of their names, where two servers have tools of one name."""
+    """Prefix of their names, where two servers have tools of one name."""
     connect_seconds_max: float = Field(default=30.0, gt=0, le=600)
     ping_seconds: float = Field(default=10.0, gt=0, le=600)
     """Between two questions whether it is still there."""

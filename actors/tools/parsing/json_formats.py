@@ -63,7 +63,7 @@ def parse_qwen(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
 
 
 def render_hermes(calls: Sequence[ToolCall]) -> str:
-    """As Qwen's templates write it."""
+    """Calls as Qwen's templates write them."""
     return "\n".join(
         f"{OPEN}\n{json.dumps({'name': c.name, 'arguments': dict(c.arguments)}, ensure_ascii=False)}\n{CLOSE}"
         for c in calls
@@ -71,7 +71,7 @@ def render_hermes(calls: Sequence[ToolCall]) -> str:
 
 
 def render_qwen_xml(calls: Sequence[ToolCall]) -> str:
-    """As Qwen3-Coder's template writes it."""
+    """Calls as Qwen3-Coder's template writes them."""
     return "\n".join(_xml(c) for c in calls)
 
 
@@ -197,7 +197,7 @@ def rest_is_call(rest: str) -> bool:
 
 
 def render_llama(calls: Sequence[ToolCall]) -> str:
-    """As the template of Llama 3.1 writes one; several are parted by ``; ``."""
+    """Calls as the template of Llama 3.1 writes one; several are separated by ``; ``."""
     return "; ".join(json.dumps({"name": c.name, "parameters": dict(c.arguments)}, ensure_ascii=False) for c in calls)
 
 
