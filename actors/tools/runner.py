@@ -43,7 +43,7 @@ class Tokens(Protocol):
 def truncate_characters(text: str, length_max: int, side: Side) -> str:
     """At most ``length_max`` characters of ``text``, and the mark beside them.
 
-    >>> cut_characters("abcdefgh", 4, "middle")
+    >>> truncate_characters("abcdefgh", 4, "middle")
     'ab\\n... [4 characters left out] ...\\ngh'
     """
     if len(text) <= length_max:
