@@ -1,4 +1,4 @@
-"""The async shell of an actor around its order queue, rollouts and outbox.
+"""An actor: its queue of orders, and the async shell around that queue, the rollouts and the outbox.
 
 *Consumes* ORDER, CANCEL and ACK; *produces* exactly one TRAJECTORY for every order that was not cancelled, sent until
 it is acknowledged. *Waits* to begin an order while all slots are taken or the outbox is full; *unblocked by* a
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
-from actors.order_queue import OrderQueue
 from actors.rollout.memory_prompt import MemoryClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
@@ -63,6 +63,63 @@ def count_trajectory(
 logger = logging.getLogger(__name__)
 
 
+class OrderQueue:
+    """Orders of an actor, from arrival to answer. Pure.
+
+    An order is *waiting* until a slot is free, then *in flight* until it is answered or cancelled; each leaves exactly
+    once. At most ``slots`` orders are in flight; others wait in the order of their arrival.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._waiting: OrderedDict[str, Order] = OrderedDict()
+        self._in_flight: dict[str, Order] = {}
+
+    def __contains__(self, order_id: object) -> bool:
+        return order_id in self._waiting or order_id in self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def ids(self) -> list[str]:
+        return [*self._in_flight, *self._waiting]
+
+    def accept(self, order: Order) -> bool:
+        """Queue it; False for an order that is here already (sent twice around a reconnection)."""
+        if order.order_id in self:
+            return False
+        self._waiting[order.order_id] = order
+        return True
+
+    def begin(self) -> Order | None:
+        """The next order, in flight from here on; None when none waits or no slot is free."""
+        if not self._waiting or len(self._in_flight) >= self._slots:
+            return None
+        order_id, order = self._waiting.popitem(last=False)
+        self._in_flight[order_id] = order
+        return order
+
+    def withdraw(self, order_id: str) -> Order | None:
+        """Take back an order that is still waiting."""
+        return self._waiting.pop(order_id, None)
+
+    def finish(self, order_id: str) -> None:
+        """The order is answered. Raises KeyError for one that was not in flight."""
+        del self._in_flight[order_id]
+
+    def withdraw_all(self) -> list[Order]:
+        """Take back everything that is still waiting."""
+        orders = list(self._waiting.values())
+        self._waiting.clear()
+        return orders
+
+
 class Actor:
     """One actor on one link. ``run`` serves until cancelled; ``drain`` ends the work first."""
 
@@ -97,7 +154,7 @@ class Actor:
 
     @property
     def unacknowledged(self) -> int:
-        """Finished trajectories that are not known to be durable."""
+        """Finished trajectories that are not acknowledged yet."""
         return len(self._outbox)
 
     @property
@@ -110,7 +167,7 @@ class Actor:
         return [*self._orders.ids, *self._outbox.ids]
 
     def waiting_for(self) -> str:
-        """What keeps this actor from working, in words; empty when it works."""
+        """Reason why this actor does no work, in words; empty when it works."""
         if not self._connected:
             return f"the replay stage ({getattr(self._link, 'trouble', '') or 'not connected'})"
         engine = self._services.pool.waiting_for()
@@ -282,7 +339,7 @@ class Actor:
                 trajectory.failure.kind,
                 trajectory.failure.message,
             )
-        lessons = self._services.guide is not None
+        lessons = self._services.memory_prompter is not None
         count_trajectory(
             self._services.metrics, self._services.environments, trajectory, lessons, evaluation=order.evaluation
         )

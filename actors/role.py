@@ -1,4 +1,4 @@
-"""The actor process: builds its parts from the run file, serves until told to stop, then drains.
+"""The actor process: builds its parts from the run file, serves until it is stopped, then drains.
 
 A full collection of Python's garbage collector visits every object that could be in a cycle, and no rollout goes on
 meanwhile. The objects of set-up (modules, the tokenizer, the configuration: 105,000, or 229,000 with torch) would be
@@ -148,7 +148,7 @@ def _renderer(config: RunConfig, folder: Path) -> Renderer:
 
 
 def _lesson_source(config: LessonsConfig) -> LessonSource | None:
-    """None: the replay stage is asked, or nobody."""
+    """None: the replay stage, or no source at all."""
     return make_source(config) if config.enabled and config.source != "stage" else None
 
 

@@ -23,7 +23,7 @@ FOLDERS = ("train", "valid_seen", "valid_unseen")
 FIRST_SEED = {name: i * 100_000 for i, name in enumerate(FOLDERS)}
 """Seeds of each folder's games begin here."""
 _ONE_AT_A_TIME = threading.Lock()
-"""TextWorld's parsers are not said to be safe in threads."""
+"""TextWorld's parsers are not documented as safe in threads."""
 
 
 @dataclass(config=STRICT_OPTIONS)

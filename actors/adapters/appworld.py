@@ -1,7 +1,7 @@
 """``appworld``: tasks of AppWorld, solved by writing Python that calls the APIs of nine simulated apps.
 
 AppWorld needs pydantic 1, so it runs in an environment of its own, as its server (``appworld serve environment --port
-8700``). A server holds one world at a time: give as many servers as episodes are to be played at once. The policy's
+8700``). A server holds one world at a time: give as many servers as episodes run at once. The policy's
 code is executed there, never here. Written after the routes of appworld 0.1.3 and tested against a stand-in: its data
 could not be had.
 """
@@ -28,7 +28,7 @@ SETS = ("train", "dev", "test_normal", "test_challenge")
 FIRST_SEED = {name: i * 100_000 for i, name in enumerate(SETS)}
 """Seeds of each set's tasks begin here."""
 WAIT_SECONDS_MAX = 30.0
-"""How long a start waits for a free server."""
+"""Longest wait of a start for a free server."""
 ANSWER_BYTES_MAX = 16 * 2**20
 _CODE = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
 _INSTRUCTIONS = """You are {first_name} {last_name}'s assistant ({email}, {phone_number}). Solve the task by writing \
@@ -47,7 +47,7 @@ class AppWorldTasks(Environment):
     blocking = True
 
     urls: tuple[str, ...] = Field(default=("http://127.0.0.1:8700",), min_length=1)
-    """Addresses of AppWorld environment servers, one for each episode that is played at once."""
+    """Addresses of AppWorld environment servers, one for each episode that runs at once."""
     data: str | None = None
     """AppWorld's ``data`` folder, for the lists of task ids. None: ``data`` in the folder APPWORLD_ROOT."""
     replies: int = Field(default=40, ge=1, le=1000)
@@ -91,8 +91,8 @@ class AppWorldTasks(Environment):
 class AppWorldEpisode(Episode):
     def __init__(self, options: AppWorldTasks, url: str, task_id: str) -> None:
         self._options, self._url, self._task_id, self._replies = options, url, task_id, 0
-        told = self._post("initialize", experiment_name="afterplay")
-        text = _INSTRUCTIONS.format(instruction=told["instruction"], **told["supervisor"])
+        world = self._post("initialize", experiment_name="afterplay")
+        text = _INSTRUCTIONS.format(instruction=world["instruction"], **world["supervisor"])
         self.messages = (Message("user", text),)
 
     def step(self, reply: Reply) -> Step:
@@ -117,7 +117,7 @@ class AppWorldEpisode(Episode):
             self._options._free.put(self._url)
 
     def _post(self, route: str, **data: Any) -> Any:
-        """What a route answers. Raises :class:`RuntimeError` that says what the server said."""
+        """Call a route and return its decoded answer. Raises :class:`RuntimeError` with the message of the server."""
         body = json.dumps({"task_id": self._task_id, **data}).encode()
         request = urllib.request.Request(f"{self._url}/{route}", body, {"Content-Type": "application/json"})
         try:

@@ -95,18 +95,18 @@ class BabyAIEpisode(Episode):
 
     def step(self, reply: Reply) -> Step:
         action = action_of(reply)
-        known = action is not None
+        understood = action is not None
         observation, reward, terminated, truncated = self._act(action) if action else self._stand_still()
         solved = terminated and reward > 0
         text = describe(observation["image"], self.game.carrying, self._options.compact)
-        if not known and not self._options.compact:
+        if not understood and not self._options.compact:
             text = f"That is not an action. Reply with one of: {', '.join(ACTIONS)}.\n{text}"
         done = terminated or truncated
         return Step(
             messages=() if done else (Message("user", text),),
-            reward=self._paid(reward) if solved else 0.0 if known else self._options.unknown_pays,
+            reward=self._paid(reward) if solved else 0.0 if understood else self._options.unknown_pays,
             done=done,
-            signals={"unknown_action": float(not known), **({"solved": float(solved)} if done else {})},
+            signals={"unknown_action": float(not understood), **({"solved": float(solved)} if done else {})},
         )
 
     def _act(self, action: str) -> tuple[Any, float, bool, bool]:
@@ -150,7 +150,7 @@ def describe(image: Any, carrying: Any, compact: bool = False) -> str:
                 continue
             name = f"{constants.IDX_TO_COLOR[colour]} {constants.IDX_TO_OBJECT[kind]}"
             name = f"{_DOOR_STATES[state]} {name}" if kind == _DOOR else name
-            seen.append(f"{name} {_place(ahead, aside, compact)}")
+            seen.append(f"{name} {_position(ahead, aside, compact)}")
     wall = next((a for a in range(1, rows) if int(image[middle, rows - 1 - a][0]) == _WALL), None)
     held = f"{carrying.color} {carrying.type}" if carrying is not None else None
     if compact:
@@ -161,7 +161,7 @@ def describe(image: Any, carrying: Any, compact: bool = False) -> str:
     return sentence + wall_text + (f" You carry a {held}." if held else "")
 
 
-def _place(ahead: int, aside: int, compact: bool) -> str:
+def _position(ahead: int, aside: int, compact: bool) -> str:
     side = "right" if aside > 0 else "left"
     if compact:
         return " ".join(f"{word} {n}" for word, n in (("ahead", ahead), (side, abs(aside))) if n)

@@ -23,7 +23,7 @@ from actors.tools import Tool, ToolResult
 from pipeline.schema import Message, Task
 
 CALLS_MAX = 256
-"""Of one reply."""
+"""Largest number of calls of one reply."""
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
 _FORMAT = """You can call functions. Each call is a JSON object between tags:
@@ -67,7 +67,7 @@ class BFCL(Environment):
         return BFCLEpisode(self, self.row(task))
 
     def row(self, task: Task) -> Row:
-        """Seed ``i`` plays row ``i`` of the category, modulo their number."""
+        """Seed ``i`` stands for row ``i`` of the category, modulo their number."""
         all_rows = rows(self.category)
         return all_rows[task.seed % len(all_rows)]
 
@@ -93,7 +93,7 @@ class BFCLEpisode(Episode):
         self._called = self._failed = False
         late = {name for names in row.held_back.values() for name in names}
         shown = [schema for name in row.classes for schema in schemas(name) if schema["name"] not in late]
-        self.messages = (Message("user", self._asked()),)
+        self.messages = (Message("user", self._user_message()),)
         if options.native_calls:
             self.tools = [Function(self, schema) for schema in {schema["name"]: schema for schema in shown}.values()]
         else:
@@ -126,7 +126,7 @@ class BFCLEpisode(Episode):
         return answer if len(answer) <= limit else f"{answer[:limit]} ... ({len(answer) - limit} more characters)"
 
     def _judged(self) -> bool:
-        """Play the ground truth's turn too and compare. Turns without calls in the ground truth are not judged."""
+        """Run the ground truth's turn too and compare. Turns without calls in the ground truth are not judged."""
         truth = self._row.truth[self._turn]
         right = [self._truth.call(call.name, self._truth.named(call)) for call in truth]
         return not truth or (self._called and turn_is_right(self._played, self._truth, self._answers, right))
@@ -142,9 +142,9 @@ class BFCLEpisode(Episode):
         solved = done and not self._failed
         reward = right / total if self._options.pay == "turns" else float(solved)
         signals = {"solved": float(solved), "turns_right": self._right / total} if done else {}
-        return Step(() if done else (Message("user", self._asked()),), reward, done, signals)
+        return Step(() if done else (Message("user", self._user_message()),), reward, done, signals)
 
-    def _asked(self) -> str:
+    def _user_message(self) -> str:
         late = self._row.held_back.get(self._turn, ())
         added = [schema for name in self._row.classes for schema in schemas(name) if schema["name"] in late]
         news = "You can call more functions now:\n" + "\n".join(json.dumps(s) for s in added) if added else ""

@@ -19,7 +19,7 @@ from actors.adapters.catalogue import package
 
 NUMBER_MAX = 10.0**15
 SMALL_NUMBER_MAX = 1000
-"""Of ``precision`` and ``exponent``, which decide how much a calculation costs."""
+"""Bound of ``precision`` and ``exponent``, which decide how much a calculation costs."""
 TEXT_MAX = 20_000
 _CONSTANTS = "bfcl_eval.constants.executable_backend_config"
 _CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
@@ -41,7 +41,7 @@ class Row:
 
     row_id: str
     questions: tuple[str, ...]
-    """What the user says in each turn; empty where functions are added instead."""
+    """Messages of the user, one for each turn; empty where functions are added instead."""
     classes: tuple[str, ...]
     """Names of the simulators."""
     initial_config: Mapping[str, Any]
@@ -96,7 +96,7 @@ def schemas(class_name: str) -> tuple[dict[str, Any], ...]:
 
 
 class Simulators:
-    """The simulators of one play: what the calls change."""
+    """The simulators of one episode: what the calls change."""
 
     def __init__(self, row: Row, long_context: bool) -> None:
         constants = importlib.import_module(_CONSTANTS)
@@ -116,7 +116,7 @@ class Simulators:
         return dict(signature.bind_partial(*call.positional, **call.arguments).arguments)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the call answers, as the benchmark writes it. Never raises for what a model said."""
+        """Run one call; returns its result in the benchmark's form. Never raises for what the policy wrote."""
         method = self._methods.get(name)
         if method is None:
             return f"Error during execution: there is no function {name!r}"
@@ -135,11 +135,11 @@ class Simulators:
         return str(result)
 
 
-def turn_is_right(played: Simulators, truth: Simulators, all_answers: Sequence[str], right_answers: list[str]) -> bool:
+def turn_is_right(actual: Simulators, truth: Simulators, all_answers: Sequence[str], right_answers: list[str]) -> bool:
     """The benchmark's own check of one turn: equal states, and every answer of the ground truth among the answers so
     far."""
     checker = importlib.import_module(_CHECKER)
-    if not checker.state_checker(played.instances, truth.instances)["valid"]:
+    if not checker.state_checker(actual.instances, truth.instances)["valid"]:
         return False
     return bool(checker.response_checker(list(all_answers), right_answers, 0)["valid"])
 
@@ -151,7 +151,7 @@ def _lines(path: str) -> list[dict[str, Any]]:
 
 
 def _schema(value: Any) -> Any:
-    """JSON schema in the place of the benchmark's Python types."""
+    """The benchmark's Python types as JSON schema."""
     if isinstance(value, list):
         return [_schema(item) for item in value]
     if not isinstance(value, dict):

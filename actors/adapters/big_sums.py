@@ -1,6 +1,6 @@
 """``big_sums``: arithmetic with numbers that are too long for the head, and a calculator to do it with.
 
-Sums told as little stories: which operation is meant has to be read from the words.
+As little stories, the sums also ask which operation is meant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply
 from actors.tools.calculator import Calculator
 from pipeline.schema import Message, Task
 
-_TOLD: Mapping[str, Sequence[str]] = {
+_STORIES: Mapping[str, Sequence[str]] = {
     "+": (
         "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
         "One hall holds {a} {things}, another holds {b}. How many {things} do both hold?",
@@ -43,8 +43,8 @@ _THINGS = ("apples", "books", "coins", "chairs", "eggs", "lamps", "stamps", "tic
 
 def story(draw: random.Random, a: int, operation: str, b: int) -> str:
     """A question whose answer is ``a operation b``; what is taken away is not more than what is there."""
-    told = draw.choice(_TOLD[operation])
-    return told.format(name=draw.choice(_NAMES), things=draw.choice(_THINGS), a=a, b=b)
+    story = draw.choice(_STORIES[operation])
+    return story.format(name=draw.choice(_NAMES), things=draw.choice(_THINGS), a=a, b=b)
 
 
 _INTEGER = re.compile(r"-?\d[\d,]*")
@@ -55,18 +55,18 @@ class BigSums(Environment):
     """ "What is 48213 * 90714?" The last integer of the reply that is not a call is the answer."""
 
     digits: int = Field(default=5, ge=1, le=50)
-    """Of each number."""
+    """Digits of each number."""
     operations: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-", "*"), min_length=1)
     call_reward: float = Field(default=0.2, ge=0, le=1)
-    """Of the reward 1.0, what a call with the right result pays even if the answer is then wrong: something to learn
-    from before both steps work together."""
+    """Share of the reward 1.0 that a call with the right result pays even if the answer is then wrong: something to
+    learn from before both steps work together."""
     examples: int = Field(default=2, ge=0, le=20)
     """Solved sums that stand before the question, with their calls: a small model copies the form from them and would
     seldom find it by itself."""
 
     stories: bool = False
-    """Whether the sum is told as a little story ("Ada has 4821 coins and gives 907 away. How many coins are left?"), so
-    that the operation has to be understood too."""
+    """The sum comes as a little story ("Ada has 4821 coins and gives 907 away. How many coins are left?"), so that the
+    operation has to be understood too."""
 
     loop = "tool_agent"
 
@@ -121,11 +121,11 @@ def _solved(options: BigSums, index: int) -> tuple[Message, ...]:
 
 
 class BigSumsEpisode(Episode):
-    def __init__(self, options: BigSums, asked: _Sum) -> None:
+    def __init__(self, options: BigSums, problem: _Sum) -> None:
         shown = [message for i in range(options.examples) for message in _solved(options, i)]
-        self.messages = (*shown, Message("user", asked.question))
+        self.messages = (*shown, Message("user", problem.question))
         self._options = options
-        self._answer = asked.answer
+        self._answer = problem.answer
         self.hint = f"The answer is {self._answer}."
 
     def step(self, reply: Reply) -> Step:

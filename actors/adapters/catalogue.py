@@ -1,11 +1,5 @@
-"""Which adapters there are, and whether what they stand on is installed.
-
-Random states of their own for packages that draw from the global one.
-
-Splits of environments that have as many tasks as there are seeds.
-
-Whether an environment has to run in threads, found by trying it once.
-"""
+"""The adapters by name with their requirements, and what several of them share: splits of seeds, private random states,
+and a test of how long a start takes."""
 
 from __future__ import annotations
 
@@ -29,17 +23,17 @@ class Adapter:
     """One adapter and the package behind it."""
 
     module: str | None
-    """What has to be importable. None: nothing, it talks to a server."""
+    """Module that has to be importable. None: nothing, it talks to a server."""
     install: str
-    """What installs it."""
+    """Command that installs it."""
     program: str | None = None
     """A program that has to be on the PATH too."""
     server: str | None = None
-    """What has to run elsewhere while it is played."""
+    """Server that has to run elsewhere during its episodes."""
 
     @property
     def missing(self) -> str | None:
-        """What to do before it can be used; None when nothing is missing."""
+        """Instructions to follow before it can be used; None when nothing is missing."""
         try:
             found = self.module is None or importlib.util.find_spec(self.module) is not None
         except (ImportError, ValueError):
@@ -70,7 +64,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         program="java",
     ),
 }
-"""By the name that run files use."""
+"""Adapters by the name that run files use."""
 
 
 def package(name: str, *modules: str) -> Any:
@@ -110,8 +104,8 @@ def own_random(mine: random.Random) -> Iterator[None]:
 
 
 @contextmanager
-def numpys_kept() -> Iterator[None]:
-    """NumPy's global random state is after this what it was before."""
+def numpy_state_restored() -> Iterator[None]:
+    """Restores NumPy's global random state afterwards."""
     numpy = sys.modules.get("numpy")
     before = numpy.random.get_state() if numpy is not None else None
     try:
@@ -131,7 +125,7 @@ BLOCKING_SECONDS = 0.005
 
 
 def takes_long(start: Callable[[], object]) -> bool:
-    """Whether ``start``, called once, takes longer than :data:`BLOCKING_SECONDS`."""
+    """True if ``start``, called once, takes longer than :data:`BLOCKING_SECONDS`."""
     started = time.perf_counter()
     start()
     return time.perf_counter() - started > BLOCKING_SECONDS

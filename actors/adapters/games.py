@@ -1,10 +1,9 @@
-"""``arithmetic``: small sums, with feedback and another attempt after a wrong answer.
+"""Built-in environments.
 
-``number_guess``: find a hidden number; the environment says only higher or lower.
-
-``passcode``: locks whose codes can only be found by trying; short codes are easy, long ones succeed rarely.
-
-``program``: tasks for agent programs that judge themselves (docs/GATEWAY.md). It has no rules of its own.
+``arithmetic``    small sums, with feedback and another attempt after a wrong answer
+``number_guess``  find a hidden number; the environment answers only higher or lower
+``passcode``      locks whose codes can only be found by trying; short codes are easy, long ones succeed rarely
+``program``       tasks for agent programs that judge themselves (docs/GATEWAY.md), without rules of its own
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class Passcode(Environment):
     numbers: int = Field(default=8, ge=2, le=10**6)
     """Codes are made of the numbers 0 to ``numbers - 1``."""
     answers: tuple[int, ...] = Field(default=(1,), min_length=1)
-    """How many numbers lock i takes at each place of its code, cyclically. 1 to ``numbers``."""
+    """Count of numbers that open each position of the code of lock i, cyclically. 1 to ``numbers``."""
     compact: bool = False
     """Messages of one or two words (``open 7``, ``yes``), for tiny models with a tokenizer of words."""
 
@@ -154,11 +153,11 @@ class Passcode(Environment):
         return PasscodeEpisode(self, task.seed, self.code(task.seed))
 
     def code(self, lock: int) -> tuple[frozenset[int], ...]:
-        """The numbers that open each place of a lock: they depend on the lock, the place and the options only."""
+        """The numbers that open each position of a lock: they depend on the lock, the position and the options only."""
         count = self.answers[lock % len(self.answers)]
         return tuple(
-            frozenset(random.Random(f"passcode/{lock}/{place}").sample(range(self.numbers), count))
-            for place in range(self.lengths[lock % len(self.lengths)])
+            frozenset(random.Random(f"passcode/{lock}/{position}").sample(range(self.numbers), count))
+            for position in range(self.lengths[lock % len(self.lengths)])
         )
 
 
@@ -169,7 +168,7 @@ class PasscodeEpisode(Episode):
         self.messages = (Message("user", f"open {lock}" if options.compact else text),)
         self._yes = Message("user", "yes" if options.compact else "Right. Say the next number.")
         self._code = code
-        opening = " ".join(str(min(place)) for place in code)
+        opening = " ".join(str(min(position)) for position in code)
         self.hint = opening if options.compact else f"The code is {opening}."
         self._turn = 0
 

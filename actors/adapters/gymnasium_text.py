@@ -46,12 +46,12 @@ class Gymnasium(Environment):
     parse: str | None = None
     """Import path of ``parse(reply, env) -> action`` for any other action space; None from it: not understood."""
     instructions: str = ""
-    """Said before the first observation. Empty: what the actions are."""
+    """Text before the first observation. Empty: what the actions are."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of ``gymnasium.make``."""
     unknown_ends: bool = False
-    """A reply that is no action ends the episode. Otherwise the policy is told, the world stands still, and the turn
-    counts."""
+    """A reply that is no action ends the episode. Otherwise the policy gets a message, the world stands still, and the
+    turn counts."""
 
     def __post_init__(self) -> None:
         gymnasium = package("gymnasium")
@@ -110,16 +110,16 @@ class GymnasiumEpisode(Episode):
     def _action(self, reply: Reply) -> Any:
         if self._options._parse is not None:
             return self._options._parse(str(reply), self._env.unwrapped)
-        places = {action: _last(action, reply) for action in self._options.actions}
-        word = max(places, key=lambda action: places[action])
-        return self._options._first + self._options.actions.index(word) if places[word] >= 0 else None
+        ends = {action: _last(action, reply) for action in self._options.actions}
+        word = max(ends, key=lambda action: ends[action])
+        return self._options._first + self._options.actions.index(word) if ends[word] >= 0 else None
 
     def close(self) -> None:
         self._env.close()
 
 
 def _last(word: str, reply: str) -> int:
-    """Where a reply ends with a word for the last time, -1 where it has none."""
+    """End of the last occurrence of a word in a reply, -1 if it has none."""
     found = [match.end() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", reply[-2000:], re.IGNORECASE)]
     return found[-1] if found else -1
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WAIT_SECONDS_MAX = 30.0
-"""How long a start waits for a process of its own."""
+"""Longest wait of a start for a process of its own."""
 
 
 CALL_SECONDS_MAX = 60.0
-"""How long one call into a process may take while others wait for it."""
+"""Longest time of one call into a process while others wait for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +53,7 @@ class Process:
             self._lock.release()
 
     def let_go(self, java_object: Any) -> None:
-        """Java may collect the object; a dead process needs not be told. Inside :meth:`call`."""
+        """Java may collect the object; a dead process needs no call. Inside :meth:`call`."""
         self.main._gateway.detach(java_object)
 
     def forget(self) -> None:
@@ -98,8 +98,8 @@ class Pool:
             raise
 
     def give_back(self, process: Process, game: Any = None) -> None:
-        """``game`` of it ended, or none was made. Java is told here, in a thread that may wait: py4j's objects are in
-        cycles, so that else Python's garbage collector would tell it, late, and on whatever thread it runs on."""
+        """``game`` of it ended, or none was made. Java is notified here, in a thread that may wait: py4j's objects are
+        in cycles, so that else Python's garbage collector would tell it, late, and on whatever thread it runs on."""
         if game is not None:
             with suppress(TimeoutError), process.call():
                 process.let_go(game.server)
@@ -133,7 +133,7 @@ class Pool:
 
 @contextmanager
 def _java_options(options: str) -> Iterator[None]:
-    """What a Java process started inside is told, unless the person who started us tells it something themselves."""
+    """Options for a Java process that is started inside, unless the environment of this process sets some already."""
     mine = "JAVA_TOOL_OPTIONS" not in os.environ
     if mine:
         os.environ["JAVA_TOOL_OPTIONS"] = options

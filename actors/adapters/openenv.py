@@ -37,12 +37,12 @@ class OpenEnv(Environment):
     urls: tuple[str, ...] = Field(default=("ws://127.0.0.1:8000",), min_length=1)
     """Servers (``ws://host:port`` or ``http://host:port``), taken in turn."""
     action: dict[str, Any] = Field(default_factory=lambda: {"message": "{reply}"})
-    """The action of a step. ``{reply}`` in a text stands for what the policy said; a value that is exactly ``{json}``
-    for the JSON object in the reply."""
+    """The action of a step. ``{reply}`` in a text stands for the reply of the policy; a value that is exactly
+    ``{json}`` for the JSON object in the reply."""
     observation: str | None = None
     """Key of the observation that the policy reads. None: all of it as JSON, without ``metadata``."""
     instructions: str = ""
-    """Said before the first observation."""
+    """Text before the first observation."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """More data of the reset message. The seed of the task is always sent."""
     message_bytes_max: int = Field(default=16 * 2**20, ge=1024, le=2**30)
@@ -115,16 +115,16 @@ async def ask(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]
     raw = await socket.recv()
     try:
         answer = orjson.loads(raw)
-        told = answer["data"]
+        data = answer["data"]
         if answer["type"] == "error":
-            raise OpenEnvError(f"{kind}: {told.get('message', 'no message')} ({told.get('code', 'no code')})")
-        if answer["type"] != "observation" or not isinstance(told["observation"], dict):
+            raise OpenEnvError(f"{kind}: {data.get('message', 'no message')} ({data.get('code', 'no code')})")
+        if answer["type"] != "observation" or not isinstance(data["observation"], dict):
             raise KeyError("observation")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OpenEnvError(
             f"{kind}: expected an observation of the OpenEnv protocol, got {str(raw)[:200]!r}"
         ) from error
-    return dict(told)
+    return dict(data)
 
 
 def _filled(template: Mapping[str, Any], reply: str) -> dict[str, Any] | None:

@@ -22,8 +22,8 @@ class Question(Environment):
     reward comes from ``scorer.functions``, which find ``answer`` in the payload."""
 
     template: str | None = None
-    """How a ``prompt`` that is text is asked: ``{prompt}`` and other names of the payload are replaced, for example
-    ``"{prompt} End with the number alone."``. None: as it is. Messages are asked as they are."""
+    """Template for a ``prompt`` that is text: ``{prompt}`` and other names of the payload are replaced, for example
+    ``"{prompt} End with the number alone."``. None: the prompt as it is. Messages are never changed."""
     system: str | None = None
     """A system message before the question. None: none."""
     hint: str | None = Field(default=None)
@@ -47,11 +47,11 @@ class QuestionEpisode(Episode):
 
 
 def _messages(task: Task, template: str | None) -> tuple[Message, ...]:
-    asked = task.payload.get("messages", task.payload.get("prompt"))
-    if isinstance(asked, str):
-        return (Message("user", asked if template is None else _filled(template, task)),)
-    if isinstance(asked, list) and asked:
-        return tuple(_message(value, task) for value in asked)
+    prompt = task.payload.get("messages", task.payload.get("prompt"))
+    if isinstance(prompt, str):
+        return (Message("user", prompt if template is None else _filled(template, task)),)
+    if isinstance(prompt, list) and prompt:
+        return tuple(_message(value, task) for value in prompt)
     raise _wrong(task, "prompt (text) or messages (a list) in the payload", sorted(task.payload))
 
 

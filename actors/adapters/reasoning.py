@@ -1,7 +1,7 @@
 """``reasoning_gym``: procedurally generated puzzles with scorers, one question an episode.
 
 Some of the package's scorers call ``eval`` or sympy's ``parse_expr`` (which evaluates) on the answer. A model's answer
-is never evaluated here: the first kind gets ``ast.literal_eval`` in its place, the second only sees arithmetic.
+is never evaluated here: the first kind gets ``ast.literal_eval`` instead, the second only sees arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.adapters.catalogue import held_out, numpys_kept, own_random, package, takes_long
+from actors.adapters.catalogue import held_out, numpy_state_restored, own_random, package, takes_long
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
@@ -31,13 +31,13 @@ ARITHMETIC_ONLY = frozenset(
 )
 """Their scorers give the answer to sympy."""
 HARMLESS = frozenset({"bitwise_arithmetic", "basic_arithmetic", "number_sorting", "propositional_logic", "codeio"})
-"""They evaluate what they generated themselves, or parse without evaluating."""
+"""Datasets that evaluate what they generated themselves, or parse without evaluating."""
 SAYS_TRUE_OR_FALSE = frozenset({"game_of_life_halting"})
 """Their scorers take anything that is not ``True`` for ``False``."""
 GLOBAL_RANDOM = frozenset({"list_functions", "pool_matrix"})
-"""They draw their puzzles from the global random state, or seed NumPy's."""
+"""Datasets that draw their puzzles from the global random state, or seed NumPy's."""
 CHOOSES_FROM_SETS = frozenset({"isomorphic_strings", "ransom_note", "polynomial_multiplication"})
-"""They draw from ``list(a set)``, whose order is another in every process."""
+"""Datasets that draw from ``list(a set)``, whose order is another in every process."""
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)(?![a-z])", re.IGNORECASE)
 _EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|parse_expr\(|sympify\(")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -62,10 +62,10 @@ class ReasoningGym(Environment):
     def __post_init__(self) -> None:
         library = package("reasoning_gym", "reasoning_gym.factory")
         self._create = library.create_dataset
-        known = library.factory.DATASETS
-        if self.dataset not in known:
-            raise ValueError(f"dataset: expected one of {', '.join(sorted(known))}, got {self.dataset!r}")
-        guard(self.dataset, known[self.dataset][0])
+        datasets = library.factory.DATASETS
+        if self.dataset not in datasets:
+            raise ValueError(f"dataset: expected one of {', '.join(sorted(datasets))}, got {self.dataset!r}")
+        guard(self.dataset, datasets[self.dataset][0])
         if {"seed", "size"} & set(self.config):
             raise ValueError("config: seed and size come from the task")
         self._puzzle(0)
@@ -79,7 +79,7 @@ class ReasoningGym(Environment):
         dataset = self._create(self.dataset, seed=seed, size=1, **self.config)
         if self.dataset not in GLOBAL_RANDOM:
             return dataset, dataset[0]
-        with own_random(random.Random(seed)), numpys_kept():
+        with own_random(random.Random(seed)), numpy_state_restored():
             return dataset, dataset[0]
 
 
@@ -121,7 +121,7 @@ def answer_of(reply: str, tags: bool) -> str | None:
 
 
 def is_readable(dataset: str, answer: str) -> bool:
-    """Whether the scorer may see an answer: ``nan`` counts as near to anything, and formulas are evaluated."""
+    """True if the scorer may see an answer: ``nan`` counts as near to anything, and formulas are evaluated."""
     if _NOT_A_NUMBER.search(answer) or (dataset in SAYS_TRUE_OR_FALSE and answer.lower() not in ("true", "false")):
         return False
     return dataset not in ARITHMETIC_ONLY or is_arithmetic(answer)
@@ -129,7 +129,7 @@ def is_readable(dataset: str, answer: str) -> bool:
 
 def guard(name: str, cls: type) -> None:
     """Make the scorer of a dataset safe for any text, and its puzzles the same in every process. Raises
-    :class:`ConfigurationError` for one that evaluates and is not known."""
+    :class:`ConfigurationError` for one that evaluates and is not listed."""
     module = sys.modules[cls.__module__]
     if name in CHOOSES_FROM_SETS:
         module.__dict__["list"] = _in_order
@@ -151,7 +151,7 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
 
 
 def is_arithmetic(text: str) -> bool:
-    """Whether ``text`` is numbers, one-letter names, + - * /, functions like sin, and powers up to 99 of what has no
+    """True if ``text`` is numbers, one-letter names, + - * /, functions like sin, and powers up to 99 of what has no
     power itself: nothing that evaluates to more than a formula, or for longer than a moment."""
     if len(text) > 500:
         return False

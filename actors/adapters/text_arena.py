@@ -1,7 +1,7 @@
 """``textarena``: the single-player games of TextArena, many turns of plain text.
 
-The games draw from Python's global ``random`` and seed it. Every episode has a random state of its own, which takes the
-global one's place while a method of the game runs, so an episode neither disturbs nor notices anybody else.
+The games draw from Python's global ``random`` and seed it. Every episode has a random state of its own, which
+replaces the global one while a method of the game runs, so an episode neither disturbs nor is disturbed by another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GAMES = (
     "PegJump-v0", "RushHour-v0", "Secretary-v0", "Set-v0", "Slitherlink-v0", "Sokoban-v0", "Sudoku-v0",
     "Sudoku-v0-very-easy", "ThreeCardMonte-v0", "TowerOfHanoi-v0", "TowerOfHanoi-v0-hard",
 )  # fmt: skip
-"""Played by the tests with TextArena 0.7.4. Other single-player ids may need a download (Hangman, Wordle and the other
+"""Tested with TextArena 0.7.4. Other single-player ids may need a download (Hangman, Wordle and the other
 word games) or a newer Python (LinesOfAction, Surround ...); building one says which."""
 
 INVALID_MOVE_PAYS = -1.0
@@ -41,9 +41,9 @@ class TextArena(Environment):
     game: str = "GuessTheNumber-v0"
     """An id of TextArena without ``-train`` or ``-raw``. Tested: see docs/ENVIRONMENTS.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the game in the place of those that its id stands for, for example ``{max_turns: 20}``."""
+    """Keyword arguments of the game that replace those that its id stands for, for example ``{max_turns: 20}``."""
     loss_pays: float | None = Field(default=None, ge=-100, le=100)
-    """What a negative reward (often an invalid move, -1) becomes. None: as it is."""
+    """Replacement for a negative reward (often an invalid move, -1). None: the reward as it is."""
 
     def __post_init__(self) -> None:
         library = package("textarena")
@@ -89,7 +89,7 @@ class TextArenaEpisode(Episode):
         return Step(reward=reward, done=True, signals={"invalid_move": float(invalid), "solved": float(reward >= 1.0)})
 
     def _seen(self) -> str:
-        """What the game has said since it was last asked, without the player's own moves."""
+        """Text of the game since the last call, without the player's own moves."""
         player, observed = self._game.get_observation()
         return "\n".join(str(text).strip() for sender, text, *_ in observed if sender != player)
 

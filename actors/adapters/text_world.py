@@ -21,7 +21,7 @@ Game = Literal["coin", "twc", "cookingworld", "mapreader", "arithmetic", "sortin
 
 
 ALONE = frozenset({"sorting"})
-"""Its Java code keeps objects by seed: two plays of one seed in a process disturb each other (the tests show it for
+"""Its Java code keeps objects by seed: two episodes of one seed in a process disturb each other (the tests show it for
 this game and for no other)."""
 COMPACT = frozenset({"coin"})
 """Games that ``compact`` can tell."""
@@ -33,12 +33,12 @@ class TextWorldExpress(Environment):
     """A text game of TextWorldExpress (find the coin, cook, sort, ...); the score from 0 to 1 is the reward."""
 
     splits = MappingProxyType({"train": range(1000), "dev": range(10_000, 11_000), "test": range(20_000, 21_000)})
-    """The seeds that the package gives as its own. Any other seed is played as ``train`` with ``seed % 1000``."""
+    """The seeds that the package gives as its own. Any other seed is taken as ``train`` with ``seed % 1000``."""
     blocking = True
 
     game: Game = "coin"
-    """Which game: find the coin, put things where they belong (``twc``), cook, read a map, calculate, sort, do what
-    Simon says, follow a book of instructions."""
+    """The game: find the coin, put things where they belong (``twc``), cook, read a map, calculate, sort, do what Simon
+    says, follow a book of instructions."""
     params: str = Field(default="", max_length=1000)
     """The game's own parameters, for example ``numLocations=5,includeDoors=0``; empty: its defaults."""
     steps: int = Field(default=50, ge=1, le=10_000)
@@ -51,7 +51,7 @@ class TextWorldExpress(Environment):
     impossible_pays: float = Field(default=0.0, ge=-1, le=0)
     """Reward of a reply that is no possible action. Below 0 it teaches them to a policy that knows nothing."""
     jvms: int = Field(default=1, ge=1, le=64)
-    """Java processes. ``sorting`` needs one for each episode that is played at once, the other games share them."""
+    """Java processes. ``sorting`` needs one for each episode that runs at once, the other games share them."""
     heap_mib: int = Field(default=256, ge=64, le=65_536)
     """The most that the objects of one process take; 1,200 games one after the other are at home in 128. Not used where
     JAVA_TOOL_OPTIONS is set."""
@@ -103,13 +103,13 @@ class TextWorldEpisode(Episode):
 
     def step(self, reply: Reply) -> Step:
         lines = [line.strip() for line in reply.strip().splitlines() if line.strip()]
-        said = lines[-1][:200].rstrip(".") if lines else "look around"
+        command = lines[-1][:200].rstrip(".") if lines else "look around"
         if self._options.compact:
-            said = _SHORT.get(said.lower(), said)
-        possible = bool(lines) and said.lower() in self._actions
+            command = _SHORT.get(command.lower(), command)
+        possible = bool(lines) and command.lower() in self._actions
         self._left -= 1
         with self._process.call():
-            _, _, _, state = self._game.step(self._actions.get(said.lower(), said))
+            _, _, _, state = self._game.step(self._actions.get(command.lower(), command))
         score = max(0.0, min(1.0, float(state["score"])))
         gained, self._score = score - self._score, score
         solved = bool(state["tasksuccess"]) or score >= 1.0
@@ -136,8 +136,8 @@ class TextWorldEpisode(Episode):
 
 
 def describe(look: str) -> str:
-    """What ``look around`` says in ``coin``, in few words: ``kitchen . north pantry . west living room . coin``. What
-    else is in the room never matters in this game and is left out."""
+    """The answer of ``look around`` in ``coin``, in few words: ``kitchen . north pantry . west living room . coin``.
+    Everything else in the room never matters in this game and is left out."""
     room = re.search(r"You are in the ([\w ]+)\.", look)
     exits = re.findall(r"To the (North|South|East|West) you see the ([\w ]+)\.", look)
     if room is None:

@@ -1,6 +1,7 @@
-"""The model behind the routes: generate, cancel, pause, load, stamp, resume, sleep, wake.
+"""The generator behind the HTTP routes of the embedded engine: generate, cancel, pause, load weights, stamp, resume,
+sleep, wake.
 
-Load a safetensors folder into a live model, all of it or nothing.
+New weights are loaded from a safetensors folder into the live model, all of them or none.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _log = logging.getLogger("afterplay.engine")
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """What was sampled for one request."""
+    """Sampled tokens of one request."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -167,8 +168,8 @@ class Generator:
         await self._in_control(resume)
 
     async def sleep(self, level: int) -> None:
-        """Pause, and give the memory of the KV cache and (level 2, or on a GPU) of the weights up. Requests are kept,
-        those that come now too; harmless when asleep."""
+        """Pause, and release the memory of the KV cache and (level 2, or on a GPU) of the weights up. Requests are
+        suspended, those that come now too; harmless when asleep."""
 
         def fall_asleep() -> None:
             self._hold()

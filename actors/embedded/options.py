@@ -47,7 +47,7 @@ class EngineOptions:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> EngineOptions:
-        """From command-line flags; a wrong one ends the process with a usage message."""
+        """Parse command-line flags; a wrong one ends the process with a usage message."""
         parser = argparse.ArgumentParser(prog="python -m actors.embedded.server", description=__doc__)
         types = {"model": Path, "port": int, "kv_cache_gib": float, "top_p": float, "host": str, "served_name": str}
         types |= {"dtype": str, "device": str}

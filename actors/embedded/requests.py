@@ -1,7 +1,5 @@
-"""What a generate request may ask for, checked before it reaches the generator.
-
-Which policy version sampled which token: a pure record, no threads, no engine.
-"""
+"""Generate requests, checked before they reach the generator, and the record of policy versions of sampled tokens.
+Pure: no threads, no engine."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the model and the engine allow."""
+    """Limits of the model and the engine."""
 
     options: EngineOptions
     vocabulary_size: int
@@ -130,11 +128,11 @@ class Bounds:
                     400, f"sampling_params.{name}={value!r}: the embedded engine supports only {_NEUTRAL[name][0]!r}"
                 )
         for name, mine, off in (("top_p", self.options.top_p, (1, None)), ("top_k", self.options.top_k, (-1, 0, None))):
-            asked = sampling.get(name)
-            if asked != mine and not (asked in off and mine in off):
+            value = sampling.get(name)
+            if value != mine and not (value in off and mine in off):
                 raise Refused(
                     400,
-                    f"sampling_params.{name} is {asked}, this engine was started with {name}={mine} for all requests",
+                    f"sampling_params.{name} is {value}, this engine was started with {name}={mine} for all requests",
                 )
         if sampling.get("logprobs") not in (None, 0):
             raise Refused(400, "sampling_params.logprobs: only 0 (the sampled tokens) is supported")
@@ -162,7 +160,7 @@ def _temperature(sampling: Mapping[str, Any]) -> float:
 
 
 FIRST_VERSION = "default"
-"""What vLLM calls the weights before the first stamp."""
+"""vLLM's label of the weights before the first stamp."""
 
 Span = dict[str, int | str]
 
@@ -188,7 +186,7 @@ class VersionRecord:
         self._marks[request_id] = [(0, self.current)]
 
     def stamp(self, version: str, sampled: Mapping[str, int]) -> None:
-        """From now on tokens come from ``version``; ``sampled`` counts the tokens of each unfinished request so far.
+        """Label tokens with ``version`` from here on; ``sampled`` counts the tokens of each unfinished request so far.
 
         A request that is not in ``sampled`` has none if it begins later, or has finished.
         """

@@ -1,7 +1,5 @@
-"""The HTTP routes, with vLLM's paths, bodies and error shape.
-
-The engine's metrics as Prometheus text, under vLLM's names so that one dashboard shows either engine.
-"""
+"""The HTTP routes of the embedded engine, with vLLM's paths, bodies, error shape and metric names, so that one client
+and one dashboard fit either engine."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from actors.embedded.requests import EngineRequest, Refused
 
 _HELP = {
     "num_requests_running": "Requests in the current batch.",
-    "num_requests_waiting": "Requests that wait for a place in the batch.",
+    "num_requests_waiting": "Requests that wait for a slot in the batch.",
     "kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
     "prompt_tokens_total": "Prompt tokens of finished requests.",
     "generation_tokens_total": "Sampled tokens of finished requests.",

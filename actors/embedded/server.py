@@ -13,7 +13,7 @@ from actors.embedded.options import EngineOptions
 
 _log = logging.getLogger("afterplay.engine")
 DRAIN_SECONDS = 1.0
-"""From SIGTERM to closed connections."""
+"""Time between SIGTERM and closed connections."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ async def serve(options: EngineOptions) -> int:
 
 
 def _quiet_libraries(threads: int) -> None:
-    """Progress bars off, threads as asked. Spinning worker threads would take the cores from everyone else."""
+    """Progress bars off, threads as configured. Spinning worker threads would take the cores from everyone else."""
     import torch
     from transformers.utils import logging as transformers_logging
 

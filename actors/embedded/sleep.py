@@ -1,7 +1,7 @@
-"""What an engine gives up while it sleeps, and how it gets it back. Everything runs while sampling is held.
+"""Releases the memory of an engine for its sleep and restores it afterwards. Everything runs while sampling is held.
 
-Levels as vLLM's: 1 keeps the weights in host memory, 2 discards them; both give up the memory of the KV cache. Unlike
-vLLM, which computes the context of kept requests again, the blocks that they hold are copied to host memory: they go on
+Levels as vLLM's: 1 keeps the weights in host memory, 2 discards them; both release the KV cache. vLLM computes the
+context of unfinished requests again; here the blocks that they hold are copied to host memory, so that they continue
 where they were, as after a pause.
 """
 
@@ -21,7 +21,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 class SleepMode:
-    """Of one model and its batching."""
+    """Sleep and wake-up of one model and its batching."""
 
     def __init__(self, model: Any, batching: Batching) -> None:
         self.asleep: set[str] = set()
@@ -31,12 +31,12 @@ class SleepMode:
         self._model = model
         self._batching = batching
         self._shapes: dict[str, torch.Size] = {}
-        self._kept: dict[str, Tensor] = {}
+        self._saved: dict[str, Tensor] = {}
         """Weights in host memory, by name."""
         self._cache: SavedCache | None = None
 
     def fall_asleep(self, level: int) -> None:
-        """Give memory up. Harmless where it is given up already: what was kept stays kept."""
+        """Release memory. Harmless where it is released already: saved weights stay saved."""
         if WEIGHTS not in self.asleep:
             self._give_up_weights(keep=level == 1 and not self.discarded)
             self.asleep.add(WEIGHTS)
@@ -66,8 +66,8 @@ class SleepMode:
         return not self.asleep
 
     def _would_lack(self, tags: Collection[str]) -> bool:
-        """Whether the weights would still be away, or without values."""
-        return WEIGHTS in self.asleep and (WEIGHTS not in tags or (bool(self._shapes) and not self._kept))
+        """True if the weights would still be away, or without values."""
+        return WEIGHTS in self.asleep and (WEIGHTS not in tags or (bool(self._shapes) and not self._saved))
 
     def _give_up_weights(self, *, keep: bool) -> None:
         on_host = next(self._model.parameters()).device.type == "cpu"
@@ -76,7 +76,7 @@ class SleepMode:
         for name, parameter in self._model.named_parameters():
             self._shapes[name] = parameter.shape
             if keep:
-                self._kept[name] = parameter.data.cpu()
+                self._saved[name] = parameter.data.cpu()
             parameter.data = parameter.data.new_empty(0)
         _free_cached()
 
@@ -85,12 +85,12 @@ class SleepMode:
             if name not in self._shapes:
                 continue
             parameter.data = parameter.data.new_empty(self._shapes[name])
-            if name in self._kept:
-                parameter.data.copy_(self._kept[name])
+            if name in self._saved:
+                parameter.data.copy_(self._saved[name])
             else:
                 self.discarded = True
         self._shapes.clear()
-        self._kept.clear()
+        self._saved.clear()
 
 
 class SavedCache:
@@ -103,7 +103,7 @@ class SavedCache:
 
     @classmethod
     def take(cls, batching: Batching) -> SavedCache | None:
-        """Copy what requests in flight hold, forget what was kept for prefix hits, free the memory. None: there is no
+        """Copy what requests in flight hold, drop the blocks for prefix hits, free the memory. None: there is no
         cache yet."""
         if batching.batch_processor is None:
             return None

@@ -1,6 +1,5 @@
-"""What the agent loop needs of an inference engine. The HTTP client and the stub both satisfy it.
-
-Time limits that stand still while the engines sleep (``engine.colocate: sleep``).
+"""The interface of an inference engine to the agent loops, satisfied by the HTTP client and the stub of the tests, and
+time limits that stand still while the engines sleep (``engine.colocate: sleep``).
 
 A sleeping engine is not slow and not dead: the learner has the device. Requests, episodes and waits that go on
 meanwhile have the time that they had left when it fell asleep.
@@ -22,8 +21,8 @@ from pipeline.schema import FinishReason, TokenSpan, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one turn is sampled. There is no seed on purpose: a per-request seed kills a CPU vLLM, and a group must
-    differ."""
+    """Sampling parameters of one turn. There is no seed on purpose: a per-request seed kills a CPU vLLM, and the
+    rollouts of a group must differ."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -35,7 +34,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled, checked. All lengths are n, the number of sampled tokens (the stop token included)."""
+    """Checked completion of an engine. All lengths are n, the number of sampled tokens (the stop token included)."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -81,7 +80,7 @@ class Engine(Protocol):
         ...
 
     async def is_sleeping(self) -> bool:
-        """Whether it keeps its requests without sampling, because the learner has the device. It is well."""
+        """True while it keeps its requests without sampling, because the learner has the device. It is healthy then."""
         ...
 
     async def prefix_cache(self) -> PrefixCache | None:
@@ -97,7 +96,7 @@ class PausableTimeout:
     def __init__(self) -> None:
         self._asleep_since: float | None = None
         self._scopes: dict[anyio.CancelScope, float] = {}
-        """Seconds left, kept while asleep."""
+        """Seconds left; they stand still while asleep."""
 
     @property
     def asleep(self) -> bool:

@@ -1,8 +1,8 @@
-"""The HTTP client of one engine: vLLM's routes, token ids in and out. The only place in actors that speaks HTTP.
+"""The HTTP client of one engine: vLLM's routes, token ids in and out. The only module of actors that speaks HTTP to it.
 
 ``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the
 client goes over to ``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET
-/weight_info``, asked before and after each request. If the version changed under the request, the boundary is unknown
+/weight_info``, read before and after each request. If the version changed under the request, the boundary is unknown
 and all its tokens get the older version: staleness is never understated.
 """
 
@@ -34,7 +34,7 @@ class EngineClient:
     """One engine at ``url`` (``http://host:port``). Use inside an event loop and ``await close()`` it, or ``async
     with``.
 
-    ``vocabulary``: size of the model's vocabulary, when known; ids at or above it are refused as garbage. ``model``:
+    ``vocabulary``: size of the model's vocabulary, where given; ids at or above it are refused as garbage. ``model``:
     name that requests ask for; None: what the engine serves. ``patience``: the time of a request stands still while
     the engine sleeps.
     """
@@ -127,10 +127,10 @@ class EngineClient:
 
     async def is_sleeping(self) -> bool:
         status, answer = await self._request("GET", "/is_sleeping", None, self._probe_timeout)
-        told = self._accepted(status, answer)
-        if not isinstance(told, dict) or not isinstance(told.get("is_sleeping"), bool):
-            raise EngineProtocolError(f"engine {self._url}: expected is_sleeping, got {str(told)[:160]}")
-        return bool(told["is_sleeping"])
+        state = self._accepted(status, answer)
+        if not isinstance(state, dict) or not isinstance(state.get("is_sleeping"), bool):
+            raise EngineProtocolError(f"engine {self._url}: expected is_sleeping, got {str(state)[:160]}")
+        return bool(state["is_sleeping"])
 
     async def prefix_cache(self) -> PrefixCache | None:
         status, answer = await self._request("GET", "/metrics", None, self._probe_timeout)

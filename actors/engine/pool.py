@@ -54,7 +54,7 @@ class EnginePool:
         self._wait_seconds_max = wait_seconds_max
         self._probe_seconds = probe_seconds
         self.patience = patience or PausableTimeout()
-        """For limits that stand still while the engines sleep."""
+        """Timer for limits that stand still while the engines sleep."""
         self._may_sleep = patience is not None
         self._asleep: set[str] = set()
         self._metrics = metrics
@@ -105,7 +105,7 @@ class EnginePool:
         return self.router.engines[engine].version
 
     def waiting_for(self) -> str:
-        """Why requests wait for a lease, in words; empty when none does."""
+        """Reason why requests wait for a lease, in words; empty when none does."""
         version_min = max(self._waiting, default=None)
         return "" if version_min is None else self.trouble(version_min)
 

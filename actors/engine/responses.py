@@ -31,7 +31,7 @@ _FINISH = {
 
 
 def read_generate(engine: str, answer: Any, tokens_max: int, vocabulary: int | None) -> Generation:
-    """An answer of ``/inference/v1/generate``. ``tokens_max``: the ``max_tokens`` that was asked for."""
+    """An answer of ``/inference/v1/generate``. ``tokens_max``: the ``max_tokens`` of the request."""
     choice = _choice(engine, answer)
     ids = _token_ids(engine, choice, tokens_max, vocabulary)
     content = (choice.get("logprobs") or {}).get("content")
@@ -51,7 +51,7 @@ def read_generate(engine: str, answer: Any, tokens_max: int, vocabulary: int | N
 
 
 def read_completion(engine: str, answer: Any, tokens_max: int, vocabulary: int | None, version: int) -> Generation:
-    """An answer of ``/v1/completions``, whose tokens are all said to come from ``version``."""
+    """An answer of ``/v1/completions``, whose tokens are all labelled with ``version``."""
     choice = _choice(engine, answer)
     ids = _token_ids(engine, choice, tokens_max, vocabulary)
     logprobs = _logprobs(engine, (choice.get("logprobs") or {}).get("token_logprobs"), len(ids))

@@ -2,10 +2,10 @@
 
 A session (one conversation) stays on the engine where its prefix cache is. It is placed on the fit engine with the
 fewest sessions, and placed again only when its engine is dead or has older weights than the session may use. An
-engine is *fit* for a request when it is alive and its policy version is at least the one asked for.
+engine is *fit* for a request when it is alive and its policy version is at least the requested one.
 
 Invariants, property-tested: the in-flight count of an engine equals its unreleased leases; a session with a lease in
-flight is never forgotten; at most ``sessions_max`` idle sessions are kept; releasing twice or after ``finish``
+flight is never forgotten; at most ``sessions_max`` idle sessions are remembered; releasing twice or after ``finish``
 changes nothing.
 """
 
@@ -31,20 +31,20 @@ class Placement(StrEnum):
 class MoveReason(StrEnum):
     DIED = "died"
     LAGGING = "lagging"
-    """Its engine had older weights than asked for."""
+    """Its engine had older weights than requested."""
     EVICTED = "evicted"
     """Forgotten because the table was full."""
 
 
 @dataclass(slots=True)
 class EngineState:
-    """What is known of one engine."""
+    """State of one engine, from probes and failed requests."""
 
     name: str
     alive: bool = False
     version: int = UNSTAMPED
     problem: str = "not probed yet"
-    """Why it is not alive, for people."""
+    """Reason why it is not alive, in words."""
     in_flight: int = 0
     sessions: int = 0
 
@@ -72,7 +72,7 @@ class Lease:
     engine: str
     placement: Placement
     move: MoveReason | None = None
-    """Why it moved, when it did."""
+    """Reason for the move, where it moved."""
     released: bool = False
     owner: _Session | None = field(default=None, repr=False)
 
@@ -97,32 +97,32 @@ class Router:
         self._moves: Counter[MoveReason] = Counter()
 
     def acquire(self, session: str, version_min: int, avoid: Set[str] = frozenset()) -> Lease | None:
-        """Place a request; None when no engine is fit.
+        """Assign a request to an engine; None when no engine is fit.
 
         ``avoid`` names engines that failed this request before: others are preferred, but one of them is better than
         none."""
-        known = self._sessions.get(session)
-        if known is not None:
-            own = self.engines[known.engine]
+        entry = self._sessions.get(session)
+        if entry is not None:
+            own = self.engines[entry.engine]
             others = [e for e in self.engines.values() if e.fit(version_min) and e.name not in avoid and e is not own]
             if own.fit(version_min) and not (own.name in avoid and others):
-                return self._lease(session, known, Placement.STICKY)
+                return self._lease(session, entry, Placement.STICKY)
         chosen = self._least_loaded(version_min, avoid)
         if chosen is None:
             return None
-        if known is None:
-            known = self._sessions[session] = _Session(chosen.name)
+        if entry is None:
+            entry = self._sessions[session] = _Session(chosen.name)
             chosen.sessions += 1
-            lease = self._lease(session, known, Placement.FIRST)
+            lease = self._lease(session, entry, Placement.FIRST)
             self._evict()
             return lease
-        died = not self.engines[known.engine].alive or known.engine in avoid
+        died = not self.engines[entry.engine].alive or entry.engine in avoid
         reason = MoveReason.DIED if died else MoveReason.LAGGING
         self._moves[reason] += 1
-        self.engines[known.engine].sessions -= 1
+        self.engines[entry.engine].sessions -= 1
         chosen.sessions += 1
-        known.engine = chosen.name
-        return self._lease(session, known, Placement.MOVED, reason)
+        entry.engine = chosen.name
+        return self._lease(session, entry, Placement.MOVED, reason)
 
     def release(self, lease: Lease) -> None:
         """The request has ended, well or not. Idempotent."""
@@ -136,12 +136,12 @@ class Router:
 
     def finish(self, session: str) -> None:
         """The conversation is over. Idempotent; leases still in flight may be released later."""
-        known = self._sessions.pop(session, None)
-        if known is not None:
-            self.engines[known.engine].sessions -= 1
+        entry = self._sessions.pop(session, None)
+        if entry is not None:
+            self.engines[entry.engine].sessions -= 1
 
     def mark(self, engine: str, *, alive: bool, version: int | None = None, problem: str = "") -> bool:
-        """What a probe or a failed request says of an engine. Returns whether anything changed."""
+        """Record the result of a probe or a failed request. Returns True if anything changed."""
         state = self.engines[engine]
         version = state.version if version is None else version
         changed = (state.alive, state.version) != (alive, version)
@@ -149,8 +149,8 @@ class Router:
         return changed
 
     def engine_of(self, session: str) -> str | None:
-        known = self._sessions.get(session)
-        return known.engine if known is not None else None
+        entry = self._sessions.get(session)
+        return entry.engine if entry is not None else None
 
     @property
     def n_sessions(self) -> int:
@@ -170,12 +170,12 @@ class Router:
             sessions_by_engine={e.name: e.sessions for e in self.engines.values()},
         )
 
-    def _lease(self, session: str, known: _Session, placement: Placement, move: MoveReason | None = None) -> Lease:
+    def _lease(self, session: str, entry: _Session, placement: Placement, move: MoveReason | None = None) -> Lease:
         self._sessions.move_to_end(session)
-        known.in_flight += 1
-        self.engines[known.engine].in_flight += 1
+        entry.in_flight += 1
+        self.engines[entry.engine].in_flight += 1
         self._placements[placement] += 1
-        return Lease(session, known.engine, placement, move, owner=known)
+        return Lease(session, entry.engine, placement, move, owner=entry)
 
     def _least_loaded(self, version_min: int, avoid: Set[str]) -> EngineState | None:
         fit = [e for e in self.engines.values() if e.fit(version_min)]
@@ -187,7 +187,7 @@ class Router:
         excess = len(self._sessions) - self._sessions_max
         if excess <= 0:
             return
-        idle = [name for name, known in self._sessions.items() if known.in_flight == 0][:excess]
+        idle = [name for name, entry in self._sessions.items() if entry.in_flight == 0][:excess]
         for name in idle:
             self.finish(name)
             self._moves[MoveReason.EVICTED] += 1

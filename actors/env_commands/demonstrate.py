@@ -1,6 +1,6 @@
 """Written conversations as the token ids that a policy would have been given, and would have had to sample.
 
-``afterplay env demonstrate``: an expert's plays as the lines that ``afterplay replay import`` and
+``afterplay env demonstrate``: an expert's episodes as the lines that ``afterplay replay import`` and
 ``loss.supervised`` read.
 """
 
@@ -75,7 +75,7 @@ def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Iterabl
     """Write one line for each of ``seeds`` that the expert solves; ``section`` is the environment's name in the run
     file. Returns how many were written and how many were given up. ``path`` is written whole or not at all.
 
-    Raises :class:`ConfigurationError` for options that do not fit, an environment without an expert, or a place that
+    Raises :class:`ConfigurationError` for options that do not fit, an environment without an expert, or a path that
     cannot be written."""
     host = EnvironmentHost(section, EnvironmentConfig(name=name, options=options, step_seconds_max=600))
     part = path.with_name(f"{path.name}.part")
@@ -106,7 +106,7 @@ def _lines(host: EnvironmentHost, section: str, seeds: Iterable[int]) -> Iterato
 
 
 async def _line(host: EnvironmentHost, task: Task, replies: list[str]) -> dict[str, Any] | None:
-    """The play of ``replies``; None where they earn nothing."""
+    """The episode of ``replies``; None where they earn nothing."""
     game = await host.start(task)
     messages: list[Message] = list(game.messages)
     score = 0.0
@@ -124,5 +124,5 @@ async def _line(host: EnvironmentHost, task: Task, replies: list[str]) -> dict[s
         return None
     while messages[-1].role != "assistant":
         messages.pop()
-    said = [{"role": message.role, "content": message.content} for message in messages]
-    return {"environment": task.environment, "seed": task.seed, "reward": score, "messages": said}
+    conversation = [{"role": message.role, "content": message.content} for message in messages]
+    return {"environment": task.environment, "seed": task.seed, "reward": score, "messages": conversation}

@@ -1,4 +1,4 @@
-"""What environments there are, and what one of them is: options, documentation, the start of an example."""
+"""The list of environments, and the description of one: options, documentation, the start of an example."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Entry:
     """``built in``, ``adapter`` or ``installed`` (an entry point of another package)."""
     summary: str
     missing: str | None
-    """What to install first; None: it can be used."""
+    """Instructions to follow first; None: it can be used."""
     server: str | None = None
-    """What has to run elsewhere."""
+    """Server that has to run elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Details:
     doc: str
     options: tuple[Option, ...]
     splits: Mapping[str, str]
-    """Which seeds belong to each split, in words."""
+    """Seeds of each split, in words."""
     example: tuple[tuple[str, str], ...]
     """Role and text of the first messages of an example task."""
     trouble: str | None
-    """Why there is no example."""
+    """Reason why there is no example."""
 
 
 def entries() -> list[Entry]:
@@ -83,7 +83,7 @@ def entry(name: str) -> Entry:
 def details(name: str, options: Mapping[str, Any], seed: int = 0) -> Details:
     """All about ``name``, with the example of the task with ``seed``.
 
-    What goes wrong in building or starting it is told in ``trouble``. Raises :class:`ConfigurationError` for a name
+    A failure in building or starting it is described in ``trouble``. Raises :class:`ConfigurationError` for a name
     that does not exist."""
     cls = find(name)
     example: tuple[tuple[str, str], ...] = ()

@@ -1,10 +1,7 @@
-"""``afterplay env play``: one episode, played by somebody at the terminal, by an engine, or by an expert.
+"""``afterplay env play``: one episode of an environment, or of a section of a run file with its loop and data.
 
-It is played as an actor plays it: by the agent loop that the environment or the run file asks for, with its tools.
-
-Who says the replies in ``afterplay env play``: somebody at the terminal, an engine, or an expert.
-
-What ``afterplay env`` plays: an environment by name, or a section of a run file with its loop and data.
+The replies come from the user at the terminal, from an engine, or from the environment's expert. The episode runs as in
+an actor: in the agent loop that the environment or the run file asks for, with its tools.
 """
 
 from __future__ import annotations
@@ -43,21 +40,21 @@ READ_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class NewMessages:
-    """What was said since the last reply."""
+    """Messages since the last reply."""
 
     messages: tuple[Message, ...]
     opening: Opening
-    """How the conversation began."""
+    """Start of the conversation."""
     reply: Message | None = None
     """The last reply with its tool calls apart, where it had some."""
 
 
 Speak = Callable[[NewMessages], Awaitable[Reply | None]]
-"""From what was said to the next reply; None: the player leaves."""
+"""Chooses the next reply to the new messages; None: the player leaves."""
 
 
 class Typed:
-    """In the place of :class:`Renderer` where somebody types: no template, so tool calls are read in the hermes form,
+    """Stands in for :class:`Renderer` where somebody types: no template, so tool calls are read in the hermes form,
     and answers are shown as they are."""
 
     template = ""
@@ -102,7 +99,7 @@ class Lines:
             self._fd = sys.stdin.fileno()
 
     async def next(self) -> str | None:
-        """Without its end; None at the end of the input."""
+        """The next line without its end; None at the end of the input."""
         if self._fd is None:
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
@@ -119,7 +116,7 @@ class Lines:
 
 
 def replaying(replies: Sequence[str]) -> Speak:
-    """Replies that are known beforehand."""
+    """Replies from a list."""
     left = iter(replies)
 
     async def speak(_: NewMessages) -> Reply | None:
@@ -130,15 +127,16 @@ def replaying(replies: Sequence[str]) -> Speak:
 
 
 def sampling(client: EngineClient, renderer: Renderer, how: Sampling) -> Speak:
-    """Replies sampled as in training: token ids in and out, the template's way of going on, tools told to it."""
+    """Replies sampled as in training: token ids in and out, the conversation continued and the tools rendered by the
+    template."""
     held: dict[str, Any] = {}
 
-    async def speak(said: NewMessages) -> Reply | None:
+    async def speak(new: NewMessages) -> Reply | None:
         if not held:
-            held["conversation"] = renderer.start(said.messages, said.opening.tools)
+            held["conversation"] = renderer.start(new.messages, new.opening.tools)
         else:
             held["conversation"] = renderer.extend(
-                held["conversation"], held["ids"], held["completed"], said.messages, said=said.reply
+                held["conversation"], held["ids"], held["completed"], new.messages, parsed_reply=new.reply
             )
         generation = await client.generate(held["conversation"].prompt_ids, how)
         held["ids"] = generation.token_ids.tolist()
@@ -159,7 +157,7 @@ class Subject:
     config: EnvironmentConfig
     run_seed: int = 0
     notes: tuple[str, ...] = ()
-    """What a score leaves out."""
+    """Remarks on what the score leaves out."""
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], run_file: Path | None) -> Subject:
@@ -181,7 +179,7 @@ class Subject:
         return cls(name, config, run.run.seed, notes)
 
     def task(self, seed: int) -> Task:
-        """The task with ``seed``; where tasks are rows, the one at place ``seed`` of what is trained on (of the
+        """The task with ``seed``; where tasks are rows, the one at position ``seed`` of what is trained on (of the
         first split where nothing is)."""
         if self.config.tasks_from is None:
             return Task(f"{self.section}/{seed}", self.section, seed)
@@ -255,7 +253,7 @@ def play(
 async def episode(
     host: EnvironmentHost, task: Task, turns_max: int, speak: Speak, show: Show, loop: AgentLoop
 ) -> float | None:
-    """One play. Prints everything that is said; the score, or None where the player left."""
+    """Run one episode and print every message. Returns the score, or None where the player left."""
     metrics, started = ActorMetrics(CollectorRegistry()), TaskOwner()
     game = HostedGame(f"play/{task.task_id}", task, host, await host.start(task), metrics, started)
     try:
@@ -277,23 +275,23 @@ async def episode(
 
 async def _turns(agent: AgentEpisode, turns_max: int, speak: Speak, show: Show) -> float | None:
     opening = checked_opening(await agent.start())
-    for line in told_tools(opening.tools):
+    for line in tool_lines(opening.tools):
         show("tools", line)
-    score, said = 0.0, NewMessages(opening.messages, opening)
+    score, new = 0.0, NewMessages(opening.messages, opening)
     for _ in range(turns_max):
-        for message in said.messages:
+        for message in new.messages:
             show(message.role, shown(message))
-        reply = await speak(said)
+        reply = await speak(new)
         if reply is None:
             show("left", f"score so far {score:g}")
             return None
         show("assistant", str(reply))
         answer = checked_answer(await agent.answer(Reply(str(reply), reply.finish_reason)))
-        score, said = score + answer.reward, NewMessages(tuple(answer.messages), opening, answer.said)
+        score, new = score + answer.reward, NewMessages(tuple(answer.messages), opening, answer.parsed_reply)
         signals = "".join(f", {key} {value:g}" for key, value in answer.signals.items())
         show("step", f"reward {answer.reward:g}{signals}")
         if answer.done or answer.limit is not None:
-            for message in said.messages:
+            for message in new.messages:
                 show(message.role, shown(message))
             show("done", _end(answer, score))
             return score
@@ -306,8 +304,8 @@ def _end(answer: Answer, score: float) -> str:
     return f"score {score:g}{reached}"
 
 
-def told_tools(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What may be called, and how."""
+def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines that describe the tools and their parameters."""
     functions = [tool["function"] for tool in tools]
     lines = []
     for function in functions:
@@ -341,7 +339,7 @@ def _folder(model: Path) -> Path:
 
 
 def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in it: one thing goes wrong in a play."""
+    """The first error in it: an episode fails for one reason."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

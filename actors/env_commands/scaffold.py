@@ -63,7 +63,7 @@ class {cls}(Environment):
 
 
 class {cls}Episode(Episode):
-    """One play and all its state."""
+    """One episode and all its state."""
 
     def __init__(self, mixture: list[str]) -> None:
         self.left = sorted(mixture)

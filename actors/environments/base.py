@@ -26,7 +26,7 @@ A complete environment, in a file that nobody else has to know::
         def step(self, reply: Reply) -> Step:
             return Step(reward=float(self.word in reply), done=True)
 
-How the built-in environments declare their options: typed, bounded, unknown ones refused.
+The built-in environments declare typed and bounded options and refuse unknown ones (:data:`STRICT_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class ToolUse:
     name: str
     arguments: Mapping[str, Any]
     text: str
-    """What the policy was told."""
+    """The tool's answer, as the policy saw it."""
     ok: bool
     """False where the tool refused or failed, or the call was wrong."""
 
 
 class Reply(str):
-    """What the policy said in one turn, without its end-of-turn token: a ``str`` that knows how it ended."""
+    """The policy's text of one turn, without its end-of-turn token: a ``str`` with the reason why it ended."""
 
     finish_reason: FinishReason
     """``LENGTH`` means that the reply was cut off by the limit of one turn."""
@@ -75,10 +75,10 @@ class Reply(str):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the environment answers to one reply."""
+    """Answer of the environment to one reply."""
 
     messages: tuple[Message, ...] = ()
-    """What the policy sees next. Needed unless ``done``."""
+    """Next messages for the policy. Needed unless ``done``."""
     reward: float = 0.0
     """Reward of this turn; the episode's score is the undiscounted sum."""
     done: bool = False
@@ -93,11 +93,11 @@ class Episode(ABC):
     messages: tuple[Message, ...]
     """The start of the conversation, set before :meth:`Environment.start` returns."""
     hint: str | None = None
-    """What would help to solve the task, or its solution, set before :meth:`Environment.start` returns. The policy
-    never sees it: with ``advantage.estimator: cpo`` the learner scores replies under a prompt that holds it."""
+    """Help for the task, or its solution, set before :meth:`Environment.start` returns. The policy never sees it: with
+    ``advantage.estimator: cpo`` the learner scores replies under a prompt that holds it."""
     tools: Sequence[Any] = ()
-    """What the policy may call in this episode (:class:`actors.tools.Tool`, or functions and methods with type hints
-    and a docstring), beside the environment's and the run file's. Needs the loop ``tool_agent``."""
+    """Tools of this episode (:class:`actors.tools.Tool`, or functions and methods with type hints and a docstring),
+    beside the environment's and the run file's. Needs the loop ``tool_agent``."""
 
     @abstractmethod
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
@@ -126,7 +126,7 @@ class Environment(ABC):
         """Begin one episode of ``task``."""
 
     def tools(self) -> Sequence[Any]:
-        """Tools that all its episodes share, asked once. See :attr:`Episode.tools`."""
+        """Tools that all its episodes share, read once. See :attr:`Episode.tools`."""
         return ()
 
 

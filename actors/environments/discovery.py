@@ -1,7 +1,7 @@
-"""From the name in the run file to a constructed environment.
+"""Constructs the environment that the run file names.
 
-``arithmetic`` (built in), ``babyai`` (an adapter to a package), an entry point of the group
-``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``. Whatever cannot be found or built is a
+A name is ``arithmetic`` (built in), ``babyai`` (an adapter to a package), an entry point of the group
+``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``. One that cannot be found or built is a
 :class:`ConfigurationError` that names the section and what would have worked.
 """
 

@@ -3,11 +3,9 @@
 Everything that plug-in code raises, returns wrongly or takes too long for becomes a :class:`PlugInError` with the
 boundary ``environment start``, ``environment step`` or ``environment close``, and a message that names the section.
 
-Threads for environments that block.
-
-anyio's worker threads are joined at exit, so one hung environment would keep the process alive for ever, and an
-abandoned call gives its place back at once, so hung calls would pile up. Here threads are daemons, and a hung call
-keeps its place.
+Blocking environments have threads of their own. anyio's worker threads are joined at exit, so one hung environment
+would keep the process alive for ever, and an abandoned call frees its slot at once, so hung calls would pile up. The
+threads here are daemons, and a hung call keeps its slot.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ class BlockingCalls:
     """At most ``threads_max`` calls at once, hung ones included; others wait their turn (and are cancelled cleanly)."""
 
     def __init__(self, threads_max: int) -> None:
-        self._places = asyncio.Semaphore(threads_max)
+        self._slots = asyncio.Semaphore(threads_max)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind, still holding its place."""
-        await self._places.acquire()
+        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind, still holding its slot."""
+        await self._slots.acquire()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def settle(value: T | None, error: BaseException | None) -> None:
-            self._places.release()
+            self._slots.release()
             if future.done():
                 return
             if error is not None:
@@ -73,7 +71,7 @@ class BlockingCalls:
         try:
             threading.Thread(target=call, daemon=True, name="environment").start()
         except BaseException:
-            self._places.release()
+            self._slots.release()
             raise
         return await future
 
@@ -112,16 +110,16 @@ class EnvironmentHost:
 
     @property
     def blocking(self) -> bool:
-        """Whether its plain functions run in threads."""
+        """True if its plain functions run in threads."""
         return self._blocking
 
     @property
     def threads(self) -> BlockingCalls:
-        """Where the section's blocking calls run."""
+        """Threads of the section's blocking calls."""
         return self._threads
 
     def tools(self) -> tuple[Any, ...]:
-        """What the environment lets all its episodes call. Raises :class:`ConfigurationError`."""
+        """Tools that the environment gives to all its episodes. Raises :class:`ConfigurationError`."""
         tools = getattr(self._environment, "tools", None)
         if not callable(tools):
             return ()

@@ -1,8 +1,8 @@
-"""From a name in the run file to a class or function of somebody else: built in, an entry point, ``module:name`` or
-``path/file.py:name``. Whatever cannot be found or built is a :class:`ConfigurationError` that says where the name
-stands and what would have worked.
+"""Finds plug-ins by their name in the run file, built in or somebody else's, and builds the lesson source of
+``lessons.source``.
 
-From ``lessons.source`` to a constructed lesson source.
+A name is a built-in one, an entry point, ``module:name`` or ``path/file.py:name``. One that cannot be found or built is
+a :class:`ConfigurationError` that names the key of the run file and what would have worked.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ def names(group: str, built_in: Mapping[str, str]) -> list[str]:
 
 
 def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: str) -> Any:
-    """What ``name`` stands for. ``where`` is the key of the run file, ``what`` the kind of thing, both for messages.
+    """The class or function that ``name`` refers to. ``where`` is the key of the run file, ``what`` the kind of thing,
+    both for messages.
 
-    Raises :class:`ConfigurationError`."""
+    Raises :class:`ConfigurationError`.
+    """
     if name in built_in:
         return attribute(built_in[name], where)
     if ":" in name:

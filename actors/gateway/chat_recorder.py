@@ -1,10 +1,10 @@
 """Finds the branch that a call of an agent program goes on from. A pure state machine: no task, no socket, no clock.
 
-A call states a whole conversation. Where it goes on from what was said in a branch (messages are compared as
+A call states a whole conversation. Where it continues a branch (messages are compared as
 structures, the policy's reply as it was returned), the tokens of that branch stay as they are and only what the
 template adds is tokenised. Where it does not (the program rewrote its history, began another conversation, or asks
-twice from the same place), a new branch begins with the whole prompt as context. While a call is under way its branch
-is taken: another call from the same place becomes a branch of its own. A call that fails gives its branch back.
+twice from the same point), a new branch begins with the whole prompt as context. While a call is under way its branch
+is taken: another call from the same point becomes a branch of its own. A call that fails gives its branch back.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ChatReply:
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A branch and what its next call is recognised by."""
+    """A branch, and the keys by which its next call is recognised."""
 
     tip: BranchTip
     ids: tuple[int, ...]
     keys: tuple[Key, ...] | None = None
-    """Of its messages, the last reply included. None: it is known by its tokens alone."""
+    """Keys of its messages, the last reply included. None: only its tokens are given."""
     tools: bytes = b""
     parsed: Message | None = None
     """The last reply with its tool calls apart."""
@@ -61,14 +61,14 @@ class ChatRecorder:
         self._branches: dict[int, _Branch] = {}
         self._replies: dict[Key, Message] = {}
         self._open: dict[int, tuple[ChatRequest | None, _Branch | None]] = {}
-        """By number of the call: what was asked, and the branch that it took."""
+        """Request and taken branch, by number of the call."""
 
     def chat(self, request: ChatRequest) -> PendingCall:
         """Begin a call that states messages."""
         branch = self._branch_of_messages(request.keys, tools_key(request.tools))
         if branch is not None:
             assert branch.keys is not None and branch.tip.call.conversation is not None
-            new = self._known(request)[len(branch.keys) :]
+            new = self._as_sampled(request)[len(branch.keys) :]
             before = branch.tip.call.conversation
             conversation = self._recorder.next_prompt(before, branch.tip, new, branch.parsed)
         else:
@@ -144,7 +144,7 @@ class ChatRecorder:
 
     def _rendered(self, request: ChatRequest) -> Conversation:
         """The whole prompt. Replies of this session stand in it as they were sampled, where the template takes that."""
-        sampled = self._known(request)
+        sampled = self._as_sampled(request)
         try:
             return self._recorder.renderer.start(sampled, request.tools)
         except PlugInError:
@@ -153,13 +153,13 @@ class ChatRecorder:
                 raise
             return self._recorder.renderer.start(stated, request.tools)
 
-    def _known(self, request: ChatRequest) -> list[Message]:
+    def _as_sampled(self, request: ChatRequest) -> list[Message]:
         """Its messages, replies of this session as they were sampled."""
         pairs = zip(request.messages, request.keys, strict=True)
         return [self._shown(self._replies.get(key, message)) for message, key in pairs]
 
     def _shown(self, message: Message) -> Message:
-        """Without special tokens, where a tool wrote it: it cannot end a turn or begin another."""
+        """The message, without special tokens where a tool wrote it: it cannot end a turn or begin another."""
         if message.role != "tool":
             return message
         return replace(message, content=self._recorder.renderer.without_special(message.content))
@@ -188,6 +188,6 @@ class ChatRecorder:
 
 
 def _truncate(text: str, stops: Sequence[str]) -> str:
-    """What stands before the first of ``stops``."""
+    """The text before the first of ``stops``."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text

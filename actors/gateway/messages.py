@@ -1,7 +1,5 @@
-"""Messages and tools of a call, as a chat template takes them, and what makes two of them the same. Pure.
-
-Answers other than 200, in OpenAI's form. Pure.
-"""
+"""Messages and tools of a call, as a chat template takes them; keys that tell whether two messages are the same;
+answers other than 200, in OpenAI's form. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ TOOLS_MAX = 512
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 Key = tuple[Any, ...]
-"""What makes two messages the same, whatever a client added to them on the way."""
+"""Identity of a message, whatever a client added to it on the way."""
 
 
 def key_of(role: str, content: str, calls: Sequence[Mapping[str, Any]] = (), answers: str = "") -> Key:
@@ -70,7 +68,7 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def read_messages(value: Any) -> tuple[tuple[Message, ...], tuple[Key, ...]]:
-    """With the key of each. Raises :class:`Refusal`."""
+    """Messages and the key of each. Raises :class:`Refusal`."""
     if not isinstance(value, list) or not value or len(value) > MESSAGES_MAX:
         raise wrong("messages", f"a list of 1 to {MESSAGES_MAX} messages", value)
     messages, keys, n_characters = [], [], 0
@@ -172,17 +170,17 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise wrong("tools", "parameters that are a JSON schema", parameters)
-        told = {
+        schema = {
             "name": function["name"],
             "description": str(function.get("description") or ""),
             "parameters": parameters,
         }
-        tools.append({"type": "function", "function": told})
+        tools.append({"type": "function", "function": schema})
     return tuple(tools)
 
 
 def dropped_from(body: Mapping[str, Any]) -> list[str]:
-    """What stands in messages and tools that were read and changes nothing here."""
+    """Names of fields in messages and tools that were read and have no effect here."""
     dropped = []
     if any(message.get("name") for message in body["messages"] if message["role"] != "tool"):
         dropped.append("messages.name")

@@ -2,7 +2,7 @@
 
 For each order the actor opens a session and starts the program (``command``), calls an async function (``function``),
 or offers the session to programs that run elsewhere (``external``). The program ends the episode by ending, or by
-telling its result (``POST /sessions/ID/finish``, the last line of its output, or what the function returns).
+reporting its result (``POST /sessions/ID/finish``, the last line of its output, or what the function returns).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 LISTEN_SECONDS_MAX = 30.0
 GRACE_SHARE = 0.1
-"""Of the episode's time, at most, for a program to end after its calls are refused."""
+"""Largest share of the episode's time for a program to end after its calls are refused."""
 
 
 class ProgramEpisode(AgentEpisode):
@@ -72,12 +72,12 @@ class ProgramEpisode(AgentEpisode):
     async def _judged(
         self, session: Session, recorder: Recorder, report: Report | None, failure: AfterplayError | None
     ) -> TrajectoryStatus:
-        """How it ended. Raises where there is nothing to score."""
+        """Status of the ended episode. Raises where there is nothing to score."""
         if failure is not None and session.report is not None:
             logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
             failure = None
         if report is not None and report.error is not None:
-            failure = PlugInError(PROGRAM, "Told", report.error, session.told)
+            failure = PlugInError(PROGRAM, "Told", report.error, session.stderr)
             report = None
         if report is None and session.engine_error is not None:
             raise session.engine_error
@@ -86,7 +86,7 @@ class ProgramEpisode(AgentEpisode):
         if not recorder.n_turns:
             if session.limit is not None:
                 raise EpisodeLimit(session.limit)
-            raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.told)
+            raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.stderr)
         score = await self._reward(session, recorder.last_reply, report)
         recorder.judge_rollout(score, report.signals if report is not None else {})
         truncated = session.limit is not None or (report is not None and not report.done)
@@ -94,8 +94,8 @@ class ProgramEpisode(AgentEpisode):
 
     async def _reward(self, session: Session, last_reply: str, report: Report | None) -> float | None:
         source = self._loop.reward
-        told = report is not None and (source != "program" or report.reward is not None)
-        if session.limit is not None and not told:
+        reported = report is not None and (source != "program" or report.reward is not None)
+        if session.limit is not None and not reported:
             return self._loop.reward_at_limit
         if source == "scorer":
             return 0.0
@@ -107,9 +107,9 @@ class ProgramEpisode(AgentEpisode):
             raise PlugInError(
                 PROGRAM,
                 "NoReward",
-                'the program told no reward: print {"reward": 1.0} as its last line, POST it to '
+                'the program reported no reward: print {"reward": 1.0} as its last line, POST it to '
                 "AFTERPLAY_SESSION_URL/finish, or set loop.options.reward to environment or scorer",
-                session.told,
+                session.stderr,
             )
         return report.reward
 
@@ -117,7 +117,7 @@ class ProgramEpisode(AgentEpisode):
 async def _program_result(
     loop: ProgramLoop, session: Session, seconds_max: float, grace: float
 ) -> tuple[Report | None, AfterplayError | None]:
-    """What the program told, or how it failed. One that has reported may take ``grace`` seconds more to end."""
+    """Report of the program, or its failure. One that has reported may take ``grace`` seconds more to end."""
     report: Report | None = None
     failure: AfterplayError | None = None
 
@@ -147,7 +147,7 @@ def _hung(loop: ProgramLoop, session: Session) -> PlugInTimeout:
         "TimeoutError",
         "the program had not ended when the time of its episode was over (environments.<name>.max_seconds), and was "
         "ended; its output says what it was doing",
-        session.told,
+        session.stderr,
     )
 
 
@@ -172,10 +172,10 @@ class ProgramLoop(AgentLoop):
     folder: str | None = None
     """Working directory of the command. None: the actor's."""
     reward: Literal["program", "environment", "scorer"] = "program"
-    """Who judges: the program (its report), the environment (its ``step`` is given the program's ``answer``, else the
-    last reply), or the functions of the scorer alone (the environment's score is then 0)."""
+    """Judge of the episode: the program (its report), the environment (its ``step`` is given the program's ``answer``,
+    else the last reply), or the functions of the scorer alone (the environment's score is then 0)."""
     reward_at_limit: float | None = 0.0
-    """Score of an episode that a limit ended before its program told a result. 0: as an environment that has given
+    """Score of an episode that a limit ended before its program reported a result. 0: as an environment that has given
     nothing so far. None: no score, so that it is not trained."""
     sampling_parameters: Literal["ignore", "refuse"] = "ignore"
     """Calls with another temperature, top_p, top_k, seed or penalty than the run's: ``ignore`` them and say so in the
@@ -184,7 +184,7 @@ class ProgramLoop(AgentLoop):
     """Calls with response_format, logit_bias, a forced tool_choice and the like: a program that relies on these would
     go wrong later and elsewhere, so they are refused."""
     parser: str = "auto"
-    """How tool calls are written, as for ``tool_agent``."""
+    """Form of tool calls, as for ``tool_agent``."""
     max_concurrent_calls: int = Field(default=16, ge=1, le=1024)
     """Calls of one session at the same time; more are answered 429."""
     host: str = "127.0.0.1"
@@ -196,9 +196,10 @@ class ProgramLoop(AgentLoop):
     lease_seconds: float = Field(default=300.0, gt=0, le=86_400)
     """An external program that is not heard of for so long has failed."""
     grace_seconds: float = Field(default=10.0, gt=0, le=600)
-    """For a program to end once the time of its episode is over and its calls are refused; at most a tenth of it."""
+    """Time for a program to end once the time of its episode is over and its calls are refused; at most a tenth of
+    it."""
     output_bytes_max: int = Field(default=65_536, ge=1024, le=16 * 2**20)
-    """Of the command's output, the end that is kept; its last line is looked at for a report."""
+    """Bytes at the end of the command's output that are stored; a report is looked for in its last line."""
     body_bytes_max: int = Field(default=16 * 2**20, ge=1024, le=256 * 2**20)
     """Largest body of one call."""
 
@@ -253,7 +254,7 @@ class ProgramLoop(AgentLoop):
         policy = dialogue.policy
         budget = Budget(self._config.max_turns, self._config.max_tokens, policy.context_max, policy.sampling.max_tokens)
         return Session(
-            told_of(game),
+            task_for_program(game),
             policy,
             budget,
             ChatRecorder(dialogue.recorder, self._parse),
@@ -263,7 +264,7 @@ class ProgramLoop(AgentLoop):
         )
 
     async def run_program(self, session: Session) -> Report | None:
-        """Run the program to its end. None: it told nothing. Raises :class:`PlugInError` where it failed."""
+        """Run the program to its end. None: it reported nothing. Raises :class:`PlugInError` where it failed."""
         if self.command is not None:
             return await self._run_command(self.command, session)
         if self._function is not None:
@@ -287,7 +288,7 @@ class ProgramLoop(AgentLoop):
             child.kill()
             with anyio.move_on_after(KILL_SECONDS_MAX, shield=True):
                 await child.wait()
-            session.told = child.stderr
+            session.stderr = child.stderr
         if session.report is not None:
             return session.report
         if code != 0:
@@ -328,8 +329,8 @@ class ProgramLoop(AgentLoop):
         return session.report
 
     def _variables(self, session: Session) -> dict[str, str]:
-        """Of the command. Loopback is kept out of proxies."""
-        url, told = self.gateway.url_of(session), orjson.dumps(session.task).decode()
+        """Environment variables of the command. Loopback is excluded from proxies."""
+        url, task = self.gateway.url_of(session), orjson.dumps(session.task).decode()
         unproxied = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK)))
         return {
             **os.environ,
@@ -341,12 +342,12 @@ class ProgramLoop(AgentLoop):
             "AFTERPLAY_MODEL": session.model,
             "AFTERPLAY_SESSION": session.id,
             "AFTERPLAY_SESSION_URL": url,
-            **({"AFTERPLAY_TASK": told} if len(told.encode()) <= TASK_CHARACTERS_MAX else {}),
+            **({"AFTERPLAY_TASK": task} if len(task.encode()) <= TASK_CHARACTERS_MAX else {}),
         }
 
 
-def told_of(game: Game) -> dict[str, Any]:
-    """What a program is told of its task. Never the hint."""
+def task_for_program(game: Game) -> dict[str, Any]:
+    """The task as the program gets it, without the hint."""
     task = game.task
     return {
         "task_id": task.task_id,

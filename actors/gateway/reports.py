@@ -27,9 +27,9 @@ class Report:
     """False: it stopped before the end of the task, which makes the episode TRUNCATED."""
     signals: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
-    """For a section whose environment judges. None: the last reply of the policy."""
+    """Answer for a section whose environment judges. None: the last reply of the policy."""
     error: str | None = None
-    """It failed: there is no reward."""
+    """Error of the program: there is no reward."""
 
 
 def read_report(body: Mapping[str, Any]) -> Report:

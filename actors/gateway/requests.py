@@ -1,8 +1,8 @@
 """Reads and checks the requests of a program. Pure; trusts nothing.
 
-``/v1/chat/completions`` in OpenAI's form and ``/inference/v1/generate`` in vLLM's. What the gateway cannot do as asked
-is a :class:`Refusal` with the status, type and code that OpenAI's clients understand, or it is left out and named in
-``ignored``, as the run file says.
+``/v1/chat/completions`` in OpenAI's form and ``/inference/v1/generate`` in vLLM's. A request that the gateway cannot
+serve is a :class:`Refusal` with the status, type and code that OpenAI's clients understand, or it is left out and named
+in ``ignored``, as the run file says.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _RELIED_ON: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_logprobs": ("only log-probabilities of sampled tokens are known", ()),
     "best_of": ("ask for n replies", (1,)),
 }
-"""What a program may rely on in the answer, of OpenAI's form and of vLLM's additions: why it cannot be had, and the
-values that say what happens anyway."""
+"""Parameters that a program may rely on in the answer, of OpenAI's form and of vLLM's additions: why they cannot be
+had, and the values that are true anyway."""
 _CHAT = (
     frozenset(_DRAW)
     | _RELIED_ON.keys()
@@ -65,7 +65,7 @@ _CHAT = (
         *("stream_options", "logprobs", "parallel_tool_calls", "user", "metadata", "store", "safety_identifier"),
     }
 )
-"""What is understood, and what changes nothing."""
+"""Parameters that are understood, and those without effect."""
 _GENERATE = frozenset(_DRAW) | {
     *("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "detokenize", "skip_special_tokens"),
 }
@@ -73,12 +73,12 @@ _GENERATE = frozenset(_DRAW) | {
 
 @dataclass(frozen=True, slots=True)
 class ParameterRules:
-    """What is done with parameters that are not those of the run."""
+    """Treatment of parameters that differ from the run's."""
 
     sampling: Literal["ignore", "refuse"] = "ignore"
-    """Of how tokens are drawn: they would make the run's policy another one."""
+    """Treatment of sampling parameters, which would change the run's policy."""
     unsupported: Literal["ignore", "refuse"] = "refuse"
-    """Of what a program may rely on in the answer."""
+    """Treatment of parameters that a program may rely on in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class ChatRequest:
     """One call of ``/v1/chat/completions``."""
 
     messages: tuple[Message, ...]
-    """As a chat template takes them: calls of the assistant have their arguments as objects."""
+    """Messages as a chat template takes them: calls of the assistant have their arguments as objects."""
     keys: tuple[Key, ...]
-    """Of each message."""
+    """Key of each message."""
     tools: tuple[Mapping[str, Any], ...] = ()
     model: str = ""
     n: int = 1
@@ -125,7 +125,7 @@ class _Reader:
     def sampling(self, name: str, *same: Any) -> None:
         """A parameter of the draw: only these values (and none) are what happens anyway."""
         value = self.body.get(name)
-        if value is None or any(value == known for known in same):
+        if value is None or any(value == accepted for accepted in same):
             return
         self._left_out(
             name,
@@ -137,7 +137,7 @@ class _Reader:
     def unsupported(self, name: str, why: str, *same: Any) -> None:
         """A parameter that the gateway does not have."""
         value = self.body.get(name)
-        if value is None or any(value == known for known in same):
+        if value is None or any(value == accepted for accepted in same):
             return
         self._left_out(
             name, self.rules.unsupported, f"{name}={shown(value)}: {why}; leave it out, or set unsupported: ignore"
@@ -148,9 +148,9 @@ class _Reader:
             raise Refusal(400, message, code="unsupported_parameter", param=name)
         self.ignored.append(name)
 
-    def unknown(self, known: frozenset[str]) -> None:
+    def unknown(self, understood: frozenset[str]) -> None:
         """Parameters that nobody knows are left out, and named where a header can hold the name."""
-        names = sorted(name for name in self.body.keys() - known if self.body[name] is not None)
+        names = sorted(name for name in self.body.keys() - understood if self.body[name] is not None)
         self.ignored += [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64][:32]
 
     def whole(self, name: str, low: int, high: int) -> int | None:

@@ -21,7 +21,7 @@ from pipeline.schema import FinishReason
 class Choice:
     """One reply to a call."""
 
-    said: ChatReply
+    reply: ChatReply
     generation: Generation
     pending: PendingCall
 
@@ -40,11 +40,11 @@ def chat_completion(
                 "index": index,
                 "message": {
                     "role": "assistant",
-                    "content": choice.said.content or (None if choice.said.tool_calls else ""),
-                    **({"tool_calls": _calls(choice.said)} if choice.said.tool_calls else {}),
+                    "content": choice.reply.content or (None if choice.reply.tool_calls else ""),
+                    **({"tool_calls": _calls(choice.reply)} if choice.reply.tool_calls else {}),
                 },
                 "logprobs": _logprobs(choice.generation, renderer) if request.logprobs else None,
-                "finish_reason": choice.said.finish_reason,
+                "finish_reason": choice.reply.finish_reason,
             }
             for index, choice in enumerate(choices)
         ],
@@ -99,7 +99,7 @@ def generated(request: GenerateRequest, generation: Generation, number: str) -> 
     return {"request_id": request.request_id or number, "choices": [choice], "prompt_logprobs": None, "usage": usage}
 
 
-def _calls(said: ChatReply) -> list[dict[str, Any]]:
+def _calls(reply: ChatReply) -> list[dict[str, Any]]:
     return [
         {
             **call,
@@ -108,7 +108,7 @@ def _calls(said: ChatReply) -> list[dict[str, Any]]:
                 "arguments": arguments_text(call["function"]["arguments"]),
             },
         }
-        for call in said.tool_calls
+        for call in reply.tool_calls
     ]
 
 

@@ -28,9 +28,9 @@ from pipeline.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 OFFER_SECONDS_MAX = 60.0
-"""How long ``POST /sessions`` may wait for a task."""
+"""Longest wait of ``POST /sessions`` for a task."""
 TRANSFER_SECONDS_MAX = 60.0
-"""For the body of a request to arrive, and for a stream to be taken."""
+"""Longest time for the body of a request to arrive, and for a stream to be taken."""
 BACKLOG = 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 IGNORED = "X-Afterplay-Ignored"
@@ -83,7 +83,7 @@ class Gateway:
         self._offered = anyio.Event()
 
     def remove(self, session: Session) -> None:
-        """It is over. Idempotent."""
+        """End a session. Idempotent."""
         session.end()
         self._sessions.pop(session.id, None)
         if session in self._offers:
@@ -142,16 +142,16 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked, answer = await session.chat(await _body(request))
-        headers = {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
-        if not asked.stream:
+        chat, answer = await session.chat(await _body(request))
+        headers = {IGNORED: ", ".join(chat.ignored)} if chat.ignored else {}
+        if not chat.stream:
             return _json(answer, headers=headers)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **headers}
         )
         await response.prepare(request)
         with anyio.fail_after(TRANSFER_SECONDS_MAX):
-            for chunk in chat_chunks(answer, asked.stream_usage):
+            for chunk in chat_chunks(answer, chat.stream_usage):
                 await response.write(chunk)
             await response.write_eof()
         return response
@@ -237,7 +237,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _outcome(refusal: Refusal) -> str:
-    """As :attr:`ActorMetrics.door_calls_total` names it."""
+    """Outcome of a refused call as :attr:`ActorMetrics.door_calls_total` names it."""
     if refusal.code in ("episode_limit", "context_length_exceeded"):
         return "limit"
     return {429: "too_many", 503: "engine"}.get(refusal.status, "refused")

@@ -48,10 +48,10 @@ class Session:
         self._recording = recording
         self.report: Report | None = None
         self.limit: Limit | None = None
-        """What refused the last call that was begun, when that was a limit."""
+        """Limit that refused the last call, if one did."""
         self.engine_error: EngineError | None = None
-        """Why the engine did not answer the last call, when it did not."""
-        self.told = ""
+        """Error of the engine in the last call, if there was one."""
+        self.stderr = ""
         """The end of what the program wrote to stderr."""
         self.heard_at = anyio.current_time()
         """Event-loop seconds."""
@@ -70,12 +70,12 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
+        """True while a call is under way."""
         return self._in_flight > 0
 
     @property
     def model(self) -> str:
-        """What the policy is called."""
+        """Name of the policy as a model."""
         return self._policy.model
 
     @property
@@ -96,11 +96,11 @@ class Session:
             pending, room = waiting.pop(index)
             try:
                 completion = await self._sampled(pending, room, request.stop)
-                said = self._recorded(pending, completion, request.stop)
+                reply = self._recorded(pending, completion, request.stop)
             except Refusal as refusal:
                 failures.append(refusal)
                 return
-            choices[index] = Choice(said, completion.generation, pending)
+            choices[index] = Choice(reply, completion.generation, pending)
 
         try:
             async with anyio.create_task_group() as group:
@@ -174,7 +174,7 @@ class Session:
             )
 
     def _begin_all(self, request: ChatRequest) -> list[tuple[PendingCall, int]]:
-        """Of each of ``n`` choices, all or none."""
+        """Begin a call for each of ``n`` choices, all or none."""
         calls: list[tuple[PendingCall, int]] = []
         try:
             for _ in range(request.n):
@@ -246,7 +246,7 @@ class Session:
 
 @contextmanager
 def _template_faults() -> Iterator[None]:
-    """What the chat template refuses is the program's to mend."""
+    """Turns a refusal of the chat template into a fault of the program's request."""
     try:
         yield
     except PlugInError as error:

@@ -39,7 +39,7 @@ PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the engine is asked to continue: ``prompt_ids`` = everything before + ``added_ids``, in one branch."""
+    """Prompt of the next completion: ``prompt_ids`` = everything before + ``added_ids``, in one branch."""
 
     messages: tuple[Message, ...]
     text: str
@@ -50,7 +50,7 @@ class Conversation:
     """The tail of ``prompt_ids`` that is new since the last completion (all of it at the start of a branch)."""
     branch: int = 0
     tools: tuple[ToolSchema, ...] = ()
-    """What the policy may call, rendered with every prompt of the conversation."""
+    """Tools of the policy, rendered with every prompt of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Renderer:
         return text
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Conversation:
-        """The first prompt. ``tools``: what may be called, told in the way of the template."""
+        """The first prompt. ``tools``: the schemas of what may be called, rendered as the template does."""
         with boundary(RENDERER):
             text = self._apply(messages, tools)
             ids = self._encode(text)
@@ -133,8 +133,8 @@ class Renderer:
         return replace(self.start(messages, conversation.tools), branch=conversation.branch + 1)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
-        """What a policy would have sampled to say ``text``: its ids and the end-of-turn token. For demonstrations; a
-        policy may have cut the same text into other tokens."""
+        """Token ids that write ``text`` as a reply, with the end-of-turn token. For demonstrations; a policy may have
+        cut the same text into other tokens."""
         with boundary(RENDERER):
             return (*self._encode(text), self._usual_end)
 
@@ -162,18 +162,18 @@ class Renderer:
         completed: Completed,
         new: Sequence[Message],
         *,
-        said: Message | None = None,
+        parsed_reply: Message | None = None,
         append: bool = False,
     ) -> Conversation:
         """The next prompt, after a completion and the answer ``new``.
 
         In the same branch where the prefix property holds, or always with ``append``: ``prompt_ids`` begins with the
-        old prompt and the sampled ids. Otherwise in the next branch. ``said`` is the completion with its tool calls
-        apart: it is rendered where the template refuses the completion as it was sampled."""
+        old prompt and the sampled ids. Otherwise in the next branch. ``parsed_reply`` is the completion with its tool
+        calls apart: it is rendered where the template refuses the completion as it was sampled."""
         with boundary(RENDERER):
             if append:
-                return self._appended(conversation, completion_ids, completed, new, said)
-            messages, text = self._whole(conversation, completed, new, said)
+                return self._appended(conversation, completion_ids, completed, new, parsed_reply)
+            messages, text = self._whole(conversation, completed, new, parsed_reply)
             added = self._added(conversation.text + completed.text, completed.end_id, text)
             branch = conversation.branch
             if added is None:
@@ -184,16 +184,17 @@ class Renderer:
         return Conversation(messages, text, ids, added, branch, conversation.tools)
 
     def _whole(
-        self, conversation: Conversation, completed: Completed, new: Sequence[Message], said: Message | None
+        self, conversation: Conversation, completed: Completed, new: Sequence[Message], parsed_reply: Message | None
     ) -> tuple[tuple[Message, ...], str]:
-        """The whole conversation and its text: the reply as it was sampled, or ``said`` where that is refused."""
+        """The whole conversation and its text: the reply as it was sampled, or ``parsed_reply`` where that is
+        refused."""
         messages = (*conversation.messages, Message("assistant", completed.text), *new)
         try:
             return messages, self._apply(messages, conversation.tools)
         except Exception:
-            if said is None:
+            if parsed_reply is None:
                 raise
-            messages = (*conversation.messages, said, *new)
+            messages = (*conversation.messages, parsed_reply, *new)
             return messages, self._apply(messages, conversation.tools)
 
     def _appended(
@@ -202,10 +203,10 @@ class Renderer:
         completion_ids: Sequence[int],
         completed: Completed,
         new: Sequence[Message],
-        said: Message | None,
+        parsed_reply: Message | None,
     ) -> Conversation:
         """Sampled ids as they are, then what the template puts between a reply and the next one."""
-        end, rest = self._between(new, said)
+        end, rest = self._between(new, parsed_reply)
         ids = self._encode(end + rest)
         sampled_end = self._end_texts[completed.end_id] if completed.end_id is not None else ""
         if end and sampled_end:
@@ -221,11 +222,11 @@ class Renderer:
             conversation.tools,
         )
 
-    def _between(self, new: Sequence[Message], said: Message | None) -> tuple[str, str]:
+    def _between(self, new: Sequence[Message], parsed_reply: Message | None) -> tuple[str, str]:
         """(end-of-turn text, what follows it up to the next reply). No end-of-turn text where the template has none."""
         forms = [Message("assistant", _MARK)]
-        if said is not None:
-            forms.append(replace(said, content=_MARK))
+        if parsed_reply is not None:
+            forms.append(replace(parsed_reply, content=_MARK))
         failure: Exception | None = None
         for form in forms:
             try:

@@ -1,7 +1,7 @@
-"""What a chat template can say about tools, and what is said instead where it cannot.
+"""Rendering of tools for chat templates with and without support for them.
 
 Two facts are found by rendering, not assumed: whether the template writes the schemas it is given as ``tools``, and
-whether it knows the role ``tool``. Without the first, the schemas stand in the system message in the form that Hermes
+whether it handles the role ``tool``. Without the first, the schemas stand in the system message in the form that Hermes
 models were trained on (and Qwen took over); without the second, the answers of one turn stand in one message of the
 user, each inside ``<tool_response>`` tags.
 """
@@ -39,12 +39,12 @@ ToolSchema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """What the template of one tokenizer can do."""
+    """Tool support of one chat template."""
 
     schemas: bool
-    """It writes ``tools``."""
+    """The template writes ``tools``."""
     role: bool
-    """It knows the role ``tool``."""
+    """The template handles the role ``tool``."""
 
     def messages(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
         """``messages`` as the template can take them."""
@@ -57,7 +57,7 @@ class ToolStyle:
         return shown
 
     def tools(self, tools: Sequence[ToolSchema]) -> list[ToolSchema] | None:
-        """What to give the template as ``tools``."""
+        """Value of ``tools`` for the template."""
         return list(tools) if tools and self.schemas else None
 
 
@@ -81,12 +81,12 @@ def with_system_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -
 
 
 def with_calls_in_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls that are stated apart (in written examples), as the text that the policy would have said."""
+    """Calls that are stated apart (in written examples), as the text that the policy would have written."""
     return [_called(message) if message.extra.get("tool_calls") else message for message in messages]
 
 
 def _called(message: Message) -> Message:
-    """In the form that the system text asks for."""
+    """A message with its calls in the form that the system text asks for."""
     calls = [call["function"] for call in message.extra["tool_calls"]]
     blocks = [
         f"<tool_call>\n{json.dumps({'name': c['name'], 'arguments': c['arguments']}, ensure_ascii=False)}\n</tool_call>"

@@ -1,7 +1,7 @@
 """The interface between an agent loop and the rollout that runs it.
 
 The rollout (:mod:`actors.rollout.rollout`) owns engines, tokens, retries and the trajectory. An :class:`AgentLoop`
-decides what the policy is told next: it is built once per environment section from the options of
+decides which messages the policy gets next: it is built once per environment section from the options of
 ``environments.<name>.loop``, and makes one :class:`AgentEpisode` per order, which owns all state of that rollout.
 
 A complete loop that asks the policy to check itself once before the environment judges::
@@ -43,7 +43,7 @@ from pipeline.schema import Message, Task, TrajectoryStatus
 
 
 class Limit(StrEnum):
-    """Which limit ended an episode."""
+    """The limit that ended an episode."""
 
     TURNS = "max_turns"
     TOKENS = "max_tokens"
@@ -112,16 +112,16 @@ class Game(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How the conversation starts."""
+    """Start of the conversation."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
-    """What the policy may call, for the chat template."""
+    """Tools of the policy, for the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What follows a reply. Without ``done`` and ``limit`` the policy goes on after ``messages``."""
+    """Answer to a reply. Without ``done`` and ``limit`` the policy goes on after ``messages``."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -130,7 +130,7 @@ class Answer:
     limit: Limit | None = None
     """A limit of the loop was reached: TRUNCATED."""
     signals: Mapping[str, float] = field(default_factory=dict)
-    said: Message | None = None
+    parsed_reply: Message | None = None
     """The reply with its tool calls apart (``extra["tool_calls"]``), for templates that cannot render the reply as it
     was sampled."""
 
@@ -210,7 +210,7 @@ class AgentLoop(ABC):
         :class:`ConfigurationError`."""
 
     async def serve(self) -> None:  # noqa: B027 - optional
-        """Runs beside the episodes for as long as the actor lives, for what has to be kept connected."""
+        """Runs beside the episodes for as long as the actor lives, for what has to stay connected."""
 
     async def close(self) -> None:  # noqa: B027 - optional
         """The actor stops."""
@@ -220,7 +220,7 @@ AGENT_LOOP = "agent loop"
 
 
 def checked_opening(opening: Any) -> Opening:
-    """With messages that the plug-in cannot change any more. Raises :class:`PlugInError`."""
+    """A checked copy with messages that the plug-in cannot change any more. Raises :class:`PlugInError`."""
     if not isinstance(opening, Opening):
         raise wrong("start() to return an Opening", opening)
     if not opening.messages or not _are_messages(opening.messages):
@@ -259,5 +259,5 @@ def _are_messages(messages: Any) -> bool:
 
 
 def wrong(expected: str, came: Any) -> PlugInError:
-    """What a loop gave is not what it has to be."""
+    """The error for a wrong value from a loop."""
     return PlugInError(AGENT_LOOP, "WrongValue", f"expected {expected}, got {repr(came)[:200]}")

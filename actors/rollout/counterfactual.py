@@ -2,7 +2,7 @@
 
 The other prompt has no lessons, or has a hint (``advantage.estimator: cpo``). No engine sees it: the learner scores the
 sampled ids in it. It is followed turn by turn, and a context that differs from the real one (in the first turn, and in
-a turn that begins a new branch) is kept.
+a turn that begins a new branch) is recorded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class CounterfactualPrompt:
 
     conversation: Conversation
     contexts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By turn, the context ids that differ from the real ones."""
+    """Context ids that differ from the real ones, by turn."""
     longest: int = 0
     """Tokens of its longest branch so far, sampled ones included."""
 
     @classmethod
     def of(cls, conversation: Conversation) -> CounterfactualPrompt:
-        """Of an episode's first prompt."""
+        """The counterfactual of an episode's first prompt."""
         return cls(conversation, {0: conversation.prompt_ids})
 
     def sampled(self, n_tokens: int) -> None:
@@ -52,7 +52,7 @@ class CounterfactualPrompt:
             self.contexts[turn] = after.prompt_ids
             after = replace(after, branch=real.branch)
         elif after.branch != before.branch:
-            # the engine's prompt went on where this one would have begun anew: the row goes on too
+            # the engine's prompt went on where this one would have begun a new branch: the row goes on too
             ids = (*before.prompt_ids, *completion_ids, *real.added_ids)
             after = replace(after, prompt_ids=ids, added_ids=real.added_ids, branch=before.branch)
         elif after.added_ids != real.added_ids:
@@ -64,7 +64,7 @@ class CounterfactualPrompt:
         return {turn: ids for turn, ids in self.contexts.items() if turn < n_turns}
 
 
-_PLACE = re.compile(r"\{(hint|prompt)\}")
+_PLACEHOLDER = re.compile(r"\{(hint|prompt)\}")
 
 
 def counterfactual_of(
@@ -78,6 +78,6 @@ def counterfactual_of(
     if user is None:
         return None
     values = {"hint": renderer.without_special(hint), "prompt": messages[user].content}
-    content = _PLACE.sub(lambda match: values[match[1]], template)
+    content = _PLACEHOLDER.sub(lambda match: values[match[1]], template)
     changed = [*messages[:user], replace(messages[user], content=content), *messages[user + 1 :]]
     return CounterfactualPrompt.of(renderer.start(changed, tools))

@@ -76,10 +76,10 @@ class RecordedDialogue:
 
     async def _first_prompt(self, opening: Opening) -> Conversation:
         services, order = self._services, self._order
-        if services.guide is not None and not order.evaluation:
+        if services.memory_prompter is not None and not order.evaluation:
             context_max = min(self.policy.context_max, self._budget.tokens_max)
             with kept_running():
-                self._memory = await services.guide.guide(
+                self._memory = await services.memory_prompter.prompt_for(
                     order, opening.messages, context_max, self._stage, opening.tools
                 )
         if self._memory is not None:
@@ -106,13 +106,13 @@ class RecordedDialogue:
         return Reply(completed.text, generation.finish_reason)
 
     def _next_call(self, answer: Answer, rewrite: Callable[[Sequence[Message], int], Sequence[Message]]) -> PendingCall:
-        """In a new branch where the template or the loop changed what came before."""
+        """Begin the next call, in a new branch where the template or the loop changed what came before."""
         tip, recorder, new = self._tip, self.recorder, tuple(answer.messages)
         assert tip is not None and tip.call.conversation is not None
         before = tip.call.conversation
 
         def extend(conversation: Conversation) -> Conversation:
-            return recorder.next_prompt(conversation, tip, new, answer.said)
+            return recorder.next_prompt(conversation, tip, new, answer.parsed_reply)
 
         def rewritten(conversation: Conversation) -> Conversation:
             history = checked_history(rewrite(extend(conversation).messages, n_tokens))

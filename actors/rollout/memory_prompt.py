@@ -86,18 +86,17 @@ class _Answer:
         self.header: Mapping[str, Any] | None = None
 
 
-def is_guided(config: LessonsConfig, group_id: str, slot: int) -> bool:
-    """Whether the rollout gets lessons. With ``mixed``, ``rollout_ratio`` of every group's slots do, evenly spread:
-    ``n * ratio`` of the first n, rounded up or down by the group, so both kinds are in a group that has room for
-    both."""
+def gets_lessons(config: LessonsConfig, group_id: str, slot: int) -> bool:
+    """True if the rollout gets lessons. With ``mixed``, ``rollout_ratio`` of every group's slots do, evenly spread: ``n
+    * ratio`` of the first n, rounded up or down by the group, so both kinds are in a group that has room for both."""
     if not config.enabled or config.rollout_mode == "without":
         return False
     return config.rollout_mode == "all" or _chosen(slot, config.rollout_ratio, _offset("guided", group_id))
 
 
 def trains_with_lessons(config: LessonsConfig, group_id: str, slot: int) -> bool:
-    """Whether a rollout with lessons is trained on the prompt with them. With ``hybrid``, ``keep_ratio`` of the
-    group's guided slots are, evenly spread among them."""
+    """True if a rollout with lessons is trained on the prompt with them. With ``hybrid``, ``keep_ratio`` of the group's
+    slots with lessons are, evenly spread among them."""
     if config.train_mode != "hybrid":
         return config.train_mode == "keep"
     rank = slot
@@ -111,21 +110,21 @@ def _chosen(index: int, ratio: float, offset: float) -> bool:
 
 
 def _count(n: int, ratio: float, offset: float) -> int:
-    """How many of the first n are chosen."""
+    """Number of chosen slots among the first n."""
     return floor(n * ratio + offset)
 
 
 def _offset(purpose: str, group_id: str) -> float:
-    """In [0, 1), the same in every process."""
+    """A number in [0, 1), the same in every process."""
     return zlib.crc32(f"{purpose}/{group_id}".encode()) / 2**32
 
 
 logger = logging.getLogger(__name__)
 
 ROOM_SHARE_MAX = 0.5
-"""Of the tokens that the plain prompt leaves of the context, lessons take so large a share at most: the episode needs
-the rest."""
-_PLACE = re.compile(r"\{(lessons|prompt)\}")
+"""Largest share that lessons take of the tokens that the plain prompt leaves of the context: the episode needs the
+rest."""
+_PLACEHOLDER = re.compile(r"\{(lessons|prompt)\}")
 
 
 @dataclass(slots=True)
@@ -141,13 +140,13 @@ class MemoryPrompt:
     """The conversation without lessons, as far as the rollout has come."""
 
     def guidance(self, n_turns: int) -> Guidance:
-        """What the trajectory says of it, of the turns that were kept."""
+        """The trajectory's record of its lessons, for its first ``n_turns`` turns."""
         contexts = {} if self.keep else self.plain.first(max(1, n_turns))
         return Guidance(tuple(lesson.lesson_id for lesson in self.lessons), self.keep, contexts, self.query)
 
 
 class MemoryPrompter:
-    """``lessons:`` of the run file, for the rollouts of one actor. ``source`` None: the replay stage is asked."""
+    """``lessons:`` of the run file, for the rollouts of one actor. ``source`` None: the replay stage."""
 
     def __init__(
         self, config: LessonsConfig, renderer: Renderer, metrics: ActorMetrics, source: MemorySource | None = None
@@ -157,7 +156,7 @@ class MemoryPrompter:
         self._metrics = metrics
         self._source = source
 
-    async def guide(
+    async def prompt_for(
         self,
         order: Order,
         messages: Sequence[Message],
@@ -165,16 +164,16 @@ class MemoryPrompter:
         stage: MemorySource | None,
         tools: Sequence[ToolSchema] = (),
     ) -> MemoryPrompt | None:
-        """Lessons for ``order``, or None: it is not to be guided, nothing was found, or it took too long."""
+        """Lessons for ``order``, or None: it gets none, nothing was found, or the search took too long."""
         user = first_user(tuple(messages))
         source = self._source or stage
-        if not is_guided(self._config, order.group_id, order.slot) or user is None or source is None:
+        if not gets_lessons(self._config, order.group_id, order.slot) or user is None or source is None:
             return None
         query = messages[user].content
         started = time.perf_counter()
         outcome, found = await self._search(source, order.order_id, query[:QUERY_CHARACTERS_MAX])
         self._metrics.lesson_search_duration_seconds.observe(time.perf_counter() - started)
-        result = self._placed(order, messages, user, found, context_max, tools) if found else None
+        result = self._with_lessons(order, messages, user, found, context_max, tools) if found else None
         if found and result is None:
             outcome = "no_room"
         self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
@@ -193,7 +192,7 @@ class MemoryPrompter:
             return "error", []
         return ("found" if found else "none"), found
 
-    def _placed(
+    def _with_lessons(
         self,
         order: Order,
         messages: Sequence[Message],
@@ -202,7 +201,7 @@ class MemoryPrompter:
         context_max: int,
         tools: Sequence[ToolSchema],
     ) -> MemoryPrompt | None:
-        """As many of the lessons as there is room for, best first; None where not even one fits."""
+        """The prompt with as many of the lessons as there is room for, best first; None where not even one fits."""
         renderer = self._renderer
         plain = renderer.start(messages, tools)
         room = int((context_max - len(plain.prompt_ids)) * ROOM_SHARE_MAX)
@@ -229,4 +228,4 @@ class MemoryPrompter:
 def fill(template: str, lessons: Sequence[str], prompt: str) -> str:
     """The template with one line for each lesson. Braces in lessons and prompt stay as they are."""
     values = {"lessons": "\n".join(lessons), "prompt": prompt}
-    return _PLACE.sub(lambda match: values[match[1]], template)
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)

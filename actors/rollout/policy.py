@@ -42,11 +42,11 @@ class Policy:
         self.model = model
         self.context_max = context_max
         self.engines: list[str] = []
-        """In the order of their completions, repetitions in a row left out."""
+        """Engines in the order of their completions, repetitions in a row left out."""
         self.seconds = 0.0
         """Time of the requests that succeeded."""
         self.asking = False
-        """A completion was asked for and did not come (yet)."""
+        """A completion was requested and did not come (yet)."""
         self._session = order.order_id
         self._version = order.policy_version
         self._pool = pool
@@ -55,7 +55,7 @@ class Policy:
         self._retries = retries
 
     def trouble(self) -> str:
-        """Why no engine can answer; empty when one can."""
+        """Reason why no engine can answer; empty when one can."""
         return self._pool.trouble(self._version)
 
     async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:

@@ -72,7 +72,9 @@ class Recorder:
     ) -> Conversation:
         """The prompt after ``before``, the completion of ``tip`` and ``new``. ``parsed`` is the completion with its
         tool calls apart (:meth:`Renderer.extend`)."""
-        return self.renderer.extend(before, tip.completion_ids, tip.completed, new, said=parsed, append=self._append)
+        return self.renderer.extend(
+            before, tip.completion_ids, tip.completed, new, parsed_reply=parsed, append=self._append
+        )
 
     def begin(
         self, conversation: Conversation, tip: BranchTip | None = None, new: Sequence[Message] = ()
@@ -86,7 +88,7 @@ class Recorder:
         return self._begun(conversation.prompt_ids, added_ids, added, tip, replace(conversation, branch=0))
 
     def begin_tokens(self, token_ids: tuple[int, ...], tip: BranchTip | None = None) -> PendingCall:
-        """Begin a call whose prompt is known by its tokens alone. With ``tip`` they begin with those of its branch."""
+        """Begin a call whose prompt is given as tokens alone. With ``tip`` they begin with those of its branch."""
         added_ids = token_ids if tip is None else token_ids[len(tip.ids) :]
         added = (Message("user", self.renderer.decode_ids(added_ids)),) if added_ids else ()
         return self._begun(token_ids, added_ids, added, tip, None)

@@ -9,7 +9,7 @@ task memory):
 ``/summary_task_memory``
     ``{workspace_id, trajectories: [{messages: [{role, content}], score}]}`` → ``{metadata: {memory_list: [...]}}``
 
-The service calls a trajectory of score 1.0 or more a success unless it is told otherwise; we send rewards as they are.
+The service calls a trajectory of score 1.0 or more a success by default; rewards are sent as they are.
 
 In the run file::
 

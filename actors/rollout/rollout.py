@@ -59,7 +59,7 @@ DETAILS_MAX = 20_000
 
 
 def classified(error: Exception) -> Failure:
-    """Which boundary an error belongs to, with a bounded message and traceback."""
+    """The failure of an error: its boundary, a bounded message and traceback."""
     if isinstance(error, PlugInError):
         return Failure(error.boundary, error.kind, _bounded(error.message, MESSAGE_MAX), _bounded(error.details))
     kind, message = type(error).__name__, _bounded(str(error), MESSAGE_MAX)

@@ -81,12 +81,12 @@ class Services:
     pool: EnginePool
     environments: Mapping[str, EnvironmentHost]
     metrics: ActorMetrics
-    guide: MemoryPrompter | None = None
+    memory_prompter: MemoryPrompter | None = None
     """None: lessons are off."""
     hint_template: str | None = None
-    """How a hint stands in a prompt that the learner scores; None: no estimator asks for hints."""
+    """Template of the hint in a prompt that the learner scores; None: no estimator asks for hints."""
     loops: Mapping[str, AgentLoop] = field(default_factory=dict)
-    """By environment section."""
+    """Agent loops by environment section."""
     splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Seeds of the splits that environments have of their own, by section, as HELLO tells them."""
     now: Callable[[], float] = time.time
@@ -103,9 +103,10 @@ class Services:
         metrics: ActorMetrics,
         lessons: MemorySource | None = None,
     ) -> Services:
-        """From the run file. An external engine speaks vLLM's routes and is called ``vllm``.
+        """Build from the run file. An external engine speaks vLLM's routes and is called ``vllm``.
 
-        ``lessons``: where they are found, other than at the replay stage."""
+        ``lessons``: the source of lessons, other than the replay stage.
+        """
         sampling = config.sampling
         return cls(
             actor_id=actor_id,
@@ -125,14 +126,16 @@ class Services:
             pool=pool,
             environments=environments,
             metrics=metrics,
-            guide=MemoryPrompter(config.lessons, renderer, metrics, lessons) if config.lessons.enabled else None,
+            memory_prompter=MemoryPrompter(config.lessons, renderer, metrics, lessons)
+            if config.lessons.enabled
+            else None,
             hint_template=config.advantage.hint_template,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},
         )
 
     def policy(self, order: Order) -> Policy:
-        """What ``order`` asks completions of."""
+        """The policy that completes the prompts of ``order``."""
         return Policy(
             order,
             self.pool,

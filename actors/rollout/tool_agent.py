@@ -2,7 +2,7 @@
 
 Calls are read from the text of the sampled tokens by the parser that the model's template asks for. The calls of one
 turn run at once, up to ``max_parallel_calls``; their answers are appended in call order as messages of the role
-``tool``, which the chat template puts into words. What is wrong with a call is told to the policy and counted; the
+``tool``, which the chat template puts into words. Errors in a call are reported to the policy and counted; the
 episode goes on. An episode that reaches a limit while it is still calling tools is TRUNCATED with the rewards that it
 had so far, and is never called finished.
 """
@@ -36,18 +36,18 @@ _THINK_END = "</think>"
 
 def keep_last_answers(messages: Sequence[Message], n: int) -> tuple[Message, ...]:
     """All but the last ``n`` tool answers replaced by a mark. Answers that the policy has not read yet (those at the
-    end) are kept, however many they are."""
+    end) stay, however many they are."""
     unread = 0
     while unread < len(messages) and messages[len(messages) - 1 - unread].role == "tool":
         unread += 1
-    left, kept = max(n, unread), []
+    left, result = max(n, unread), []
     for message in reversed(messages):
         if message.role == "tool":
             if left <= 0 and len(message.content) > len(LEFT_OUT):
                 message = replace(message, content=LEFT_OUT)
             left -= 1
-        kept.append(message)
-    return tuple(reversed(kept))
+        result.append(message)
+    return tuple(reversed(result))
 
 
 def without_thinking(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -89,12 +89,12 @@ class ToolAgent(AgentLoop):
     """Options of ``environments.<name>.loop.options`` for ``tool_agent``."""
 
     tools: tuple[str | ToolSpec, ...] = ()
-    """Beside those that the environment brings. A name alone is a tool without options."""
+    """Tools beside those that the environment brings. A name alone is a tool without options."""
     tell_schemas: bool = True
-    """Whether the prompt says what tools there are. False where the environment's own messages show it: a long text
-    about tools confuses a model that never saw one, and a few examples do not."""
+    """The prompt describes the tools. False where the environment's own messages show them: a long text about tools
+    confuses a model that never saw one, and a few examples do not."""
     parser: str = "auto"
-    """How calls are written: ``auto`` (what the chat template asks for), ``hermes``, ``qwen``, ``qwen_xml``, ``llama``,
+    """Form of calls: ``auto`` (what the chat template asks for), ``hermes``, ``qwen``, ``qwen_xml``, ``llama``,
     ``mistral``, ``pythonic``, ``transformers`` (the tokenizer's response template) or ``vllm:NAME``."""
     max_parallel_calls: int = Field(default=8, ge=1, le=256)
     """Calls of one turn that run at the same time."""
@@ -110,7 +110,7 @@ class ToolAgent(AgentLoop):
     tool_response_cut: Literal["left", "right", "middle"] = "middle"
     """The side that is cut away: errors stand at the end of an output, headings at its beginning."""
     tool_seconds_max: float = Field(default=30.0, gt=0, le=3600)
-    """Time of one call, of a tool's ``create`` and of waiting for tools to be known."""
+    """Time of one call, of a tool's ``create`` and of waiting for the list of tools."""
     keep_tool_answers: int | None = Field(default=None, ge=1)
     """Compaction: when the prompt grows beyond ``compact_above_tokens``, all but so many of the last tool answers are
     left out, in a new branch. None: never."""
@@ -247,11 +247,13 @@ class ToolAgentEpisode(AgentEpisode):
             Message("tool", self._loop.shown(d.text), {"name": d.name[:NAME_CHARACTERS_MAX], "tool_call_id": i})
             for d, i in zip(done, ids, strict=True)
         )
-        said = Message("assistant", parsed.content, {"tool_calls": [_stated(c, i) for c, i in _pairs(parsed, ids)]})
-        return Answer(messages, sum(d.reward for d in done), signals=_signals(done), said=said)
+        parsed_reply = Message(
+            "assistant", parsed.content, {"tool_calls": [_stated(c, i) for c, i in _pairs(parsed, ids)]}
+        )
+        return Answer(messages, sum(d.reward for d in done), signals=_signals(done), parsed_reply=parsed_reply)
 
     def _limited(self, answer: Answer) -> Answer:
-        """With the loop's own limits, for an answer that would go on."""
+        """Apply the loop's own limits to an answer that would go on."""
         if answer.done:
             return answer
         self._answers += 1
@@ -260,7 +262,7 @@ class ToolAgentEpisode(AgentEpisode):
             limit = Limit.ASSISTANT_TURNS
         elif self._loop.max_user_turns is not None and self._answers > self._loop.max_user_turns:
             limit = Limit.USER_TURNS
-        return Answer(answer.messages, answer.reward, False, limit, answer.signals, answer.said)
+        return Answer(answer.messages, answer.reward, False, limit, answer.signals, answer.parsed_reply)
 
     def rewrite(self, messages: Sequence[Message], prompt_tokens: int) -> Sequence[Message]:
         loop = self._loop

@@ -1,4 +1,4 @@
-"""What the policy can call. A new tool is one class or one function; see :mod:`actors.tools.base`."""
+"""Tools of the policy. A new tool is one class or one function; see :mod:`actors.tools.base`."""
 
 from actors.tools.base import FunctionTool, Tool, ToolError, ToolResult, Toolset
 from pipeline.runtime.plugin_guard import kept_running

@@ -1,7 +1,7 @@
 """The interface between a tool and the agent loop.
 
 A :class:`Tool` is built once per actor (a tool of the run file) or once per episode (a tool that an episode brings).
-``create`` and ``release`` frame one episode; what belongs to that episode is kept under its ``episode_key``. All three
+``create`` and ``release`` frame one episode; state of that episode belongs under its ``episode_key``. All three
 have a time limit, and calls of one turn may run at the same time.
 
 A complete tool, in a file that nobody else has to know::
@@ -23,11 +23,8 @@ A complete tool, in a file that nobody else has to know::
             except KeyError:
                 raise ToolError("that country is not known") from None
 
-A plain function with type hints and a docstring is a tool too: :class:`FunctionTool`.
-
-Arguments against a tool's JSON schema, and the schema as chat templates take it.
-
-From the names in the run file to constructed tools.
+A plain function with type hints and a docstring is a tool too: :class:`FunctionTool`. Arguments are checked against a
+tool's JSON schema, which chat templates are given too. Tools of the run file are constructed from their names.
 """
 
 from __future__ import annotations
@@ -54,19 +51,19 @@ from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-"""What a tool may be called: the letters that every chat format can carry."""
+"""Valid tool names: the letters that every chat format can carry."""
 
 
 class ToolError(Exception):
-    """What the policy should be told: the call was wrong, or the tool cannot do that. It is no failure of the tool."""
+    """A message to the policy: the call was wrong, or the tool cannot do that. It is no failure of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one call gave."""
+    """Result of one call."""
 
     text: str
-    """What the policy reads. The agent loop cuts it to ``max_tool_response_length``."""
+    """The policy's view of the result. The agent loop cuts it to ``max_tool_response_length``."""
     reward: float = 0.0
     """Added to the reward of the turn that made the call."""
     signals: Mapping[str, float] = field(default_factory=dict)
@@ -77,7 +74,7 @@ class Tool(ABC):
     """Something that the policy can call by name.
 
     Raise :class:`ToolError` for what the policy should know. Anything else that is raised is a failure of the tool: the
-    policy is told that the tool failed, and it is counted under the tool's name."""
+    policy reads that the tool failed, and it is counted under the tool's name."""
 
     name: str
     description: str
@@ -99,7 +96,7 @@ class Tool(ABC):
 
 
 class FunctionTool(Tool):
-    """A function as a tool: name, docstring and type hints say what the policy is told.
+    """A function as a tool: name, docstring and type hints become its schema.
 
     >>> def add(a: int, b: int) -> int:
     ...     '''Add two integers.'''
@@ -142,11 +139,11 @@ _PLAIN: Mapping[Any, str] = {str: "string", int: "integer", float: "number", boo
 
 
 class Toolset(ABC):
-    """Several tools that come together and are known only when it is connected, such as those of an MCP server."""
+    """Several tools that come together and are listed only when it is connected, such as those of an MCP server."""
 
     @abstractmethod
     async def tools(self) -> Sequence[Tool]:
-        """The tools, the same at every call. Waits until they are known; the caller has a limit."""
+        """The tools, the same at every call. Waits until they are listed; the caller has a limit."""
 
     async def serve(self) -> None:  # noqa: B027 - optional
         """Runs for as long as the actor lives."""
@@ -204,7 +201,7 @@ def _schema_of_hint(hint: Any, where: str) -> dict[str, Any]:
 
 
 Check = Callable[[Mapping[str, Any]], str | None]
-"""None where the arguments satisfy the schema, else what the policy is told."""
+"""Returns None where the arguments satisfy the schema, else a message to the policy."""
 FAULTS_SHOWN_MAX = 3
 
 
@@ -229,7 +226,7 @@ def schema_of_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def check_of(schema: Mapping[str, Any], where: str) -> Check:
-    """What checks arguments against ``schema["function"]["parameters"]``. References to other documents are not
+    """A check of arguments against ``schema["function"]["parameters"]``. References to other documents are not
     followed. Raises :class:`ConfigurationError` for a schema that is none."""
     function = schema["function"]
     try:
@@ -252,9 +249,9 @@ def check_of(schema: Mapping[str, Any], where: str) -> Check:
 
 
 def _words(error: jsonschema.ValidationError) -> str:
-    place = ".".join(str(part) for part in error.absolute_path)
+    path = ".".join(str(part) for part in error.absolute_path)
     text = error.message if len(error.message) <= 200 else error.message[:200] + "..."
-    return f"{place}: {text}" if place else text
+    return f"{path}: {text}" if path else text
 
 
 GROUP = "afterplay.tools"

@@ -13,7 +13,7 @@ from actors.tools.base import Tool, ToolError, ToolResult
 
 CHARACTERS_MAX = 1_000
 BITS_MAX = 8_192
-"""Of numerator and denominator of any value on the way: about 2,466 digits."""
+"""Bits of numerator and denominator of any value on the way: about 2,466 digits."""
 NODES_MAX = 500
 _Number = Fraction | float
 

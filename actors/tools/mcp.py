@@ -1,8 +1,8 @@
 """``mcp``: the tools of a Model Context Protocol server, over stdio or HTTP.
 
-One connection for each actor, kept by :meth:`MCP.serve`: opened when the actor starts, pinged, and opened again (the
-process started again) when it breaks or three calls in a row get no answer. A call that was under way then fails and is
-told so; it is never made twice. Works with mcp 1.x and 2.x, whose names differ in places.
+One connection for each actor, owned by :meth:`MCP.serve`: opened when the actor starts, pinged, and opened again (the
+process started again) when it breaks or three calls in a row get no answer. A call that was under way then fails
+with that message; it is never made twice. Works with mcp 1.x and 2.x, some of whose names differ.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class MCP(Toolset):
     env: dict[str, str] = Field(default_factory=dict)
     """More environment variables for it; it does not inherit ours, but for a few such as PATH."""
     url: str | None = None
-    """Of a server over streamable HTTP, for example ``http://127.0.0.1:8000/mcp``."""
+    """Address of a server over streamable HTTP, for example ``http://127.0.0.1:8000/mcp``."""
     headers: dict[str, str] = Field(default_factory=dict)
     allow: tuple[str, ...] = ()
     """Names of the tools to take; empty: all."""
     prefix: str = ""
-    """In front of their names, where two servers have tools of one name."""
+    """Prefix of their names, where two servers have tools of one name."""
     connect_seconds_max: float = Field(default=30.0, gt=0, le=600)
     ping_seconds: float = Field(default=10.0, gt=0, le=600)
     """Between two questions whether it is still there."""
@@ -89,7 +89,7 @@ class MCP(Toolset):
             try:
                 await self._one_connection()
             except Exception as error:
-                logger.warning("MCP server %s: %s", self.where, _reason(error))
+                logger.warning("MCP server %s: %s", self.where, _first_cause(error))
             finally:
                 self._lost()
             wait = self.backoff_seconds if self.connections > connections else min(2 * wait, self.backoff_seconds_max)
@@ -233,7 +233,7 @@ def _either(value: Any, new: str, old: str) -> Any:
     return getattr(value, new) if hasattr(value, new) else getattr(value, old, None)
 
 
-def _reason(error: BaseException) -> str:
+def _first_cause(error: BaseException) -> str:
     """The first cause inside exception groups."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]

@@ -34,7 +34,7 @@ PROBE_SECONDS_MAX = 20.0
 
 @dataclass(config=STRICT_OPTIONS)
 class Python(Tool):
-    """What the code prints, and the value of its last expression. Needs the extra ``tools``."""
+    """Runs code and answers with its output and the value of its last expression. Needs the extra ``tools``."""
 
     seconds_max: float = Field(default=5.0, gt=0, le=600)
     """CPU time of one call."""
@@ -45,11 +45,11 @@ class Python(Tool):
     """Workers of one actor; calls beyond that wait."""
     code_characters_max: int = Field(default=20_000, ge=1)
     keep_variables: bool = True
-    """From one call of an episode to the next."""
+    """Variables last from one call of an episode to the next."""
     state_bytes_max: int = Field(default=1_000_000, ge=1)
-    """Variables that take more are forgotten, and the policy is told."""
+    """Variables that take more are dropped, with a message to the policy."""
     bubblewrap: Literal["auto", "always", "never"] = "auto"
-    """Whether workers run under ``bwrap``: a second wall around the sandbox. auto: where it works (many containers
+    """Use of ``bwrap`` around the workers, a second wall around the sandbox. auto: where it works (many containers
     forbid it; a warning says so). always: where it does not work is an error."""
 
     name = "python"
@@ -143,10 +143,10 @@ class Python(Tool):
             return None
         refusal = await refused(bwrap)
         if refusal is not None:
-            told = f"the tool python: {bwrap} does not work on this machine: {refusal}"
+            problem = f"the tool python: {bwrap} does not work on this machine: {refusal}"
             if self.bubblewrap == "always":
-                raise ConfigurationError(f"{told}. Allow user namespaces here, or set bubblewrap to auto or never")
-            logger.warning("%s. Workers run without it, in pydantic-monty's sandbox alone", told)
+                raise ConfigurationError(f"{problem}. Allow user namespaces here, or set bubblewrap to auto or never")
+            logger.warning("%s. Workers run without it, in pydantic-monty's sandbox alone", problem)
             return None
         find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
         self._wrapper = tempfile.TemporaryDirectory(prefix="afterplay-python-")
@@ -157,7 +157,8 @@ class Python(Tool):
 
 
 async def refused(bwrap: str) -> str | None:
-    """Why nothing can be started in namespaces of its own here (containers often forbid it); None where it can."""
+    """Reason why nothing can be started in namespaces of its own here (containers often forbid it); None where it
+    can."""
     try:
         with anyio.fail_after(PROBE_SECONDS_MAX):
             done = await anyio.run_process(walls(bwrap, "/bin/sh", "-c", ":"), check=False)

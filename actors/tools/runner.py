@@ -1,11 +1,9 @@
 """The tools of one episode: created, called, released exactly once.
 
 *Consumes* parsed calls; *produces* one :class:`Done` for each, in call order. *Waits* for tools, each under its limit;
-at most ``parallel_max`` calls of a turn run at once. Nothing that a tool does raises here, cancellation apart.
-
-Long tool answers, truncated to a length in characters or tokens, with a mark where something is missing.
-
-What went wrong with tools: counted for ever, with the newest tracebacks kept.
+at most ``parallel_max`` calls of a turn run at once. No error of a tool is raised here, cancellation apart: failures
+are counted, and the newest tracebacks stay in memory. Long answers are truncated to a length in characters or tokens,
+with a mark where something is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Task
 
 Side = Literal["left", "right", "middle"]
-"""What is cut away."""
+"""The side that is cut away."""
 MARK = "\n... [{n} {unit} left out] ...\n"
 CHARACTERS_A_TOKEN_MAX = 64
 """No token is counted as longer, so that a text of megabytes is cut before it is tokenised."""
@@ -45,12 +43,12 @@ class Tokens(Protocol):
 def truncate_characters(text: str, length_max: int, side: Side) -> str:
     """At most ``length_max`` characters of ``text``, and the mark beside them.
 
-    >>> cut_characters("abcdefgh", 4, "middle")
+    >>> truncate_characters("abcdefgh", 4, "middle")
     'ab\\n... [4 characters left out] ...\\ngh'
     """
     if len(text) <= length_max:
         return text
-    head, tail = _kept(length_max, side)
+    head, tail = _head_and_tail(length_max, side)
     mark = MARK.format(n=len(text) - length_max, unit="characters")
     return text[:head] + mark + text[len(text) - tail :]
 
@@ -63,7 +61,7 @@ def truncate_tokens(text: str, length_max: int, side: Side, tokens: Tokens) -> s
     ids = tokens.encode_text(shown)
     if len(ids) <= length_max:
         return shown
-    head, tail = _kept(length_max, side)
+    head, tail = _head_and_tail(length_max, side)
     mark = MARK.format(n="many" if long else len(ids) - length_max, unit="tokens")
     first = tokens.decode_ids(ids[:head]).rstrip("\ufffd") if head else ""
     last = tokens.decode_ids(ids[len(ids) - tail :]).lstrip("\ufffd") if tail else ""
@@ -79,7 +77,7 @@ def truncater(
     return lambda text: truncate_tokens(text, length_max, side, tokens)
 
 
-def _kept(length_max: int, side: Side) -> tuple[int, int]:
+def _head_and_tail(length_max: int, side: Side) -> tuple[int, int]:
     """(from the beginning, from the end)."""
     if side == "right":
         return length_max, 0
@@ -90,7 +88,7 @@ def _kept(length_max: int, side: Side) -> tuple[int, int]:
 
 logger = logging.getLogger(__name__)
 
-KEPT_MAX = 64
+FAILURES_MAX = 64
 DETAILS_CHARACTERS_MAX = 8_000
 LOGGED_MAX = 3
 """Tracebacks logged for each tool and kind of error; all are counted."""
@@ -114,7 +112,7 @@ class Failures:
     """Bounded in memory and in the log."""
 
     def __init__(self) -> None:
-        self.newest: deque[ToolFailure] = deque(maxlen=KEPT_MAX)
+        self.newest: deque[ToolFailure] = deque(maxlen=FAILURES_MAX)
         self._logged: dict[tuple[str, str], int] = {}
 
     def add(self, tool: str, where: str, episode: str, error: BaseException) -> ToolFailure:
@@ -159,11 +157,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one call came to."""
+    """Outcome of one call."""
 
     name: str
     text: str
-    """What the policy reads, truncated already."""
+    """The policy's view of the answer, truncated already."""
     outcome: str
     """``ok``, or why not: one of :data:`pipeline.metrics.actor.TOOL_OUTCOMES`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -44,7 +44,7 @@ class Search(Tool):
     title_field: str = "title"
     """May be missing in a line."""
     index: str | None = None
-    """Where the index is kept between runs. It is built anew when the corpus has another size or time."""
+    """File of the index between runs. It is rebuilt when the corpus has another size or time."""
     top_k: int = Field(default=3, ge=1, le=100)
     characters: int = Field(default=500, ge=20, le=100_000)
     """Shown of each passage, around the words that were found."""
@@ -155,7 +155,7 @@ class Search(Tool):
 
 
 def build_index(file: Path, documents: Iterator[tuple[str, str]], fingerprint: str) -> None:
-    """Written beside ``file`` and then put in its place, so that a reader never sees half an index."""
+    """Written beside ``file`` and then renamed to it, so that a reader never sees half an index."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".building")
     os.close(handle)
     building = Path(name)

@@ -42,24 +42,24 @@ def environment(options: argparse.Namespace) -> Any:
     return load_environment(resolve_env_config({**block, "agent": agent}))
 
 
-def chosen(tasks: Any, told: dict[str, Any], tasks_max: int) -> Any:
-    if "idx" in told["payload"]:
-        return next(itertools.islice(tasks, int(told["payload"]["idx"]), None))
+def chosen(tasks: Any, row: dict[str, Any], tasks_max: int) -> Any:
+    if "idx" in row["payload"]:
+        return next(itertools.islice(tasks, int(row["payload"]["idx"]), None))
     if not tasks.bounded:
-        return next(itertools.islice(tasks, told["seed"] % tasks_max, None))
+        return next(itertools.islice(tasks, row["seed"] % tasks_max, None))
     tasks = list(tasks)
-    return tasks[told["seed"] % len(tasks)]
+    return tasks[row["seed"] % len(tasks)]
 
 
 async def main() -> None:
     options = arguments()
-    told = json.loads(os.environ["AFTERPLAY_TASK"])
+    row = json.loads(os.environ["AFTERPLAY_TASK"])
     env = environment(options)
-    task = chosen(env.taskset, told, options.tasks)
-    door = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key_var": "OPENAI_API_KEY"}
-    client: ClientConfig = EvalClientConfig(**door)
+    task = chosen(env.taskset, row, options.tasks)
+    gateway = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key_var": "OPENAI_API_KEY"}
+    client: ClientConfig = EvalClientConfig(**gateway)
     if options.tokenizer is not None:
-        client = TrainClientConfig(**door, renderer_model_name=options.tokenizer)
+        client = TrainClientConfig(**gateway, renderer_model_name=options.tokenizer)
     async with env.serving():
         episode = await env.run_episode(task, ModelContext(model=os.environ["AFTERPLAY_MODEL"], client=client))
     unscored = any(reward is None for trace in episode.traces for reward in trace.rewards.values())

@@ -76,7 +76,7 @@ def test_lessons_are_written_found_put_into_prompts_and_the_accounts_add_up(tmp_
             shown = " ".join(re.sub(r"<\|\w+\|>", " ", written[lesson]).split())
             assert trajectory.turns[0].context_messages[0].content == f"{shown} guess"
             slot = int(trajectory.trajectory_id.split(".")[1])
-            assert memory_prompt.is_guided(LessonsConfig(enabled=True), trajectory.group_id, slot)
+            assert memory_prompt.gets_lessons(LessonsConfig(enabled=True), trajectory.group_id, slot)
             assert guidance.keep == (train_mode == "keep")
             if not guidance.keep:
                 assert set(guidance.plain_contexts) == {0}

@@ -1,7 +1,7 @@
-"""What a parser makes of a reply: text, and calls in the order in which they stand there.
+"""Results of parsing a reply: its text, and its calls in their order.
 
-A parser never raises. A call that cannot be read is a :class:`CallError` at its place among the calls, with the words
-that the policy is told, so that the calls beside it still run.
+A parser never raises. A call that cannot be read becomes a :class:`CallError` at its position among the calls, with a
+message for the policy, so that the calls beside it still run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CallError:
     """A call that cannot be read."""
 
     text: str
-    """What the policy is told."""
+    """Message to the policy."""
     name: str = ""
     """The tool, where that much could be read."""
 
@@ -46,7 +46,7 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls. Pure functions."""
+    """A model family's form of calls. Pure functions."""
 
     parse: Callable[[str, Sequence[ToolSchema]], Parsed]
     render: Callable[[Sequence[ToolCall]], str]

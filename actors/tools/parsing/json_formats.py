@@ -1,6 +1,7 @@
-"""``<tool_call>`` blocks with JSON in them (Hermes, Qwen 2.5 and 3) or with Qwen3-Coder's tags.
+"""Parsers of tool calls in JSON or tags.
 
-::
+Hermes, Qwen 2.5 and 3: JSON in tags; Qwen3-Coder: tags alone (github.com/NousResearch/Hermes-Function-Calling and the
+chat templates published with Qwen3 and Qwen3-Coder)::
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -14,16 +15,12 @@
     </function>
     </tool_call>
 
-Formats: github.com/NousResearch/Hermes-Function-Calling and the chat templates published with Qwen3 and Qwen3-Coder.
+Llama 3.x: a JSON object with ``parameters`` as the whole reply, several of them separated by ``;``, perhaps after
+``<|python_tag|>``; and the built-in tools' form ``<|python_tag|>search.call(query="x")`` (prompt format pages of Llama
+3.1 and 3.2 and the chat templates published with the models).
 
-Llama 3.x: a JSON object with ``parameters`` as the whole reply, several of them parted by ``;``, perhaps after
-``<|python_tag|>``; and the built-in tools' form ``<|python_tag|>search.call(query="x")``.
-
-Format: the prompt format pages of Llama 3.1 and 3.2 and the chat templates published with the models.
-
-Mistral: ``[TOOL_CALLS]`` and then a JSON list, or ``name[ARGS]{...}`` for each call (tokenizers of version 11 on).
-
-Formats: the tokenizers of mistral-common and the chat templates published with the models.
+Mistral: ``[TOOL_CALLS]`` and then a JSON list, or ``name[ARGS]{...}`` for each call (tokenizers of version 11 on; the
+tokenizers of mistral-common and the chat templates published with the models).
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def parse_qwen(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
 
 
 def render_hermes(calls: Sequence[ToolCall]) -> str:
-    """As Qwen's templates write it."""
+    """Calls as Qwen's templates write them."""
     return "\n".join(
         f"{OPEN}\n{json.dumps({'name': c.name, 'arguments': dict(c.arguments)}, ensure_ascii=False)}\n{CLOSE}"
         for c in calls
@@ -74,7 +71,7 @@ def render_hermes(calls: Sequence[ToolCall]) -> str:
 
 
 def render_qwen_xml(calls: Sequence[ToolCall]) -> str:
-    """As Qwen3-Coder's template writes it."""
+    """Calls as Qwen3-Coder's template writes them."""
     return "\n".join(_xml(c) for c in calls)
 
 
@@ -195,12 +192,12 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
 
 
 def rest_is_call(rest: str) -> bool:
-    """Whether what follows a call looks like another one; else it is talk, and left out."""
+    """True if the text after a call looks like another one; else it is talk, and left out."""
     return _LOOKS_LIKE_A_CALL.match(rest.lstrip(" \t\r\n;")) is not None
 
 
 def render_llama(calls: Sequence[ToolCall]) -> str:
-    """As the template of Llama 3.1 writes one; several are parted by ``; ``."""
+    """Calls as the template of Llama 3.1 writes one; several are separated by ``; ``."""
     return "; ".join(json.dumps({"name": c.name, "parameters": dict(c.arguments)}, ensure_ascii=False) for c in calls)
 
 

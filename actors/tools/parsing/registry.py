@@ -1,4 +1,4 @@
-"""Parsers by name, and ``auto``: which one a chat template asks for."""
+"""Parsers by name, and the choice of ``auto`` by the chat template."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def parser_of(
 
 
 def format_of_template(template: str, tokenizer: Any = None) -> str:
-    """By what the template says of calls; ``hermes`` for one that says nothing, because the schemas are then told in
-    that form (:mod:`actors.rendering.tool_messages`).
+    """Name of the format in which a chat template writes calls; ``hermes`` for one that writes none, because the
+    schemas are then shown in that form (:mod:`actors.rendering.tool_messages`).
 
     >>> format_of_template("... '<tool_call>' ..."), format_of_template("... [TOOL_CALLS] ...")
     ('qwen', 'mistral')

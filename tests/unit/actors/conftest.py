@@ -106,11 +106,11 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 def script(tokenizer: Any) -> Callable[..., list[int]]:
     """For a stub engine: three replies over and over, one of which makes :data:`THINKING` fork."""
     replies = [tokenizer(text, add_special_tokens=False).input_ids for text in ("4 5", "9 7 8", "1")]
-    played: list[int] = []
+    completed: list[int] = []
 
     def reply(ids: Any, sampling: Any) -> list[int]:
-        played.append(1)
-        return [*replies[(len(played) - 1) % 3], tokenizer.eos_token_id][: sampling.max_tokens]
+        completed.append(1)
+        return [*replies[(len(completed) - 1) % 3], tokenizer.eos_token_id][: sampling.max_tokens]
 
     return reply
 
@@ -124,8 +124,8 @@ def rows(trajectory: Trajectory, contexts: Mapping[int, Sequence[int]] | None = 
     return list(found.values())
 
 
-async def played(services: Services, order: Order, source: MemorySource | None = None) -> Trajectory:
-    """The order, played to its end."""
+async def run_order(services: Services, order: Order, source: MemorySource | None = None) -> Trajectory:
+    """Run the order to its end."""
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
         with anyio.fail_after(SECONDS_MAX):

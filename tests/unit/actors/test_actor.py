@@ -23,14 +23,14 @@ MakeOrder = Callable[..., Order]
 
 
 @asynccontextmanager
-async def playing(
-    services: Services, *, places: int = 8, credit_bytes: int = 10**6, limits: Limits | None = None, outbox: int = 10**7
+async def running_actor(
+    services: Services, *, slots: int = 8, credit_bytes: int = 10**6, limits: Limits | None = None, outbox: int = 10**7
 ) -> AsyncIterator[tuple[Stage, Actor, MemoryNetwork]]:
     stage = Stage(credit_bytes=credit_bytes)
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
         group.start_soon(stage.serve)
-        actor = Actor(services, link, slots=places, outbox_bytes_max=outbox, limits=limits or Limits())
+        actor = Actor(services, link, slots=slots, outbox_bytes_max=outbox, limits=limits or Limits())
         group.start_soon(services.pool.watch)
         group.start_soon(actor.run)
         await stage.until(lambda: bool(stage.hellos))
@@ -49,7 +49,7 @@ async def test_each_order_is_answered_by_one_trajectory_of_its_id(
 ) -> None:
     engine = StubEngine(latency_seconds=0.001)
     orders = [make_order(seed) for seed in range(50)]
-    async with playing(make_services([engine]), places=8) as (stage, actor, _):
+    async with running_actor(make_services([engine]), slots=8) as (stage, actor, _):
         await stage.order(*orders, orders[0])
         await stage.until(lambda: len(stage.received) == 50)
         await until(lambda: actor.unacknowledged == 0)
@@ -62,7 +62,7 @@ async def test_each_order_is_answered_by_one_trajectory_of_its_id(
 async def test_unacknowledged_trajectories_are_sent_again_after_a_reconnection(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
-    async with playing(make_services([StubEngine()])) as (stage, actor, network):
+    async with running_actor(make_services([StubEngine()])) as (stage, actor, network):
         stage.acknowledging = False
         await stage.order(make_order(1), make_order(2))
         await stage.until(lambda: len(stage.received) == 2)
@@ -77,7 +77,7 @@ async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
     engine = StubEngine()
-    async with playing(make_services([engine]), places=1, credit_bytes=1, outbox=1) as (stage, actor, _):
+    async with running_actor(make_services([engine]), slots=1, credit_bytes=1, outbox=1) as (stage, actor, _):
         stage.acknowledging = False
         await stage.order(*(make_order(seed) for seed in range(5)))
         await stage.until(lambda: len(stage.received) == 1)
@@ -91,7 +91,7 @@ async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
 async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_order: MakeOrder) -> None:
     engine = StubEngine(latency_seconds=30)
     orders = [make_order(seed) for seed in range(4)]
-    async with playing(make_services([engine]), places=2) as (stage, actor, _):
+    async with running_actor(make_services([engine]), slots=2) as (stage, actor, _):
         await stage.order(*orders)
         await until(lambda: engine.in_flight == 2)
         await stage.hub.send(
@@ -105,7 +105,7 @@ async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_o
 
 async def test_gauges_follow_what_is_played(make_services: MakeServices, make_order: MakeOrder) -> None:
     services = make_services([StubEngine(latency_seconds=30.0)])
-    async with playing(services, places=4) as (stage, actor, _):
+    async with running_actor(services, slots=4) as (stage, actor, _):
         await stage.order(*(make_order(seed) for seed in range(3)))
         await until(lambda: actor.in_flight == 3)
         assert services.metrics.inflight_episodes._value.get() == 3
@@ -119,7 +119,7 @@ async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(
     engine = StubEngine(latency_seconds=0.05)
     stuck = StubEngine("stub://stuck", latency_seconds=30)
     services = make_services([engine, stuck])
-    async with playing(services, places=2) as (stage, actor, _):
+    async with running_actor(services, slots=2) as (stage, actor, _):
         await stage.order(*(make_order(seed) for seed in range(3)))
         await until(lambda: engine.in_flight == 1 and stuck.in_flight == 1)
         assert await actor.drain(2.0)
@@ -129,7 +129,7 @@ async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(
 
 
 async def test_drain_without_a_stage_ends_in_time(make_services: MakeServices, make_order: MakeOrder) -> None:
-    async with playing(make_services([StubEngine()])) as (stage, actor, _network):
+    async with running_actor(make_services([StubEngine()])) as (stage, actor, _network):
         stage.acknowledging = False
         await stage.order(make_order())
         await stage.until(lambda: len(stage.received) == 1)
@@ -140,7 +140,7 @@ async def test_drain_without_a_stage_ends_in_time(make_services: MakeServices, m
 async def test_trajectory_over_the_limit_is_answered_as_an_error_that_names_the_limit(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
-    async with playing(make_services([StubEngine()]), limits=Limits(tokens_max=3)) as (stage, _actor, _):
+    async with running_actor(make_services([StubEngine()]), limits=Limits(tokens_max=3)) as (stage, _actor, _):
         await stage.order(make_order())
         await stage.until(lambda: len(stage.received) == 1)
     trajectory = next(iter(stage.trajectories.values()))
@@ -161,7 +161,7 @@ async def test_trajectory_over_the_limit_is_answered_as_an_error_that_names_the_
 async def test_messages_that_are_not_understood_do_not_stop_the_actor(
     make_services: MakeServices, make_order: MakeOrder, message: WireMessage
 ) -> None:
-    async with playing(make_services([StubEngine()])) as (stage, _actor, _):
+    async with running_actor(make_services([StubEngine()])) as (stage, _actor, _):
         await stage.hub.send("actor-0", message)
         await stage.order(make_order())
         await stage.until(lambda: len(stage.received) == 1)

@@ -1,4 +1,4 @@
-"""The actor asks its stage for lessons at the start of an episode, and plays on whatever the stage does."""
+"""The actor asks its stage for lessons at the start of an episode, and goes on whatever the stage does."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ANSWERED = {"id": "7", "text": "guess higher"}
 
 
 @asynccontextmanager
-async def playing(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
+async def running_actor(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
     config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
-    services = replace(services, guide=MemoryPrompter(config, services.renderer, services.metrics))
+    services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
     stage = Stage(acknowledging=False, lessons=answer)
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
@@ -53,7 +53,7 @@ async def test_lessons_of_the_stage_are_in_the_prompt_and_counted(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
     services = make_services([StubEngine()])
-    async with playing(services, [ANSWERED]) as (stage, _):
+    async with running_actor(services, [ANSWERED]) as (stage, _):
         for seed in range(6):
             await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(seed))))
         await stage.until(lambda: len(stage.trajectories) == 6)
@@ -74,7 +74,7 @@ async def test_a_stage_that_does_not_answer_costs_the_timeout_and_nothing_else(
     make_services: MakeServices, make_order: MakeOrder, answer: Any, outcome: str
 ) -> None:
     services = make_services([StubEngine()])
-    async with playing(services, answer, timeout_seconds=0.05) as (stage, _):
+    async with running_actor(services, answer, timeout_seconds=0.05) as (stage, _):
         await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.trajectories) == 1)
         # an answer after the time is left alone
@@ -90,7 +90,7 @@ async def test_a_stage_that_does_not_answer_costs_the_timeout_and_nothing_else(
 
 async def test_a_lost_connection_ends_the_wait_at_once(make_services: MakeServices, make_order: MakeOrder) -> None:
     services = make_services([StubEngine()])
-    async with playing(services, None, timeout_seconds=1000) as (stage, network):
+    async with running_actor(services, None, timeout_seconds=1000) as (stage, network):
         await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.asked) == 1)
         network.disconnect("actor-0")
@@ -100,7 +100,7 @@ async def test_a_lost_connection_ends_the_wait_at_once(make_services: MakeServic
 
 async def test_rollouts_that_are_not_guided_do_not_ask(make_services: MakeServices, make_order: MakeOrder) -> None:
     services = make_services([StubEngine()])
-    async with playing(services, None, rollout_mode="without") as (stage, _):
+    async with running_actor(services, None, rollout_mode="without") as (stage, _):
         await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.trajectories) == 1)
     assert not stage.asked

@@ -1,4 +1,4 @@
-"""The loop and the tool of docs/AGENTS.md, as files of their own, play."""
+"""The loop and the tool of docs/AGENTS.md, as files of their own, run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actors.tools.base import build_tool
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Order, TrajectoryStatus
 from tests.support.stub_engine import StubEngine
-from tests.unit.actors.conftest import played, script
+from tests.unit.actors.conftest import run_order, script
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "AGENTS.md").read_text()
 
@@ -35,7 +35,7 @@ async def test_the_loop_of_the_page_asks_once_more(
     services = make_services([StubEngine(script=script(words))])
     host = EnvironmentHost("game", EnvironmentConfig.model_validate(config))
     services.loops["game"] = build_loop(host, services.renderer, services.metrics)  # type: ignore[index]
-    trajectory = await played(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.turns[1].context_messages[0].content == "Are you sure? Answer again."
 

@@ -63,18 +63,18 @@ async def test_an_episode_leaves_no_cyclic_garbage(
 ) -> None:
     services = make_services([StubEngine(script=lambda ids, s: [10, 11, words.eos_token_id])], Chat())
 
-    async def play() -> None:
-        played = await Rollout(make_order(), services).run()
-        assert played.status is TrajectoryStatus.COMPLETE, played.failure
+    async def roll_out() -> None:
+        trajectory = await Rollout(make_order(), services).run()
+        assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
 
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
-        await play()
+        await roll_out()
         gc.collect()
         gc.disable()
         try:
             for _ in range(EPISODES):
-                await play()
+                await roll_out()
             assert gc.collect() < EPISODES
         finally:
             gc.enable()

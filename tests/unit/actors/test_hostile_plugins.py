@@ -18,7 +18,7 @@ from actors.rollout.services import Services
 from actors.tools import Tool, ToolResult, kept_running
 from pipeline.runtime.plugin_guard import bounded_prints, interrupting_blocks, watch_tasks
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
-from tests.unit.actors.test_tool_agent import Notes, Office, call, counted, office, play  # noqa: F401 - a fixture
+from tests.unit.actors.test_tool_agent import Notes, Office, call, counted, office, run_order  # noqa: F401 - a fixture
 
 MakeOffice = Callable[..., Services]
 MakeOrder = Callable[..., Order]
@@ -90,7 +90,7 @@ async def test_a_hostile_tool_is_told_counted_kept_and_does_not_stop_the_episode
     tool = Hostile()
     calls = [call("hostile", how=how)] * 2
     services = office(Office(tool), *calls, "done", loop_options={"max_tool_response_length": 300})
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert counted(services, "hostile", outcome) == 2
     assert counted(services, "hostile", "release_failed") == 1 and tool.released == 1
@@ -134,7 +134,7 @@ async def test_a_tool_that_blocks_the_event_loop_is_interrupted_and_told_as_late
 ) -> None:
     services = office(Office(Trap()), call("trap", how=how), "done", loop_options={"tool_seconds_max": 20})
     with interrupting_blocks(1.0):
-        trajectory = await play(services, make_order())
+        trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert counted(services, "trap", "timeout") == 1
     (failure,) = services.loops["game"].failures.newest  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ async def test_tasks_that_a_tool_left_running_are_ended_but_not_those_that_are_k
     watch_tasks()
     trap = Trap()
     services = office(Office(trap), call("trap", how="leak"), "done")
-    assert (await play(services, make_order())).status is TrajectoryStatus.COMPLETE
+    assert (await run_order(services, make_order())).status is TrajectoryStatus.COMPLETE
     with anyio.fail_after(60):
         await asyncio.wait(trap.leaked)
     assert [task.cancelled() for task in trap.leaked] == [True, True] and not trap.kept.done()
@@ -208,7 +208,7 @@ async def test_a_hostile_environment_fails_its_own_episode_with_a_bounded_traceb
     limit = 0.1 if how in ("hang", "block") else 60.0
     services = office(Rude(how), "a", step_seconds_max=limit, loop_name="multi_turn", loop={"options": {}})
     with interrupting_blocks(1.0):
-        trajectory = await play(services, make_order())
+        trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.reward is None and trajectory.rewards == {}
     assert trajectory.failure is not None and trajectory.failure.boundary == "environment step"
     assert "in step" in trajectory.failure.details or how not in ("raise", "exit", "cancelled", "block")
@@ -281,7 +281,7 @@ async def test_a_hostile_loop_fails_its_own_episode_and_both_are_closed(
     services = office(Rude(""), "a", loop_name="multi_turn", loop={"options": {}}, max_seconds=seconds)
     services.loops["game"] = loop  # type: ignore[index]
     with interrupting_blocks(1.0):
-        trajectory = await play(services, make_order())
+        trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.rewards == {} and trajectory.reward is None
     assert trajectory.failure is not None and trajectory.failure.boundary == "agent loop", trajectory.failure
     assert len(trajectory.failure.message) < 5000 and len(trajectory.failure.details) < 25_000
@@ -320,7 +320,7 @@ async def test_tasks_that_an_episode_left_running_are_cancelled_and_counted(
     watch_tasks()
     rude = Rude("leak")
     services = office(rude, "a", loop_name="multi_turn", loop={"options": {}})
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE
     with anyio.fail_after(60):
         await asyncio.wait(rude.leaked)
@@ -336,7 +336,7 @@ async def test_an_episode_cannot_change_the_task_that_is_sent_back(
     order = make_order()
     task = Task("game/1", "game", 1, {"rows": [1, 2]})
     order = Order(order.order_id, order.group_id, task, 0, 0, 0, 30.0)
-    trajectory = await play(services, order)
+    trajectory = await run_order(services, order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.task.payload == {"rows": [1, 2]}
     assert trajectory.turns[0].context_messages[0].extra == {"note": {}}

@@ -1,4 +1,4 @@
-"""What the README shows is a whole package: installed by entry point, found by name, played with its tool."""
+"""What the README shows is a whole package: installed by entry point, found by name, run with its tool."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ async def main() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)
         with anyio.fail_after(30):
-            played = await Rollout(Order("o", "g", Task("t", "mine", 3), 0, 0, 0, 20.0), services).run()
+            done = await Rollout(Order("o", "g", Task("t", "mine", 3), 0, 0, 0, 20.0), services).run()
         group.cancel_scope.cancel()
-    print(played.status, played.failure, dict(played.rewards), [m.role for m in played.turns[1].context_messages])
+    print(done.status, done.failure, dict(done.rewards), [m.role for m in done.turns[1].context_messages])
 
 
 anyio.run(main)

@@ -17,21 +17,21 @@ def episode(payload, **options):
 
 
 def test_a_prompt_is_asked_as_it_is_and_one_reply_ends_it():
-    play = episode({"prompt": "1 + {x}?", "answer": "2"})
-    assert play.messages == (Message("user", "1 + {x}?"),)
-    step = play.step(Reply("2"))
+    question = episode({"prompt": "1 + {x}?", "answer": "2"})
+    assert question.messages == (Message("user", "1 + {x}?"),)
+    step = question.step(Reply("2"))
     assert step.done and step.reward == 0.0
 
 
 def test_a_template_is_filled_once_with_what_the_row_has():
-    play = episode(
+    question = episode(
         {"prompt": "What is {answer}?", "unit": "cm"},
         template="{prompt} In {unit}. {",
         system="Be brief.",
         hint="{unit}",
     )
-    assert play.messages == (Message("system", "Be brief."), Message("user", "What is {answer}? In cm. {"))
-    assert play.hint == "cm"
+    assert question.messages == (Message("system", "Be brief."), Message("user", "What is {answer}? In cm. {"))
+    assert question.hint == "cm"
 
 
 def test_messages_are_asked_as_they_are():

@@ -52,7 +52,7 @@ class ChatEpisode(Episode):
         self.chat.closed += 1
 
 
-async def play(services: Services, order: Order) -> Trajectory:
+async def run_order(services: Services, order: Order) -> Trajectory:
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
         with anyio.fail_after(10):
@@ -75,7 +75,7 @@ async def test_concatenated_spans_are_exactly_what_the_engine_saw(
 ) -> None:
     engine = StubEngine(script=lambda ids, s: [10, 11, words.eos_token_id][: s.max_tokens])
     chat = Chat(turns=3)
-    trajectory = await play(make_services([engine], chat), make_order())
+    trajectory = await run_order(make_services([engine], chat), make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 3
     flat = trajectory.flatten().token_ids.tolist()
     for turn, (_, prompt) in enumerate(engine.requests):
@@ -104,7 +104,7 @@ async def test_a_greedy_order_is_played_without_sampling_and_says_so(
         return [10, words.eos_token_id]
 
     services = make_services([StubEngine(script=script)], Chat(turns=2))
-    trajectory = await play(services, dataclasses.replace(make_order(), greedy=True))
+    trajectory = await run_order(services, dataclasses.replace(make_order(), greedy=True))
     assert [(s.temperature, s.top_p, s.top_k) for s in asked] == [(0.0, 1.0, -1)] * 2
     assert [s.stop_token_ids for s in asked] == [services.sampling.stop_token_ids] * 2
     assert [t.temperature for t in trajectory.turns] == [0.0, 0.0]
@@ -115,20 +115,20 @@ async def test_completion_cut_by_length_gets_the_end_of_turn_token_as_context(
     make_services: MakeServices, make_order: MakeOrder, words: Any
 ) -> None:
     engine = StubEngine(script=lambda ids, s: [10, 11, 12, 13])
-    trajectory = await play(make_services([engine], Chat(turns=2)), make_order())
+    trajectory = await run_order(make_services([engine], Chat(turns=2)), make_order())
     assert trajectory.turns[0].finish_reason is FinishReason.LENGTH
     assert trajectory.turns[1].context.token_ids[0] == words.eos_token_id
     assert len(trajectory.turns) == 2
 
 
 async def test_turn_limit_truncates_and_keeps_the_score(make_services: MakeServices, make_order: MakeOrder) -> None:
-    trajectory = await play(make_services([StubEngine()], Chat(turns=9), max_turns=2), make_order())
+    trajectory = await run_order(make_services([StubEngine()], Chat(turns=9), max_turns=2), make_order())
     assert trajectory.status is TrajectoryStatus.TRUNCATED
     assert trajectory.rewards == {"environment": 1.0} and len(trajectory.turns) == 2
 
 
 async def test_token_limit_bounds_every_stored_token(make_services: MakeServices, make_order: MakeOrder) -> None:
-    trajectory = await play(make_services([StubEngine()], Chat(turns=99), max_tokens=30), make_order())
+    trajectory = await run_order(make_services([StubEngine()], Chat(turns=99), max_tokens=30), make_order())
     assert trajectory.status is TrajectoryStatus.TRUNCATED
     assert 20 < trajectory.n_tokens <= 30
 
@@ -137,7 +137,7 @@ async def test_context_overflow_truncates_and_never_reaches_the_engine(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
     engine = StubEngine()
-    trajectory = await play(make_services([engine], Chat(turns=99), max_length=24), make_order())
+    trajectory = await run_order(make_services([engine], Chat(turns=99), max_length=24), make_order())
     assert trajectory.status is TrajectoryStatus.TRUNCATED
     assert all(len(prompt) < 24 for _, prompt in engine.requests)
     assert trajectory.n_tokens <= 24
@@ -146,7 +146,7 @@ async def test_context_overflow_truncates_and_never_reaches_the_engine(
 async def test_prompt_longer_than_the_limit_is_an_error_and_not_a_reward(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
-    trajectory = await play(make_services([StubEngine()], Chat(), max_tokens=3), make_order())
+    trajectory = await run_order(make_services([StubEngine()], Chat(), max_tokens=3), make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.rewards == {}
     assert trajectory.failure is not None
     assert (trajectory.failure.boundary, trajectory.failure.kind) == ("agent loop", "EpisodeLimit")
@@ -165,7 +165,7 @@ async def test_time_limit_drops_the_unjudged_turn(make_services: MakeServices, m
 
     chat = Slow()
     services = make_services([StubEngine()], chat, max_seconds=1.0)
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.TRUNCATED and len(trajectory.turns) == 1
     assert trajectory.rewards == {"environment": 0.5}
     assert chat.closed == 1
@@ -176,7 +176,7 @@ async def test_time_limit_while_no_engine_answers_is_an_engine_failure(
 ) -> None:
     engine = StubEngine()
     engine.alive = False
-    trajectory = await play(make_services([engine], Chat(), max_seconds=0.1), make_order())
+    trajectory = await run_order(make_services([engine], Chat(), max_seconds=0.1), make_order())
     assert trajectory.status is TrajectoryStatus.ERROR
     assert trajectory.failure is not None and trajectory.failure.boundary == "engine"
 
@@ -206,7 +206,7 @@ async def test_hostile_step_fails_the_episode_at_the_environment_boundary(
             return type("HostileEpisode", (ChatEpisode,), {"step": step})(self)
 
     chat = Hostile()
-    trajectory = await play(make_services([StubEngine()], chat), make_order())
+    trajectory = await run_order(make_services([StubEngine()], chat), make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.reward is None and trajectory.rewards == {}
     assert trajectory.failure is not None
     assert (trajectory.failure.boundary, trajectory.failure.kind) == ("environment step", kind)
@@ -234,7 +234,7 @@ async def test_hanging_step_times_out_and_leaves_the_loop_free(
             return Step(done=True)
 
     services = make_services([StubEngine()], Hanging(), blocking=blocking, step_seconds_max=0.05)
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     release.set()
     assert trajectory.failure is not None
     assert (trajectory.failure.boundary, trajectory.failure.kind) == ("environment step", "TimeoutError")
@@ -248,7 +248,7 @@ async def test_environment_that_cannot_start_fails_before_any_token(
             raise OSError("no disk")
 
     engine = StubEngine()
-    trajectory = await play(make_services([engine], Broken()), make_order())
+    trajectory = await run_order(make_services([engine], Broken()), make_order())
     assert trajectory.failure is not None and trajectory.failure.boundary == "environment start"
     assert engine.n_requests == 0 and trajectory.turns == ()
 
@@ -256,7 +256,7 @@ async def test_environment_that_cannot_start_fails_before_any_token(
 async def test_task_of_an_unknown_environment_names_those_that_exist(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
-    trajectory = await play(make_services([StubEngine()], Chat()), make_order(environment="other"))
+    trajectory = await run_order(make_services([StubEngine()], Chat()), make_order(environment="other"))
     assert trajectory.failure is not None and "['game']" in trajectory.failure.message
 
 
@@ -290,7 +290,7 @@ async def test_engine_fault_ends_the_episode_at_the_engine_boundary(
     make_services: MakeServices, make_order: MakeOrder, engine: StubEngine, kind: str
 ) -> None:
     engine.fault = EngineProtocolError("garbage")
-    trajectory = await play(make_services([engine], Chat()), make_order())
+    trajectory = await run_order(make_services([engine], Chat()), make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
     assert (trajectory.failure.boundary, trajectory.failure.kind) == ("engine", kind)
     assert engine.n_requests == (4 if kind == "EngineProtocolError" else 0)
@@ -368,7 +368,7 @@ async def test_template_that_rewrites_earlier_turns_forks_into_branches_that_mat
     tokenizer = copy.deepcopy(words)
     tokenizer.chat_template = template
     engine = StubEngine(script=lambda ids, s: [10, 11, tokenizer.eos_token_id])
-    trajectory = await play(make_services([engine], Chat(turns=3), tokenizer=tokenizer), make_order())
+    trajectory = await run_order(make_services([engine], Chat(turns=3), tokenizer=tokenizer), make_order())
     assert [t.branch for t in trajectory.turns] == [0, 1, 2]
     for branch, (_, prompt) in zip(trajectory.branches(), engine.requests, strict=True):
         assert branch.token_ids.tolist() == [*prompt, 10, 11, tokenizer.eos_token_id]

@@ -100,7 +100,7 @@ def saying(tokenizer: Any, *replies: str, stop: bool = True) -> StubEngine:
     return StubEngine(script=script)
 
 
-async def play(services: Services, order: Order) -> Trajectory:
+async def run_order(services: Services, order: Order) -> Trajectory:
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
         with anyio.fail_after(10):
@@ -155,7 +155,7 @@ async def test_calls_are_run_and_the_environment_judges_the_reply_without_calls(
     notes = Notes()
     environment = Office(notes)
     services = office(environment, "Well.\n" + call("note", '{"text": "a"}'), "done")
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert notes.events == ["create", "a", "release"]
     assert [t.reward for t in trajectory.turns] == [0.25, 1.0] and trajectory.rewards == {"environment": 1.25}
@@ -172,7 +172,7 @@ async def test_three_answers_of_one_turn_stand_in_call_order_in_one_message_of_t
     notes = Notes()
     calls = "\n".join(call("note", text=t, seconds=s) for t, s in [("a", 0.03), ("b", 0.0), ("c", 0.01)])
     services = office(Office(notes), calls, "done")
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert notes.running_max == 3 and notes.events[1:-1] == ["b", "c", "a"]
     text = smollm2.decode(trajectory.turns[1].context.token_ids)
     assert text == (
@@ -190,7 +190,7 @@ async def test_no_more_than_max_parallel_calls_run_at_once_and_no_more_than_max_
     notes = Notes()
     calls = "".join(call("note", text=str(i), seconds=0.01) for i in range(6))
     services = office(Office(notes), calls, "done", loop_options={"max_parallel_calls": 2, "max_calls": 4})
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert notes.running_max == 2 and notes.events[1:-1] == ["0", "1", "2", "3"]
     answers = [m.content for m in trajectory.turns[1].context_messages]
     assert len(answers) == 6 and answers[5].startswith("Error: This call was not run: at most 4 calls")
@@ -213,7 +213,7 @@ async def test_what_is_wrong_with_a_call_is_told_and_counted_and_the_episode_goe
 ) -> None:
     notes = Notes()
     services = office(Office(notes), said, "done")
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert told in trajectory.turns[1].context_messages[0].content
     assert counted(services, label, outcome) == 1
@@ -234,7 +234,7 @@ async def test_limits_truncate_after_the_calls_were_run_and_tools_are_released_o
 ) -> None:
     notes = Notes()
     services = office(Office(notes), *[call("note", '{"text": "x"}')] * 9, **limits)
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.TRUNCATED and len(trajectory.turns) == turns
     assert trajectory.rewards == {"environment": 0.25 * turns}
     assert notes.events == ["create", *["x"] * turns, "release"]
@@ -250,13 +250,13 @@ async def test_tools_are_released_when_the_episode_fails_runs_out_of_time_or_is_
             return episode
 
     notes = Notes()
-    trajectory = await play(office(Broken(notes), "done"), make_order())
+    trajectory = await run_order(office(Broken(notes), "done"), make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and notes.events == ["create", "release"]
 
     notes = Notes()
     slow = call("note", '{"text": "x", "seconds": 60}')
     services = office(Office(notes), slow, max_seconds=0.1, loop_options={"tool_seconds_max": 50})
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.ERROR and notes.events == ["create", "release"] and notes.running == 0
 
     notes = Notes()
@@ -292,7 +292,7 @@ async def test_a_method_of_the_episode_is_a_tool(office: Callable[..., Services]
             return Step(reward=float(self.count == 3), done=True)
 
     services = office(Counter(), call("add"), call("add", '{"n": 2}'), "done")
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.rewards == {"environment": 1.0}
     assert [m.content for t in trajectory.turns[1:] for m in t.context_messages] == ["count is 1", "count is 3"]
 
@@ -307,7 +307,7 @@ async def test_long_answers_are_cut_and_cannot_end_a_turn(
     for unit, long in (("characters", 60), ("tokens", 40)):
         options = {"max_tool_response_length": long, "tool_response_unit": unit, "tool_response_cut": "middle"}
         services = office(Office(Notes(), own=(shout,)), call("shout"), "done", loop_options=options)
-        trajectory = await play(services, make_order())
+        trajectory = await run_order(services, make_order())
         answer = trajectory.turns[1].context_messages[0].content
         assert len(answer) < 400 and answer.endswith("end") and f"{unit} left out]" in answer
         assert "<|im_end|>" not in answer and trajectory.turns[1].branch == 0
@@ -333,14 +333,14 @@ async def test_a_loop_by_import_path_decides_what_is_said_next(
     )
     environment = Office(Notes())
     services = office(environment, "maybe", "done", loop_name=f"{tmp_path}/mine.py:Reconsider", loop={"options": {}})
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 2
     assert environment.replies == ["done"]
 
 
 async def test_single_turn_is_complete_after_one_reply(office: Callable[..., Services], make_order: MakeOrder) -> None:
     services = office(Office(Notes()), "maybe", loop_name="single_turn", loop={"options": {}})
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 1
 
 
@@ -395,7 +395,7 @@ async def test_rewritten_history_forks_a_branch_and_both_carry_loss_on_their_own
         [engine], Office(Notes()), tokenizer=smollm2, max_length=4096,
         loop={"name": f"{__file__}:Forgetful", "options": {"tokens_max": 40}},
     )  # fmt: skip
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     branches = [t.branch for t in trajectory.turns]
     assert branches[0] == 0 and branches[-1] >= 1 and branches == sorted(branches)
@@ -419,7 +419,7 @@ async def test_compaction_keeps_the_last_answers_in_a_new_branch(
         Office(Notes(), own=(long,)), *replies, loop_options={"keep_tool_answers": 2, "compact_above_tokens": 700}
     )
     engine = engine_of(services)
-    trajectory = await play(services, make_order())
+    trajectory = await run_order(services, make_order())
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert 1 <= trajectory.turns[-1].branch < 5
     assert_token_exact(trajectory, engine)

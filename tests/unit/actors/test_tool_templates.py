@@ -96,7 +96,7 @@ def go_on(
     renderer: Renderer, before: Conversation, text: str, new: list[Message], calls: list[ToolCall], append: bool
 ) -> tuple[Conversation, tuple[int, ...]]:
     ids = renderer.completion_ids(text)
-    after = renderer.extend(before, ids, renderer.completed(ids), new, said=said_of(calls), append=append)
+    after = renderer.extend(before, ids, renderer.completed(ids), new, parsed_reply=said_of(calls), append=append)
     assert after.prompt_ids[-len(after.added_ids) :] == after.added_ids
     if after.branch == before.branch:
         assert after.prompt_ids == (*before.prompt_ids, *ids, *after.added_ids)

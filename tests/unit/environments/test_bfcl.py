@@ -1,4 +1,4 @@
-"""BFCL: the ground truth played through the adapter solves every task, silence none, and nothing is evaluated."""
+"""BFCL: the ground truth, run through the adapter, solves every task, silence none, and nothing is evaluated."""
 
 import inspect
 import json

@@ -82,24 +82,24 @@ def test_wrong_names_and_options_are_refused():
 
 
 def test_a_pipe_plays_to_the_end(monkeypatch):
-    said = []
+    lines = []
     monkeypatch.setattr(sys, "stdin", io.StringIO("0\n1\nI say \\\n2\n3\n"))
-    score = play("number_guess", {"high": 3, "turns": 4}, 7, 100, lambda who, text: said.append((who, text)))
-    assert score == 1.0 and said[-1] == ("done", "score 1")
-    assert ("assistant", "0") in said
+    score = play("number_guess", {"high": 3, "turns": 4}, 7, 100, lambda who, text: lines.append((who, text)))
+    assert score == 1.0 and lines[-1] == ("done", "score 1")
+    assert ("assistant", "0") in lines
 
 
 def test_the_end_of_the_pipe_leaves(monkeypatch):
-    said = []
+    lines = []
     monkeypatch.setattr(sys, "stdin", io.StringIO("77\n"))
-    assert play("number_guess", {}, 7, 100, lambda who, text: said.append(who)) is None
-    assert said[-1] == "left"
+    assert play("number_guess", {}, 7, 100, lambda who, text: lines.append(who)) is None
+    assert lines[-1] == "left"
 
 
 async def test_an_engine_plays_token_by_token(tmp_path):
     write_tiny_model(TinyOptions(hidden_size=16, layers=1), tmp_path)
     renderer = Renderer(*load_tokenizer(tmp_path))
-    guesses, prompts, said = iter(range(16)), [], []
+    guesses, prompts, lines = iter(range(16)), [], []
 
     def answer(body):
         prompts.append(body["token_ids"])
@@ -112,9 +112,9 @@ async def test_an_engine_plays_token_by_token(tmp_path):
     async with StubServer(answer) as server, EngineClient(server.url) as client:
         host = EnvironmentHost("guess", EnvironmentConfig(name="number_guess", options={"compact": True, "turns": 16}))
         speak = sampling(client, renderer, Sampling(4, stop_token_ids=renderer.end_ids))
-        show = lambda *line: said.append(line)  # noqa: E731
+        show = lambda *line: lines.append(line)  # noqa: E731
         score = await episode(host, Task("guess/3", "guess", 3), 20, speak, show, MultiTurn())
-    assert score == 1.0 and said[:2] == [("user", "guess"), ("assistant", "0")]
+    assert score == 1.0 and lines[:2] == [("user", "guess"), ("assistant", "0")]
     for before, after in itertools.pairwise(prompts):
         assert after[: len(before)] == before and len(after) > len(before) + 2
 

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment plays with a describe function by import path."""
+"""Any Gymnasium environment runs with a describe function by import path."""
 
 import importlib
 import sys

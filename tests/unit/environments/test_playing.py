@@ -1,4 +1,4 @@
-"""``afterplay env play`` plays as an actor does: with the agent loop, its tools, and the data of a run file."""
+"""``afterplay env play`` runs an episode as an actor does: with agent loop, tools, and the data of a run file."""
 
 import io
 import json
@@ -34,22 +34,22 @@ def call(expression):
 
 
 def typed(monkeypatch, *lines, name="big_sums", seed=0, **more):
-    """(score, what was said) of a play with these lines on standard input."""
-    said = []
+    """(score, printed lines) of an episode with these lines on standard input."""
+    printed = []
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    score = play(name, more.pop("options", {}), seed, 100, lambda *line: said.append(line), **more)
-    return score, said
+    score = play(name, more.pop("options", {}), seed, 100, lambda *line: printed.append(line), **more)
+    return score, printed
 
 
 def test_tools_are_told_and_can_be_called_by_hand(monkeypatch):
-    score, said = typed(monkeypatch, call("60494 + 65125"), "125619", options={"examples": 0})
-    assert next(text for who, text in said if who == "tools").startswith("calculator(expression: string)")
-    assert ("tool", "125619") in said and score == 1.0 and said[-1] == ("done", "score 1")
+    score, lines = typed(monkeypatch, call("60494 + 65125"), "125619", options={"examples": 0})
+    assert next(text for who, text in lines if who == "tools").startswith("calculator(expression: string)")
+    assert ("tool", "125619") in lines and score == 1.0 and lines[-1] == ("done", "score 1")
 
 
 def test_a_wrong_call_is_told_and_the_play_goes_on(monkeypatch):
-    score, said = typed(monkeypatch, call("60494 +"), "1", options={"examples": 0})
-    assert score == 0.0 and any(who == "tool" and "Error" in text for who, text in said)
+    score, lines = typed(monkeypatch, call("60494 +"), "1", options={"examples": 0})
+    assert score == 0.0 and any(who == "tool" and "Error" in text for who, text in lines)
 
 
 def test_calls_that_stand_in_the_prompt_are_shown():
@@ -59,17 +59,17 @@ def test_calls_that_stand_in_the_prompt_are_shown():
 
 
 class Characters(Typed):
-    """A renderer whose tokens are characters; ``told`` is what it was asked to render."""
+    """A renderer whose tokens are characters; ``rendered`` is what it rendered."""
 
     def __init__(self):
-        self.told = []
+        self.rendered = []
 
     def start(self, messages, tools=()):
-        self.told.append(([m.role for m in messages], [tool["function"]["name"] for tool in tools]))
+        self.rendered.append(([m.role for m in messages], [tool["function"]["name"] for tool in tools]))
         return SimpleNamespace(prompt_ids=(1, 2))
 
-    def extend(self, before, ids, completed, new, *, said=None):
-        self.told.append(([m.content for m in new], said.extra["tool_calls"][0]["function"]["arguments"]))
+    def extend(self, before, ids, completed, new, *, parsed_reply=None):
+        self.rendered.append(([m.content for m in new], parsed_reply.extra["tool_calls"][0]["function"]["arguments"]))
         return SimpleNamespace(prompt_ids=(*before.prompt_ids, *ids))
 
     def completed(self, ids):
@@ -86,13 +86,13 @@ class Engine:
 
 
 async def test_an_engine_is_told_the_tools_and_its_calls_are_run():
-    renderer, engine, said = Characters(), Engine(call("60494 + 65125"), "125619"), []
+    renderer, engine, lines = Characters(), Engine(call("60494 + 65125"), "125619"), []
     host = EnvironmentHost("sums", EnvironmentConfig(name="big_sums", options={"examples": 0}))
     loop = build_loop(host, renderer, ActorMetrics(CollectorRegistry()))
     speak = sampling(engine, renderer, Sampling(400))
-    score = await episode(host, Task("sums/0", "sums", 0), 9, speak, lambda *line: said.append(line), loop)
-    assert score == 1.0 and ("tool", "125619") in said
-    assert renderer.told == [(["user"], ["calculator"]), (["125619"], {"expression": "60494 + 65125"})]
+    score = await episode(host, Task("sums/0", "sums", 0), 9, speak, lambda *line: lines.append(line), loop)
+    assert score == 1.0 and ("tool", "125619") in lines
+    assert renderer.rendered == [(["user"], ["calculator"]), (["125619"], {"expression": "60494 + 65125"})]
     assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
 
 
@@ -110,9 +110,9 @@ def run_file(tmp_path):
 def test_a_section_of_a_run_file_is_played_with_its_data(monkeypatch, tmp_path):
     path = run_file(tmp_path)
     for seed in (0, 7, 27):
-        score, said = typed(monkeypatch, "42", name="asked", seed=seed, run_file=path)
-        assert said[0] == ("user", f"What is {seed % 20}? Be brief.")
-        assert score == 0.0 and said[-1] == ("note", "the scorer adds number, which only a run computes")
+        score, lines = typed(monkeypatch, "42", name="asked", seed=seed, run_file=path)
+        assert lines[0] == ("user", f"What is {seed % 20}? Be brief.")
+        assert score == 0.0 and lines[-1] == ("note", "the scorer adds number, which only a run computes")
     with pytest.raises(ConfigurationError, match=r"environments of .* \(asked\), got 'other'"):
         typed(monkeypatch, "42", name="other", run_file=path)
 

@@ -44,7 +44,7 @@ def test_gold_path_scores_one_in_each_split(kit, express, game):
 
 @pytest.mark.parametrize("game", GAMES)
 def test_plays_of_one_seed_at_once_do_not_disturb_each_other(kit, express, game):
-    """What a group is: several plays of the same task, at different points."""
+    """Several episodes of the same task, at different points, as in a group."""
     environment = express(game=game, steps=300, jvms=4 if game in ALONE else 1)
     task = kit.task(11)
     gold = environment.expert(task)[:20]

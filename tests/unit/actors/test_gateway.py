@@ -1,4 +1,4 @@
-"""Programs that know nothing of Afterplay play episodes: their calls are trajectories, and what they do wrong is
+"""Programs that know nothing of Afterplay run episodes: their calls are trajectories, and what they do wrong is
 theirs."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECONDS = 200.0
 pytestmark = pytest.mark.timeout(400)
 
 
-async def play(services: Services, order: Order) -> Trajectory:
+async def run_order(services: Services, order: Order) -> Trajectory:
     """One order, with the gateway open; nothing is left behind."""
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
@@ -82,28 +82,30 @@ async def caller(base_url: str) -> Any:
         yield Caller(session, base_url)
 
 
-Play = Callable[[Mapping[str, Any], Caller], Awaitable[Any]]
+Program = Callable[[Mapping[str, Any], Caller], Awaitable[Any]]
 
 
 @pytest.fixture
 def serve(make_services: MakeServices) -> Iterator[Callable[..., Services]]:
-    """Services whose section ``game`` is played by a program. What a program asserts is asserted."""
+    """Services whose section ``game`` is run by a program. What a program asserts is asserted."""
     wrong: list[AssertionError] = []
 
-    def build(engine: StubEngine, play: Play | None = None, environment: str = "program", **more: Any) -> Services:
+    def build(
+        engine: StubEngine, program: Program | None = None, environment: str = "program", **more: Any
+    ) -> Services:
         options = more.pop("loop_options", {})
-        if play is not None:
+        if program is not None:
             options = {"function": "builtins:print", **options}
         section = {"max_seconds": SECONDS, "loop": LoopConfig(name="program", options=options), **more}
         services = make_services([engine], environment, **section)
-        if play is not None:
+        if program is not None:
             loop = services.loops["game"]
             assert isinstance(loop, ProgramLoop)
 
             async def function(task: Any, base_url: str, api_key: str) -> Any:
                 try:
                     async with caller(base_url) as client:
-                        return await play(task, client)
+                        return await program(task, client)
                 except AssertionError as error:
                     wrong.append(error)
                     raise
@@ -159,7 +161,7 @@ async def test_calls_become_turns_and_the_returned_reward_is_the_score(
         assert short["usage"]["completion_tokens"] == 1 and short["choices"][0]["finish_reason"] == "length"
         return {"reward": 0.75, "signals": {"solved": 1}}
 
-    trajectory = await play(serve(engine, run), long_order)
+    trajectory = await run_order(serve(engine, run), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.75}
     assert trajectory.reward is None and trajectory.turn_rewards == (0.0, 0.0, 0.0, 0.75)
     assert trajectory.turns[-1].signals["solved"] == 1.0
@@ -184,7 +186,7 @@ async def test_streamed_replies_carry_the_same_as_whole_ones(serve: Serve, long_
         assert whole["choices"][0]["message"]["content"] == "4 5"
         return 1.0
 
-    trajectory = await play(serve(echoing(words), run), long_order)
+    trajectory = await run_order(serve(echoing(words), run), long_order)
     assert [t.branch for t in trajectory.turns] == [0, 0], trajectory.failure
 
 
@@ -202,7 +204,7 @@ async def test_choices_and_calls_at_once_are_branches(serve: Serve, long_order: 
                 group.start_soon(client.chat, [user(text)])
         return 1.0
 
-    trajectory = await play(serve(engine, run), long_order)
+    trajectory = await run_order(serve(engine, run), long_order)
     assert [t.branch for t in trajectory.turns] == [0, 1, 2, 3, 4], trajectory.failure
     assert_exact(trajectory, engine)
 
@@ -222,7 +224,7 @@ async def test_token_calls_are_recorded_as_they_are(serve: Serve, long_order: Or
         assert status == 200
         return 1.0
 
-    trajectory = await play(serve(engine, run), long_order)
+    trajectory = await run_order(serve(engine, run), long_order)
     assert [t.branch for t in trajectory.turns] == [0, 0], trajectory.failure
     assert trajectory.turns[1].context.token_ids.tolist() == [8]
     assert_exact(trajectory, engine)
@@ -247,7 +249,7 @@ async def test_a_session_is_found_by_path_header_or_key_and_by_nothing_else(
         assert status == 404 and "error" in answer
         return 1.0
 
-    trajectory = await play(serve(echoing(words), run), long_order)
+    trajectory = await run_order(serve(echoing(words), run), long_order)
     assert len(trajectory.turns) == 4, trajectory.failure
 
 
@@ -265,7 +267,7 @@ async def test_a_limit_is_an_error_the_program_sees_and_the_episode_is_truncated
             raise RuntimeError("cannot go on")
         return told
 
-    trajectory = await play(serve(echoing(words), run, max_turns=2), long_order)
+    trajectory = await run_order(serve(echoing(words), run, max_turns=2), long_order)
     assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": score}
     assert len(trajectory.turns) == 2
 
@@ -279,7 +281,7 @@ async def test_after_a_context_that_is_too_long_a_shorter_one_goes_on_and_is_com
         await client.chat([user("say")])
         return 1.0
 
-    trajectory = await play(serve(echoing(words), run, max_length=32), long_order)
+    trajectory = await run_order(serve(echoing(words), run, max_length=32), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 1, trajectory.failure
 
 
@@ -297,7 +299,7 @@ async def test_calls_after_the_report_and_wrong_reports_are_refused(
         status, answer, _ = await client.post("/chat/completions", {"messages": [user("say")]})
         assert status == 400 and answer["error"]["code"] == "session_finished"
 
-    trajectory = await play(serve(echoing(words), run), long_order)
+    trajectory = await run_order(serve(echoing(words), run), long_order)
     assert trajectory.rewards == {"environment": 0.5}
 
 
@@ -308,7 +310,7 @@ async def test_the_report_stands_and_says_that_it_stopped_early(serve: Serve, lo
         assert (await client.post(finish, {"reward": 0.5, "done": False}))[0] == 200
         raise RuntimeError("died after it")
 
-    trajectory = await play(serve(echoing(words), run), long_order)
+    trajectory = await run_order(serve(echoing(words), run), long_order)
     assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 0.5}
 
 
@@ -321,7 +323,7 @@ async def test_the_environment_judges_the_answer_where_that_is_asked(
         return {"answer": "no number"}
 
     services = serve(echoing(words), run, "arithmetic", loop_options={"reward": "environment"})
-    trajectory = await play(services, long_order)
+    trajectory = await run_order(services, long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.0}
 
 
@@ -338,7 +340,7 @@ async def test_a_dead_engine_is_told_to_the_program_and_is_the_failure(
         raise RuntimeError("gave up")
 
     services = serve(engine, run, retries=0)
-    trajectory = await play(services, long_order)
+    trajectory = await run_order(services, long_order)
     counted = services.metrics.door_calls_total
     chat = [counted.labels(env="game", route="chat", outcome=o)._value.get() for o in ("ok", "engine", "limit")]
     assert chat == [1.0, 1.0, 0.0]
@@ -360,7 +362,7 @@ async def test_a_program_without_a_result_is_a_failure_and_not_a_zero(
             raise result
         return result
 
-    trajectory = await play(serve(echoing(words), run), long_order)
+    trajectory = await run_order(serve(echoing(words), run), long_order)
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
     assert (trajectory.failure.boundary, trajectory.failure.kind) == ("program", kind)
     assert trajectory.rewards == {} and trajectory.reward is None and len(trajectory.turns) == 1
@@ -370,7 +372,7 @@ async def test_a_program_that_never_calls_is_a_failure(serve: Serve, long_order:
     async def run(task: Any, client: Caller) -> float:
         return 1.0
 
-    trajectory = await play(serve(echoing(words), run), long_order)
+    trajectory = await run_order(serve(echoing(words), run), long_order)
     assert trajectory.failure is not None and trajectory.failure.kind == "NoCalls"
 
 
@@ -396,7 +398,7 @@ async def test_a_client_that_hangs_up_leaves_no_turn_and_may_ask_again(
         await client.chat([user("say")])
         return 1.0
 
-    trajectory = await play(serve(engine, run, max_turns=1), long_order)
+    trajectory = await run_order(serve(engine, run, max_turns=1), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 1, trajectory.failure
 
 
@@ -414,7 +416,7 @@ async def test_too_many_calls_and_bodies_that_are_too_large_are_refused(
         return 1.0
 
     options = {"max_concurrent_calls": 2, "body_bytes_max": 4096}
-    trajectory = await play(serve(engine, run, loop_options=options), long_order)
+    trajectory = await run_order(serve(engine, run, loop_options=options), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
 
 
@@ -445,7 +447,7 @@ async def test_a_program_is_a_process_and_its_last_line_is_its_report(
         "print(json.dumps({'reward': 0.25, 'signals': {'seed': task['seed']}}))\n"
     )
     engine = echoing(words)
-    trajectory = await play(serve(engine, loop_options=command(tmp_path, source)), long_order)
+    trajectory = await run_order(serve(engine, loop_options=command(tmp_path, source)), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.rewards == {"environment": 0.25} and [t.branch for t in trajectory.turns] == [0, 0]
     assert_exact(trajectory, engine)
@@ -455,7 +457,7 @@ async def test_a_program_that_dies_keeps_the_end_of_its_errors(
     serve: Serve, long_order: Order, words: Any, tmp_path: Path
 ) -> None:
     source = AGENT + "chat([{'role': 'user', 'content': 'say'}])\nraise SystemError('out of ideas')\n"
-    trajectory = await play(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
+    trajectory = await run_order(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
     assert trajectory.failure.boundary == "program" and "out of ideas" in trajectory.failure.details
     assert trajectory.rewards == {} and len(trajectory.turns) == 1
@@ -467,7 +469,7 @@ async def test_a_program_that_hangs_is_ended_with_its_children_and_is_a_failure(
     pid_file = tmp_path / "pid"
     shell = f"sleep 1000 & echo $! > {pid_file}; echo stuck >&2; sleep 1000"
     options = {"command": ["/bin/sh", "-c", shell]}
-    trajectory = await play(serve(echoing(words), loop_options=options, max_seconds=4.0), long_order)
+    trajectory = await run_order(serve(echoing(words), loop_options=options, max_seconds=4.0), long_order)
     assert trajectory.failure is not None and trajectory.failure.kind == "TimeoutError", trajectory.failure
     assert "stuck" in trajectory.failure.details and trajectory.rewards == {}
     assert ended(int(pid_file.read_text()))
@@ -483,7 +485,7 @@ async def test_a_child_that_lingers_delays_nobody_and_is_ended(
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
         "print('{\"reward\": 1}')\n"
     )
-    trajectory = await play(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
+    trajectory = await run_order(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert ended(int((tmp_path / "pid").read_text()))
 
@@ -491,7 +493,7 @@ async def test_a_child_that_lingers_delays_nobody_and_is_ended(
 async def test_a_command_that_is_not_there_is_a_failure_with_its_name(
     serve: Serve, long_order: Order, words: Any
 ) -> None:
-    trajectory = await play(serve(echoing(words), loop_options={"command": ["/no/such/agent"]}), long_order)
+    trajectory = await run_order(serve(echoing(words), loop_options={"command": ["/no/such/agent"]}), long_order)
     assert trajectory.failure is not None and "/no/such/agent" in trajectory.failure.message
 
 
@@ -518,7 +520,7 @@ for (let turn = 0; turn < 2; turn++) {
 await fetch(process.env.AFTERPLAY_SESSION_URL + "/finish", {method: "POST", body: JSON.stringify({reward: 1})});
 """
     engine = echoing(words)
-    trajectory = await play(serve(engine, loop_options=command(tmp_path, source, "agent.mjs", node)), long_order)
+    trajectory = await run_order(serve(engine, loop_options=command(tmp_path, source, "agent.mjs", node)), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert [t.branch for t in trajectory.turns] == [0, 0] and trajectory.rewards == {"environment": 1.0}
     assert_exact(trajectory, engine)
@@ -559,7 +561,7 @@ async def test_the_openai_package_calls_tools_streams_and_sees_limits(
     services = serve(
         engine, run, tokenizer=smollm2, sampling={"max_tokens": 64}, max_turns=2, max_tokens=4096, max_length=2048
     )
-    trajectory = await play(services, long_order)
+    trajectory = await run_order(services, long_order)
     assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 1.0}
     assert [t.branch for t in trajectory.turns] == [0, 0], trajectory.failure
     flat = trajectory.flatten()
@@ -581,14 +583,14 @@ async def test_a_program_elsewhere_takes_a_task_and_finishes_it(serve: Serve, lo
             assert (await client.post(f"{lease['url']}/finish", {"reward": 2.0}))[0] == 200
             assert (await client.post(f"{url}/sessions", {"wait_seconds": 0}))[0] == 204
 
-    async with anyio.create_task_group() as group, anyio.create_task_group() as doors:
-        doors.start_soon(services.loops["game"].serve)
-        doors.start_soon(services.pool.watch)
+    async with anyio.create_task_group() as group, anyio.create_task_group() as servers:
+        servers.start_soon(services.loops["game"].serve)
+        servers.start_soon(services.pool.watch)
         group.start_soon(worker)
         with anyio.fail_after(SECONDS):
             trajectory = await Rollout(long_order, services).run()
         await anyio.wait_all_tasks_blocked()
-        doors.cancel_scope.cancel()
+        servers.cancel_scope.cancel()
     await services.close()
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 2.0}
 
@@ -609,7 +611,7 @@ async def test_a_task_that_nobody_takes_or_that_is_taken_and_left_is_a_failure(
     async with anyio.create_task_group() as group:
         if taken:
             group.start_soon(worker)
-        trajectory = await play(services, long_order)
+        trajectory = await run_order(services, long_order)
     assert trajectory.failure is not None
     assert trajectory.failure.kind == ("LeaseExpired" if taken else "NotTaken")
 
@@ -676,7 +678,7 @@ async def test_the_program_of_the_documentation_plays(
         long_order, task=dataclasses.replace(long_order.task, payload={"prompt": "say hello", "answer": "4"})
     )
     engine = echoing(words)
-    trajectory = await play(serve(engine, loop_options=command(tmp_path, source)), order)
+    trajectory = await run_order(serve(engine, loop_options=command(tmp_path, source)), order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.rewards == {"environment": 1.0} and [t.branch for t in trajectory.turns] == [0, 0, 0]
     assert_exact(trajectory, engine)
@@ -705,14 +707,14 @@ async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
             "(make setup-dev makes one in .venv/verifiers; or python -m venv DIR; DIR/bin/pip install verifiers==0.4.0)"
         )
     program = [python, str(ROOT / "configs" / "programs" / "verifiers_rollout.py")]
-    program += ["--taskset", "door_words", "--harness", "door_words"]
+    program += ["--taskset", "gateway_words", "--harness", "gateway_words"]
     if tokens:
         words.save_pretrained(str(tmp_path))
         program += ["--tokenizer", str(tmp_path)]
     plugin = str(Path(__file__).parent / "verifiers_plugin")
     engine = echoing(words)
     options = {"command": program, "environment": {"PYTHONPATH": plugin}}
-    trajectory = await play(serve(engine, loop_options=options), long_order)
+    trajectory = await run_order(serve(engine, loop_options=options), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.rewards == {"environment": 2.0}
     assert [t.branch for t in trajectory.turns] == [0, 0]
@@ -751,10 +753,10 @@ async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
         group.start_soon(services.pool.watch)
         group.start_soon(services.serve)
         with anyio.fail_after(SECONDS):
-            async with anyio.create_task_group() as playing:
-                playing.start_soon(rollout.run)
+            async with anyio.create_task_group() as running:
+                running.start_soon(rollout.run)
                 await asked.wait()
-                playing.cancel_scope.cancel()
+                running.cancel_scope.cancel()
         group.cancel_scope.cancel()
     await services.close()
     trajectory = rollout.aborted("taken back")
@@ -773,7 +775,7 @@ async def test_time_that_ended_while_a_call_waited_for_an_engine_is_the_engines_
         engine.alive = False
         await client.post("/chat/completions", {"messages": [user("say")]})
 
-    trajectory = await play(serve(engine, run, max_seconds=4.0, wait_seconds_max=100.0), long_order)
+    trajectory = await run_order(serve(engine, run, max_seconds=4.0, wait_seconds_max=100.0), long_order)
     assert trajectory.failure is not None and trajectory.failure.boundary == "engine", trajectory.status
     assert trajectory.rewards == {}
 
@@ -794,7 +796,7 @@ async def test_one_call_of_several_beyond_the_limit_truncates(serve: Serve, long
         assert sorted(statuses) == [200, 200, 400]
         return 1.0
 
-    trajectory = await play(serve(engine, run, max_turns=2), long_order)
+    trajectory = await run_order(serve(engine, run, max_turns=2), long_order)
     assert trajectory.status is TrajectoryStatus.TRUNCATED and trajectory.rewards == {"environment": 1.0}
 
 
@@ -807,12 +809,12 @@ async def test_a_greedy_order_is_played_greedily_whatever_the_program_asks(
         return 1.0
 
     services = serve(echoing(words), run, loop_options={"sampling_parameters": "refuse"})
-    trajectory = await play(services, dataclasses.replace(long_order, greedy=True))
+    trajectory = await run_order(services, dataclasses.replace(long_order, greedy=True))
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert [t.temperature for t in trajectory.turns] == [0.0]
 
 
-async def test_a_body_that_never_comes_does_not_hold_the_door(
+async def test_a_body_that_never_comes_does_not_hold_the_gateway(
     serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "TRANSFER_SECONDS_MAX", 0.2)
@@ -827,5 +829,5 @@ async def test_a_body_that_never_comes_does_not_hold_the_door(
             assert (await stream.receive()).startswith(b"HTTP/1.1 408")
         return 1.0
 
-    trajectory = await play(serve(echoing(words), run), long_order)
+    trajectory = await run_order(serve(echoing(words), run), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure

@@ -1,5 +1,5 @@
 """Lessons reach the first message of the user; the training row without them is the same episode under the plain
-prompt; who is guided is decided by group and slot."""
+prompt; group and slot decide who gets lessons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from actors.environments import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
-from actors.rollout.memory_prompt import MemoryPrompter, fill, is_guided, trains_with_lessons
+from actors.rollout.memory_prompt import MemoryPrompter, fill, gets_lessons, trains_with_lessons
 from actors.rollout.services import Services
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import TransportError
@@ -24,7 +24,7 @@ from pipeline.experience.memory import Lesson, plain_conversation, task_text
 from pipeline.schema import Message, Order, Trajectory, TrajectoryStatus
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from tests.support.stub_engine import StubEngine
-from tests.unit.actors.conftest import THINKING, played, rows, script
+from tests.unit.actors.conftest import THINKING, rows, run_order, script
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
@@ -74,10 +74,10 @@ class Untidy(Source):
         self.lessons = list(texts)
 
 
-async def play(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
+async def run_with_lessons(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
     config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
-    services = replace(services, guide=MemoryPrompter(config, services.renderer, services.metrics))
-    return decode_trajectory(encode_trajectory(await played(services, order, source)))
+    services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
+    return decode_trajectory(encode_trajectory(await run_order(services, order, source)))
 
 
 def searches(services: Services, outcome: str) -> float:
@@ -93,8 +93,8 @@ async def test_row_without_lessons_is_the_same_episode_under_the_plain_prompt(
         return make_services([engine], Talk(4, system), tokenizer=tokenizer, sampling={"max_tokens": 16})
 
     source = Source("guess higher", "the other lesson")
-    trajectory = await play(services(), make_order(), source, train_mode="discard")
-    plain = await play(services(), make_order(), Source(), train_mode="discard")
+    trajectory = await run_with_lessons(services(), make_order(), source, train_mode="discard")
+    plain = await run_with_lessons(services(), make_order(), Source(), train_mode="discard")
     assert plain.guidance is None and trajectory.guidance is not None and not trajectory.guidance.keep
     assert len(trajectory.turns) == len(plain.turns) == 4
     for turn, other in zip(trajectory.turns, plain.turns, strict=True):
@@ -119,7 +119,7 @@ async def test_lessons_are_in_the_first_message_of_the_user_and_nowhere_else(
     services = make_services([engine], Talk(3, "think"), tokenizer=tokenizer, sampling={"max_tokens": 16})
     source = Source("guess higher", "say {prompt} lower", "a third is too many")
     template = "{lessons}\nnow {prompt}"
-    trajectory = await play(services, make_order(), source, template=template)
+    trajectory = await run_with_lessons(services, make_order(), source, template=template)
     assert source.asked == [(trajectory.trajectory_id, "say hello", 2)]
     system, user = trajectory.turns[0].context_messages
     assert system == Message("system", "think")
@@ -151,7 +151,7 @@ async def test_an_episode_without_an_answer_is_played_without_lessons(
 ) -> None:
     services = make_services([StubEngine()], Talk(1), max_length=128)
     section = {"timeout_seconds": 0.05, "lesson_characters_max": 10000}
-    trajectory = await play(services, make_order(), source, **section)
+    trajectory = await run_with_lessons(services, make_order(), source, **section)
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.guidance is None
     assert trajectory.turns[0].context_messages == (Message("user", "say hello"),)
     assert searches(services, outcome) == 1
@@ -159,7 +159,9 @@ async def test_an_episode_without_an_answer_is_played_without_lessons(
 
 async def test_as_many_lessons_as_there_is_room_for(make_services: MakeServices, make_order: MakeOrder) -> None:
     services = make_services([StubEngine()], Talk(1), max_length=64)
-    trajectory = await play(services, make_order(), Source("guess " * 12, "lower " * 40), template="{lessons} {prompt}")
+    trajectory = await run_with_lessons(
+        services, make_order(), Source("guess " * 12, "lower " * 40), template="{lessons} {prompt}"
+    )
     assert trajectory.guidance is not None and trajectory.guidance.lessons == ("0",)
 
 
@@ -168,7 +170,7 @@ async def test_a_lesson_cannot_end_the_turn_that_it_is_in(
     make_services: MakeServices, make_order: MakeOrder, smollm2: Any, text: str
 ) -> None:
     services = make_services([StubEngine()], Talk(1), tokenizer=smollm2)
-    trajectory = await play(services, make_order(), Source(f"{text} x"))
+    trajectory = await run_with_lessons(services, make_order(), Source(f"{text} x"))
     ids = trajectory.turns[0].context.token_ids.tolist()
     special = set(smollm2.all_special_ids)
     plain = Renderer(smollm2).start([Message("user", "say hello")]).prompt_ids
@@ -179,7 +181,7 @@ async def test_a_lesson_cannot_end_the_turn_that_it_is_in(
 async def test_unknown_words_do_not_break_the_tiny_tokenizer(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:
-    trajectory = await play(make_services([StubEngine()], Talk(2)), make_order(), Source("größer… 日本"))
+    trajectory = await run_with_lessons(make_services([StubEngine()], Talk(2)), make_order(), Source("größer… 日本"))
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.guidance is not None
 
 
@@ -189,7 +191,7 @@ async def test_contexts_of_turns_that_were_not_kept_are_not_kept(
     forking = copy.deepcopy(smollm2)
     forking.chat_template = THINKING
     services = make_services([StubEngine(script=script(forking))], Talk(9), tokenizer=forking, max_turns=1)
-    trajectory = await play(services, make_order(), Source("x"), train_mode="discard")
+    trajectory = await run_with_lessons(services, make_order(), Source("x"), train_mode="discard")
     assert trajectory.guidance is not None and set(trajectory.guidance.plain_contexts) == {0}
 
 
@@ -208,7 +210,7 @@ GROUPS = st.integers(0, 10**6).map(lambda n: f"g{n:06d}")
 @given(group=GROUPS, n=st.integers(1, 64), ratio=st.floats(0, 1))
 def test_mixed_guides_its_share_of_every_group_evenly(group: str, n: int, ratio: float) -> None:
     config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=ratio)
-    chosen = [is_guided(config, group, slot) for slot in range(n)]
+    chosen = [gets_lessons(config, group, slot) for slot in range(n)]
     for m in range(n + 1):
         assert abs(sum(chosen[:m]) - m * ratio) < 1 + 1e-6
     if n * ratio >= 1 + 1e-6 and n * (1 - ratio) >= 1 + 1e-6:
@@ -220,16 +222,16 @@ def test_hybrid_keeps_its_share_of_the_guided_slots(group: str, ratio: float, ke
     config = LessonsConfig(
         enabled=True, rollout_mode="mixed", rollout_ratio=ratio, train_mode="hybrid", keep_ratio=keep_ratio
     )
-    of = [trains_with_lessons(config, group, slot) for slot in range(64) if is_guided(config, group, slot)]
+    of = [trains_with_lessons(config, group, slot) for slot in range(64) if gets_lessons(config, group, slot)]
     assert abs(sum(of) - len(of) * keep_ratio) < 1 + 1e-6
 
 
 def test_the_mean_share_over_groups_is_the_ratio_and_the_other_modes_are_all_or_none() -> None:
     config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=0.3)
-    chosen = [is_guided(config, f"g{g:06d}", slot) for g in range(2000) for slot in range(4)]
+    chosen = [gets_lessons(config, f"g{g:06d}", slot) for g in range(2000) for slot in range(4)]
     assert sum(chosen) / len(chosen) == pytest.approx(0.3, abs=0.02)
     for mode, expected in (("all", True), ("without", False)):
         section = LessonsConfig(enabled=True, rollout_mode=mode, train_mode="discard")
-        assert is_guided(section, "g000001", 3) is expected and not trains_with_lessons(section, "g000001", 3)
-    assert not is_guided(LessonsConfig(rollout_mode="all"), "g000001", 0)
+        assert gets_lessons(section, "g000001", 3) is expected and not trains_with_lessons(section, "g000001", 3)
+    assert not gets_lessons(LessonsConfig(rollout_mode="all"), "g000001", 0)
     assert trains_with_lessons(LessonsConfig(enabled=True), "g000001", 3)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from actors.actor import OrderQueue
 from actors.environments.host import BlockingCalls
-from actors.order_queue import OrderQueue
 from actors.rollout.agent_loop import Budget, Limit
 from pipeline.schema import Order, Task
 
-PLACES = 3
+SLOTS = 3
 
 
 class DeskMachine(RuleBasedStateMachine):
@@ -23,10 +23,10 @@ class DeskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = OrderQueue(PLACES)
+        self.queue = OrderQueue(SLOTS)
         self.serial = 0
         self.accepted: list[str] = []
-        self.playing: list[str] = []
+        self.in_flight: list[str] = []
         self.left: list[str] = []
 
     @rule()
@@ -40,18 +40,18 @@ class DeskMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         order = self.queue.begin()
-        waiting = [i for i in self.accepted if i not in self.playing and i not in self.left]
-        assert (order is None) == (not waiting or len(self.playing) == PLACES)
+        waiting = [i for i in self.accepted if i not in self.in_flight and i not in self.left]
+        assert (order is None) == (not waiting or len(self.in_flight) == SLOTS)
         if order is not None:
             assert order.order_id == waiting[0]
-            self.playing.append(order.order_id)
+            self.in_flight.append(order.order_id)
 
-    @precondition(lambda self: self.playing)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        order_id = data.draw(st.sampled_from(self.playing))
+        order_id = data.draw(st.sampled_from(self.in_flight))
         self.queue.finish(order_id)
-        self.playing.remove(order_id)
+        self.in_flight.remove(order_id)
         self.left.append(order_id)
 
     @precondition(lambda self: self.accepted)
@@ -59,7 +59,7 @@ class DeskMachine(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         order_id = data.draw(st.sampled_from(self.accepted))
         order = self.queue.withdraw(order_id)
-        assert (order is None) == (order_id in self.playing or order_id in self.left)
+        assert (order is None) == (order_id in self.in_flight or order_id in self.left)
         if order is not None:
             self.left.append(order_id)
 
@@ -70,7 +70,7 @@ class DeskMachine(RuleBasedStateMachine):
     @invariant()
     def every_order_is_in_one_place(self) -> None:
         assert sorted(self.queue.ids + self.left) == sorted(self.accepted)
-        assert self.queue.in_flight == len(self.playing) <= PLACES
+        assert self.queue.in_flight == len(self.in_flight) <= SLOTS
 
 
 TestDeskMachine = DeskMachine.TestCase
