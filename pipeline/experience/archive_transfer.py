@@ -26,7 +26,7 @@ from pipeline.store.demonstrations import Render, import_id, read_demonstrations
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
-from pipeline.store.payloads import PayloadRefCounts
+from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.queries import meta, origin, pooled, reading
 from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState, facts_of
 from pipeline.store.store import ReplayStore, store_path

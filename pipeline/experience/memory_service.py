@@ -29,7 +29,7 @@ from pipeline.runtime.process import load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Trajectory
 from pipeline.store.journal import Finished, Send
-from pipeline.store.payloads import PayloadCache
+from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.protocol import Frames, Kind, Limits

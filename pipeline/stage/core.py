@@ -27,7 +27,7 @@ from pipeline.stage.replay_groups import ReplayGroups, UpdateReport
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
 from pipeline.store.ledger import Count
-from pipeline.store.payloads import PayloadRefCounts
+from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
 from pipeline.store.snapshot import Snapshot
 from pipeline.tasks.sampler import TaskSampler

@@ -16,7 +16,7 @@ from pipeline.stage.replay_groups import ReplayGroups, UpdateReport
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal, Send
 from pipeline.store.ledger import Count
-from pipeline.store.payloads import PayloadRefCounts
+from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
     CancelReason,
     GroupRecord,

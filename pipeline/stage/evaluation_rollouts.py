@@ -20,7 +20,7 @@ from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.store.evaluation_results import Summary, TaskResult, summarise
 from pipeline.store.journal import GivenUp, Journal, UntrainedRollout
 from pipeline.store.ledger import Count
-from pipeline.store.payloads import PayloadRefCounts
+from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
     Drop,
     GroupRecord,

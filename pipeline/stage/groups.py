@@ -22,7 +22,7 @@ from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.experience_records import Planned
 from pipeline.store.journal import Finished, GivenUp, Journal
 from pipeline.store.ledger import Count
-from pipeline.store.payloads import PayloadRefCounts
+from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
     ZERO_VARIANCE,
     CancelReason,

@@ -24,7 +24,7 @@ from pipeline.stage.metrics import Observer
 from pipeline.stage.peer_sender import PeerSender
 from pipeline.stage.scoring import Scoring
 from pipeline.store.journal import Changes, Effect, Evaluated, Finished, GivenUp, Score, Send, UntrainedRollout
-from pipeline.store.payloads import PayloadCache
+from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Event, EventKind

@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from pipeline.errors import LimitExceeded, PeerGone
 from pipeline.store.journal import Send
-from pipeline.store.payloads import PayloadCache
+from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Frames, Hub, Kind, WireMessage
 

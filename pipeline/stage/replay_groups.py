@@ -19,7 +19,7 @@ from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
-from pipeline.store.payloads import PayloadRefCounts
+from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import Drop, GroupRecord, PinnedCandidate, TrajectoryRecord, TrajectoryState
 from pipeline.tasks.sampler import TaskSampler
 

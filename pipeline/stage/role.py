@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
-from pipeline.config.evaluation import TracesConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
 from pipeline.experience.memory_service import MemoryService, open_memory_service
@@ -23,16 +20,15 @@ from pipeline.runtime.process import RoleContext
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
+from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
 from pipeline.stage.loop import Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
 from pipeline.stage.peer_sender import PeerSender
 from pipeline.stage.scoring import Scoring
 from pipeline.store.evaluation_results import write_results
-from pipeline.store.journal import UntrainedRollout
-from pipeline.store.payloads import PayloadCache
+from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore, store_path
-from pipeline.store.traces import TraceWriter
 from pipeline.tasks.open import open_sources
 from pipeline.tasks.source import TaskSource
 from pipeline.transport.protocol import EventKind, Hub, Kind
@@ -40,8 +36,6 @@ from pipeline.transport.zeromq import limits_of, open_hub
 
 log = logging.getLogger("afterplay.replay")
 
-FAILED, EVALUATED = "failed", "evaluated"
-"""Kinds of traces that the stage writes: ``traces.failed`` and ``traces.evaluated``."""
 DRAIN_SECONDS_MAX = 1.0
 """For the last acknowledgements to leave."""
 
@@ -189,53 +183,3 @@ def _observe_score(metrics: ReplayMetrics, name: str, seconds: float, failure: s
 
 def _observe_retry(metrics: ReplayMetrics, name: str) -> None:
     metrics.score_retries_total.labels(function=name).inc()
-
-
-class UntrainedTraces:
-    """Writes the traces of each kind that has a writer. A disk that refuses ends it, with a warning."""
-
-    def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
-        self._writers = {FAILED: failed, EVALUATED: evaluated}
-
-    def keep(self, rollouts: Sequence[UntrainedRollout]) -> None:
-        """Blocks for the disk's page cache. Called by one thread at a time."""
-        for one in rollouts:
-            kind = EVALUATED if one.evaluated else FAILED
-            writer = self._writers[kind]
-            if writer is None:
-                continue
-            try:
-                writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
-            except OSError as error:
-                log.warning("traces of %s rollouts are kept no longer: %s", kind, error)
-                self._close(kind)
-
-    def close(self) -> None:
-        """Harmless when done already."""
-        for kind in self._writers:
-            self._close(kind)
-
-    def _close(self, kind: str) -> None:
-        writer, self._writers[kind] = self._writers[kind], None
-        if writer is not None:
-            writer.close()
-
-
-@contextmanager
-def untrained_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UntrainedTraces]:
-    """Traces that the run file asks for. ``evaluates``: the stage has evaluations."""
-
-    def writer(kind: str, on: bool) -> TraceWriter | None:
-        if not on:
-            return None
-        try:
-            return TraceWriter(directory, kind, config.bytes_max)
-        except OSError as error:
-            log.warning("traces of %s rollouts are not kept: %s", kind, error)
-            return None
-
-    traces = UntrainedTraces(writer(FAILED, config.failed), writer(EVALUATED, evaluates and config.evaluated > 0))
-    try:
-        yield traces
-    finally:
-        traces.close()

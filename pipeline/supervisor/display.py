@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.viewer.progress import Line, describe, facts, step_of
-from pipeline.supervisor.machine import Phase, Process
 from pipeline.supervisor.processes import HealthAnswer
+from pipeline.supervisor.restarts import Phase, Process
 
 _STYLE = {
     Phase.WAITING: "dim",

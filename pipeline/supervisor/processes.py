@@ -16,7 +16,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.runtime.process import role_name
 from pipeline.runtime.rundir import RunDirectory, read_json
-from pipeline.supervisor.machine import Rule
+from pipeline.supervisor.restarts import Rule
 
 ACTORS, LEARNER, REPLAY, ENGINES = range(4)
 """Stages of the drain."""

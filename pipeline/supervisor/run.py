@@ -23,8 +23,8 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.display import Display, clock
-from pipeline.supervisor.machine import RestartLimits
 from pipeline.supervisor.processes import ProcessSpec, specs_of
+from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
 
 

@@ -17,8 +17,8 @@ from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
-from pipeline.supervisor.machine import Action, Machine, Phase, RestartLimits, Start
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health, child_environment, health_url
+from pipeline.supervisor.restarts import Action, Machine, Phase, RestartLimits, Start
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_TAIL_LINES = 15

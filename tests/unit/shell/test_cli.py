@@ -19,8 +19,8 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import ExitCode, load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.display import Display
-from pipeline.supervisor.machine import Machine, Rule
 from pipeline.supervisor.processes import HealthAnswer
+from pipeline.supervisor.restarts import Machine, Rule
 from pipeline.supervisor.run import run_lock
 
 ROOT = Path(__file__).resolve().parents[3]

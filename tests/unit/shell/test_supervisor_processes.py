@@ -25,7 +25,7 @@ from pipeline.config.load import loads
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.run import run_lock
-from pipeline.supervisor.machine import Rule
+from pipeline.supervisor.restarts import Rule
 from pipeline.supervisor.run import supervise
 from pipeline.supervisor.processes import ProcessSpec
 from pipeline.runtime.children import OrphanReaper

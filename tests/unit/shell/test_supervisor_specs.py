@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.machine import Machine, SendSignal, Start
 from pipeline.supervisor.processes import specs_of
+from pipeline.supervisor.restarts import Machine, SendSignal, Start
 
 CONFIG = RunConfig.model_validate({"engine": {"kind": "external", "urls": ["http://127.0.0.1:1"]}})
 

@@ -4,7 +4,7 @@ import logging
 
 from pipeline.config.evaluation import TracesConfig
 from pipeline.schema import TrajectoryStatus
-from pipeline.stage.role import UntrainedTraces, untrained_traces
+from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
 from pipeline.store.journal import UntrainedRollout
 from pipeline.store.traces import TraceWriter, scan_traces, trace_files
 from pipeline.transport.codec import decode_trajectory, encode_trajectory

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pipeline.runtime.children import describe_exit
 from pipeline.runtime.process import ExitCode
-from pipeline.supervisor.machine import Machine, Phase, RestartLimits, Rule, SendSignal, Start
+from pipeline.supervisor.restarts import Machine, Phase, RestartLimits, Rule, SendSignal, Start
 
 RULES = (
     Rule("prepare", 0, once=True),
