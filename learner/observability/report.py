@@ -87,7 +87,7 @@ class SkippedBatch:
     kl_coefficient: float
     steps: tuple[SkippedStep, ...]
     rows: tuple[Row, ...]
-    evidence: TokenScores
+    token_scores: TokenScores
 
 
 @dataclass(frozen=True, slots=True)

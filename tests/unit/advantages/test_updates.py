@@ -108,12 +108,12 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     batch = build_batch(0, groups_of())
     rng = np.random.default_rng(1)
     today, reference = (-rng.uniform(0.1, 3, batch.n_sampled).astype(np.float32) for _ in range(2))
-    evidence = TokenScores(logprobs=today, reference=reference)
-    penalties = trainer._scoring_passes.kl_penalties(evidence, trainer.kl.coefficient)
+    scores = TokenScores(logprobs=today, reference=reference)
+    penalties = trainer._scoring_passes.kl_penalties(scores, trainer.kl.coefficient)
     np.testing.assert_allclose(penalties, 0.5 * (today - reference), rtol=1e-5, atol=1e-6)
     config = trainer._config.advantage
-    with_kl, _ = with_advantages(batch, evidence, config, penalties)
-    without, _ = with_advantages(batch, evidence, config)
+    with_kl, _ = with_advantages(batch, scores, config, penalties)
+    without, _ = with_advantages(batch, scores, config)
     sequences = [row.trajectory_index for row in batch.rows]
     assert sequences == list(range(8)), "one row each"
     first = 0

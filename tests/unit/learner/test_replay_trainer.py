@@ -162,7 +162,7 @@ def test_unrecorded_tokens_are_in_no_ratio_statistic(kit):
     assert s.off_share == pytest.approx(1 - count[0] / sum(count.values()))
     assert s.on_loss + s.off_loss == pytest.approx(s.all.loss, abs=1e-6)
     assert (len(s.staleness), len(s.replay_ages)) == (5, 2)
-    assert set(s.entropy_by_sequence) == {row.trajectory_index for row in rows}
+    assert set(s.entropy_by_trajectory) == {row.trajectory_index for row in rows}
 
 
 def test_the_guard_scales_the_step_by_the_ess_of_all_microbatches(kit):

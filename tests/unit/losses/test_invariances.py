@@ -74,8 +74,8 @@ def gradients(trainer, rows, reference):
         seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
 
     hook = trainer.optimizer.register_step_pre_hook(grab)
-    evidence = TokenScores(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
-    report = trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, evidence)
+    scores = TokenScores(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
+    report = trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, scores)
     hook.remove()
     return report, seen
 
@@ -155,11 +155,11 @@ def test_the_adaptive_coefficient_follows_the_measured_kl(kit):
         loss={"kl": "loss", "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 8}
     )
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
-    evidence = TokenScores(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))
-    first = trainer.step(Batch(0, (), tuple(rows)), 0, evidence)
+    scores = TokenScores(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))
+    first = trainer.step(Batch(0, (), tuple(rows)), 0, scores)
     assert first.kl_coefficient == 0.1
     assert first.statistics.all.reference_kl.value > 1e-4
-    second = trainer.step(Batch(1, (), tuple(rows)), 1, evidence)
+    second = trainer.step(Batch(1, (), tuple(rows)), 1, scores)
     assert second.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 4 / 8))
 
 
