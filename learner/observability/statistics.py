@@ -123,7 +123,7 @@ class TokenValues:
 
     @classmethod
     def join(cls, parts: list[TokenValues]) -> TokenValues:
-        """Of no parts: without tokens."""
+        """Values of all parts; without parts there are no tokens."""
         if not parts:
             kinds = {"FloatArray": np.float64, "BoolArray": np.bool_}
             return cls(*(np.zeros(0, kinds.get(str(f.type), np.int32)) for f in fields(cls)))
@@ -224,7 +224,7 @@ class BatchStatistics:
     staleness: npt.NDArray[np.int64]
     """Learner version minus the oldest behaviour version, one entry per fresh trajectory."""
     replay_ages: npt.NDArray[np.int64]
-    """The same of replayed trajectories that a policy of the run sampled."""
+    """The same, of replayed trajectories that a policy of the run sampled."""
     logprob_differences: FloatArray
     """|log π - log μ| of the tokens that the learner's own version sampled: what engine and learner disagree on."""
     on_loss: float = 0.0

@@ -1,4 +1,4 @@
-"""REPLAY.md section 8 for every policy loss and aggregation, through the real trainer and model."""
+"""Splitting, order, padding, and poison at masked places, for every policy loss, with the real trainer and model."""
 
 from dataclasses import replace
 
@@ -83,7 +83,6 @@ def gradients(trainer, rows, reference):
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_splitting_permuting_and_padding_change_neither_loss_nor_gradient(kit, name, aggregation):
-    """Identity 3."""
     rows = rows_of(kit)
     reference = references(rows)
     base, expected = gradients(trainer_of(kit, name, aggregation, {"tokens_per_microbatch": 1000}), rows, reference)
@@ -105,7 +104,6 @@ def test_splitting_permuting_and_padding_change_neither_loss_nor_gradient(kit, n
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_masked_poison_in_the_rows_changes_not_a_bit(kit, name):
-    """Identity 4."""
     rows = rows_of(kit, 5)
     reference = references(rows)
     poisoned = [
