@@ -2,7 +2,7 @@
 
 Weights and rejections come from r = π_prox/μ: μ is the policy that the engine sampled from, π_prox that of the learner
 before the first optimizer step, so r holds the engine's numerical mismatch and the staleness of its weights. By level:
-``token`` takes r of the token, ``sequence`` the product of r over the tokens of its row, ``geometric`` that to the power
+``token`` is r of the token, ``sequence`` the product of r over the tokens of its row, ``geometric`` that to the power
 of 1 over their number.
 
     weight   min(r, max)             truncated importance sampling (Ionides 2008; arXiv:2505.24298 for tokens)

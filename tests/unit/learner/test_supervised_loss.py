@@ -31,7 +31,7 @@ def trainer_of(kit, learner=None, demonstrations=None, **sections) -> Trainer:
 
 
 def gradients(trainer, act):
-    """What ``act`` hands to the optimizer, and its report."""
+    """Gradients that ``act`` hands to the optimizer, and its report."""
     seen = {}
     hook = trainer.optimizer.register_step_pre_hook(
         lambda *_: seen.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters})
