@@ -8,18 +8,18 @@
 Two agent loops: ``multi_turn``, where the environment answers every reply, and ``tool_agent``, where every reply but
 the last calls the calculator. The engine is a stub in this process that answers after a fixed latency, the same for
 any number of episodes, so that the load is what an actor with that many episodes really has: episodes / latency turns
-a second, up to what one core can play. Beyond that turns queue, and the lag is that of an overloaded loop: ``--rate``
+a second, up to what one core can do. Beyond that turns queue, and the lag is that of an overloaded loop: ``--rate``
 lets the latency grow with the episodes so that never more than so many turns a second are asked for, which shows what
 holding many episodes costs by itself. The default asks for 500, which 1,000 episodes at 2 s do.
 
 A turn is everything that an actor does for it: render, route, request, check, parse, run the tool, step the
 environment, record; and once an episode encode the trajectory for the wire. CPU is that of the process, less what the
-same process spends in the same time without episodes (the probe, the watching of engines), which stands apart as
+same process spends in the same time without episodes (the probe, the watching of engines), which is shown apart as
 ``idle``. Lag is how late a 10 ms timer fires. ``gc max`` is the longest collection of cyclic garbage, which holds all
 episodes: the actor keeps it short (:mod:`actors.role`), and so does this process; ``--plain-gc`` leaves it as
 Python has it. The goal is below 1 ms of CPU a turn and below 50 ms of lag at 1,000 episodes.
 
-``--peer verl`` plays the same turns with the same texts and latency in verl's own ``ToolAgentLoop``, in a process of
+``--peer verl`` runs the same turns with the same texts and latency in verl's own ``ToolAgentLoop``, in a process of
 its own (:mod:`benchmarks.actor_scale_verl` says what is measured there), and prints its rows below. verl wants other
 versions of torch's and transformers' packages than Afterplay has, so ``AFTERPLAY_VERL_PYTHON`` may name the interpreter
 that has it; without verl the rows are left out and a line says so. verl has no loop in which an environment answers

@@ -8,7 +8,7 @@ clip.
 
 Both sides train SmolLM2-135M on "What is a + b?" with 8 tasks of 8 rollouts a step, at most 24 new tokens, temperature
 1, AdamW at 2e-5, clip 0.2/0.28, advantage (R - mean)/std, one attempt a task. TRL generates with transformers inside
-its trainer (its form for a machine without a GPU); Afterplay plays against a real vLLM server while it trains. Each
+its trainer (its form for a machine without a GPU); Afterplay samples from a real vLLM server while it trains. Each
 side runs alone, one after the other, on all cores; the first step of each side, which pays for warming up, is left out
 of the median.
 """

@@ -1,9 +1,9 @@
-"""What one start and one step of each environment adapter cost an actor.
+"""Cost of one start and one step of each environment adapter in an actor.
 
     python -m benchmarks.environment_steps
 
-Episodes are played one after the other through :class:`EnvironmentHost`, as the agent loop plays them, by the expert
-where there is one and by a fixed reply elsewhere. Wall time is the median of all steps, in ms; CPU time is that of this
+Episodes run one after the other through :class:`EnvironmentHost`, as in the agent loop, with the replies of the expert
+where there is one and a fixed reply elsewhere. Wall time is the median of all steps, in ms; CPU time is that of this
 process over all steps, in ms a step (the Java process of TextWorldExpress and its wait are in the wall time only).
 Adapters whose package is missing are left out and named."""
 

@@ -1,5 +1,7 @@
-"""How a process bears many concurrent episodes: CPU of a turn, lag of its event loop, memory. Standard library, numpy
-and psutil only, so that another project's interpreter can measure with the same ruler."""
+"""Load of a process with many concurrent episodes: CPU of a turn, lag of its event loop, memory.
+
+Standard library, numpy and psutil only, so that another project's interpreter can run the same measurement.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,14 @@ class Load:
     """At once."""
     latency_seconds: float
     cpu_ms: float
-    """A turn, without what the same process spends in the same time while it plays nothing."""
+    """A turn, without what the same process spends in the same time without episodes."""
     idle_ms: float
-    """What it spends then, in ms of CPU a second: the lag probe, the watching of engines."""
+    """Spent without episodes, in ms of CPU a second: the lag probe, the watching of engines."""
     turns_per_second: float
     lag_ms: tuple[float, float, float]
     """50th and 99th percentile and the longest."""
     collection_ms: float
-    """The longest single collection of cyclic garbage, in wall time: nothing else goes on meanwhile."""
+    """The longest single collection of cyclic garbage, in wall time; nothing else runs meanwhile."""
     kib: float
     """Growth of the resident set while all episodes were in progress, for each of them."""
     turns: int
@@ -43,11 +45,11 @@ class Load:
 
 
 Play = Callable[[int], Awaitable[tuple[int, int]]]
-"""Plays one episode by its number: (turns, tokens of the whole conversation)."""
+"""Runs one episode by its number: (turns, tokens of the whole conversation)."""
 
 
 async def settle(play: Play) -> None:
-    """What happens once a process happens now, and not while something is measured."""
+    """Do now what happens once a process, before anything is measured."""
     for number in range(SETTLE_EPISODES):
         await play(SETTLE_FROM + number)
 
@@ -98,7 +100,7 @@ async def _cpu_share(seconds: float) -> float:
 
 
 class _Probe:
-    """How late a 10 ms timer fires, how long collections take and how far the resident set grows."""
+    """Measures lateness of a 10 ms timer, duration of collections and growth of the resident set."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency

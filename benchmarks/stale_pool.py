@@ -6,8 +6,8 @@
 
 The world: 8 locks, each opened by one number of 10, which the tiny model learns to say (:class:`Locks`). The pool comes
 from a run of its own (another model, another seed) before every number was changed, by ``afterplay replay export`` and
-``import``: every stored "success" is wrong today. Its log-probabilities are those of a policy on its way from guessing
-to knowing the old numbers, so ratios reach from nearly 0 to 30. And it pays twice what a right answer pays today: it
+``import``: every stored "success" is wrong now. Its log-probabilities are those of a policy on its way from guessing
+to knowing the old numbers, so ratios reach from nearly 0 to 30. And it pays twice what a right answer pays now: it
 wins in every group, and right answers beside it get a negative advantage. From a quarter of the run on every group is
 to replay, 6 of its 8 trajectories stored, with no clip to speak of, no age limit, no fresh success that could dilute
 the pool, and no task that retires.
@@ -110,7 +110,7 @@ def before_the_change(seed: int, steps: int = RECORDED_STEPS) -> dict[str, Any]:
 
 
 def with_pool(seed: int, steps: int = STEPS, *, guard: bool, **replay: Any) -> dict[str, Any]:
-    """The run with the pool. ``success_threshold`` is above what today pays: nothing is added, nothing retires."""
+    """The run with the pool. ``success_threshold`` is above what is paid now: nothing is added, nothing retires."""
     config = without_replay(seed, steps)
     config["loss"] = {"off_clip_high": 100.0}
     hostile = {"start_ratio": 0.25, "task_ratio": 1.0, "trajectories_per_task": 6, "ess_guard": {"enabled": guard}}
@@ -168,7 +168,7 @@ def done(run: RunHandle) -> Steps:
 
 
 def share_factors(steps: Steps, guard: EssGuardConfig) -> list[float]:
-    """What the guard leaves of ``replay.task_ratio`` after each update."""
+    """Factor of the guard on ``replay.task_ratio`` after each update."""
     factors, factor = [], 1.0
     for step in steps:
         factor = next_factor(guard, factor, step["ess_carried"])

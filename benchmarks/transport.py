@@ -1,10 +1,10 @@
-"""How fast do trajectories move between two processes on loopback?
+"""Throughput of trajectories between two processes on loopback.
 
     python -m benchmarks.transport [--trajectories 20000] [--json FILE]
 
 Same bytes, same run, one producer process and one consumer process (2,000 tokens in 8 turns):
 
-* ``push/pull``: bare blocking ZeroMQ, frames sent and received, nothing looked at
+* ``push/pull``: bare blocking ZeroMQ, frames sent and received, payload not looked at
 * ``dealer/router + ack``: bare blocking ZeroMQ, each message acknowledged
 * ``zmq.asyncio + ack``: the same with ``zmq.asyncio`` on uvloop, one future for each message
 * ``hub/link + ack``: our transport on uvloop with outbox, credits, limits, acknowledgements in batches; payload not

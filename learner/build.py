@@ -110,7 +110,7 @@ def _check_ranks(config: RunConfig) -> None:
 def load_trainer(
     config: RunConfig, directory: RunDirectory, group: RankGroup | None = None
 ) -> tuple[Trainer, CheckpointState | None]:
-    """A trainer, and the state of the checkpoint that it goes on from. All ranks load the one that rank 0 has found."""
+    """A trainer, and the state of the checkpoint that it resumes from. All ranks load the one that rank 0 has found."""
     transformers_logging.disable_progress_bar()
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)

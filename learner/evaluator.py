@@ -59,7 +59,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
             await publisher.until_live(version)
             await session.announce(version, updates)
             metrics.policy_version.set(version)
-            ctx.report("evaluating", "held-out tasks to be played")
+            ctx.report("evaluating", "rollouts of held-out tasks")
             while not is_evaluated(session.evaluation, updates):
                 await session.changed()
             ctx.report("finished")

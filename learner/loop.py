@@ -7,7 +7,7 @@ answer, or the end of the run.
 With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner acquires it before each
 update, once the version before is published, and releases it before it publishes the next.
 
-Training runs in a worker thread, so messages and heartbeats go on. Publication of a version overlaps with the
+Training runs in a worker thread, so messages and heartbeats continue. Publication of a version overlaps with the
 training of the next update; at most one publication is under way. The next batch is prefetched during training too
 (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
@@ -247,7 +247,7 @@ class LearnerLoop:
             return
         with anyio.move_on_after(2 * section.seconds_max + EVALUATION_MARGIN_SECONDS) as waiting:
             while not is_evaluated(session.evaluation, self._trainer.updates):
-                self._ctx.report("evaluating", "held-out tasks to be played", step=self._trainer.updates)
+                self._ctx.report("evaluating", "rollouts of held-out tasks", step=self._trainer.updates)
                 with anyio.move_on_after(5.0):
                     await session.changed()
         if waiting.cancelled_caught:

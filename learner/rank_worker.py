@@ -1,10 +1,11 @@
-"""A rank other than 0: waits for an order of rank 0, does the same work as rank 0, and waits again.
+"""Process of a rank other than 0: executes the commands of rank 0, doing the same work as rank 0.
 
-Started by rank 0 (``python -m learner.rank_worker RANK SIZE PORT`` with the run file as JSON on stdin), or by torchrun
-through ``afterplay learner FILE``. It serves no metrics and is connected to the other ranks only.
+Started by rank 0 (``python -m learner.rank_worker RANK SIZE PORT``, with the run file as a line of JSON on stdin, which
+stays open while rank 0 lives), or by torchrun through ``afterplay learner FILE``. It serves no metrics and is connected
+to the other ranks only.
 
-*consumes* orders of rank 0; *produces* its part of every collective; *waits for* the next order, which comes at least
-every ``BEAT_SECONDS``; *unblocked by* it, by rank 0's end, or by the timeout of the group.
+*consumes* commands of rank 0; *produces* its part of every collective; *waits for* the next command, which comes at
+least every ``HEARTBEAT_SECONDS``; *unblocked by* it, by rank 0's end, or by the timeout of the group.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch.distributed.distributed_c10d import Store
 
 from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.data.rows import Batch, Row, TokenScores
-from learner.distributed.collectives import Place, RankGroup, join
-from learner.distributed.messages import unpack_order
+from learner.distributed.collectives import ProcessRank, RankGroup, join
+from learner.distributed.messages import unpack_command
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, Interrupted, TrainingError
@@ -39,27 +40,27 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Trainer, Mapping[str, Any], tuple[Row, ...], TokenScores], Any]
 
 
-def follow(trainer: Trainer, group: RankGroup, image: Callable[[int], None]) -> None:
-    """Obey until rank 0 ends the work. ``image`` takes part in a checkpoint of so many updates.
+def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], None]) -> None:
+    """Execute the commands of rank 0 until it ends the work. ``image`` takes part in a checkpoint of so many updates.
 
     Raises :class:`TrainingError` when rank 0 is gone.
     """
     while True:
-        facts, rows, evidence = unpack_order(_next(group))
-        order = facts["order"]
-        if order == "end":
+        facts, rows, scores = unpack_command(_next(group))
+        command = facts["command"]
+        if command == "end":
             return
         try:
-            if order == "image":
+            if command == "image":
                 image(int(facts["updates"]))
-            elif order != "beat":
-                _HANDLERS[order](trainer, facts, rows, evidence)
+            elif command != "heartbeat":
+                _HANDLERS[command](trainer, facts, rows, scores)
         except Interrupted:
-            log.info("rank %d gave up %s: the learner is stopping", group.rank, order)
+            log.info("rank %d gave up %s: the learner is stopping", group.rank, command)
 
 
 class ShardWriter:
-    """Writes this rank's part of each checkpoint in a thread, so that the next order need not wait. Use as a context
+    """Writes this rank's part of each checkpoint in a thread, so that the next command need not wait. Use as a context
     manager: its end waits for the last write, and raises what went wrong in it."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -71,7 +72,7 @@ class ShardWriter:
         """Copy, and begin to write."""
         self.wait()
         shards = take_image(self._trainer, CheckpointState(updates, 0, {})).shards
-        assert shards is not None, "one rank has no orders"
+        assert shards is not None, "a learner of one process has no commands"
         self._last = self._threads.submit(shards.write, None)
 
     def wait(self) -> None:
@@ -91,32 +92,32 @@ class ShardWriter:
 
 def _next(group: RankGroup) -> Any:
     try:
-        return group.hear()
+        return group.receive()
     except RuntimeError as error:
         raise TrainingError(
             f"rank {group.rank} lost rank 0, which ended or was silent for too long ({_first_line(error)}): all ranks "
-            "end together; start the learner again, it goes on from its newest checkpoint"
+            "end together; start the learner again, it resumes from its newest checkpoint"
         ) from error
 
 
-def _step(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
+def _step(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
     trainer.kl.coefficient = facts["kl"]
-    trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], evidence)
+    trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], scores)
 
 
-def _gather(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
+def _gather(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
     trainer.token_scores(rows)
 
 
-def _score(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
+def _score(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
     trainer.score(rows)
 
 
-def _snapshot(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
+def _snapshot(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
     trainer.policy.snapshot(facts["dtype"])
 
 
-def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], evidence: TokenScores) -> None:
+def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
     trainer.policy.adapter_snapshot(torch.float32)
 
 
@@ -133,17 +134,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def run(config: RunConfig, place: Place, store: Store | None = None) -> int:
-    """Follow until rank 0 ends the work; the exit code. The work is done in a thread, so that signals are heard: the
-    first one interrupts the update, on all ranks; a process that is still there after
+def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> int:
+    """Work until rank 0 ends it; the exit code. The work is done in a thread, so that signals are handled: the first
+    one interrupts the update, on all ranks; a process that is still there after
     ``supervisor.drain_seconds_max`` ends by force."""
-    configure_logging(f"learner-{place.rank}")
+    configure_logging(f"learner-{process.rank}")
     interrupt, codes = threading.Event(), [int(ExitCode.FAILED)]
-    _obey_signals(interrupt, config.supervisor.drain_seconds_max)
+    _handle_signals(interrupt, config.supervisor.drain_seconds_max)
 
     def work() -> None:
         try:
-            _follow(config, place, store, interrupt)
+            _work(config, process, store, interrupt)
             codes[0] = ExitCode.FINISHED
         except ConfigurationError as error:
             log.error("%s", error)
@@ -151,26 +152,26 @@ def run(config: RunConfig, place: Place, store: Store | None = None) -> int:
         except AfterplayError as error:
             log.error("%s", error)
         except BaseException:
-            log.exception("rank %d ended by an error", place.rank)
+            log.exception("rank %d ended by an error", process.rank)
 
-    thread = threading.Thread(target=work, name="follower")
+    thread = threading.Thread(target=work, name="commands")
     thread.start()
     thread.join()
     return codes[0]
 
 
-def _follow(config: RunConfig, place: Place, store: Store | None, interrupt: threading.Event) -> None:
+def _work(config: RunConfig, process: ProcessRank, store: Store | None, interrupt: threading.Event) -> None:
     from learner.build import load_trainer
 
-    device = join(place, config.learner, store)
+    device = join(process, config.learner, store)
     group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
     trainer, _ = load_trainer(config, RunDirectory(config.run.path), group)
-    log.info("rank %d of %d on %s follows", place.rank, place.size, device)
-    with ShardWriter(trainer) as saver:
-        follow(trainer, group, saver.image)
+    log.info("rank %d of %d on %s", process.rank, process.world_size, device)
+    with ShardWriter(trainer) as writer:
+        execute_commands(trainer, group, writer.image)
 
 
-def _obey_signals(interrupt: threading.Event, seconds_max: float) -> None:
+def _handle_signals(interrupt: threading.Event, seconds_max: float) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         if not interrupt.is_set():
             interrupt.set()
@@ -182,14 +183,21 @@ def _obey_signals(interrupt: threading.Event, seconds_max: float) -> None:
         signal.signal(number, on_signal)
 
 
+def _end_with_parent() -> None:
+    """End this process when stdin closes: rank 0, which holds the other end, is gone."""
+    sys.stdin.buffer.read()
+    os._exit(ExitCode.FAILED)
+
+
 def main() -> None:
     rank, size, port = (int(word) for word in sys.argv[1:4])
-    config = RunConfig.model_validate_json(sys.stdin.buffer.read())
+    config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    code = run(config, Place(rank, size, rank), store)
+    code = run(config, ProcessRank(rank, size, rank), store)
     logging.shutdown()
     os._exit(code)
 

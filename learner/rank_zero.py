@@ -5,16 +5,16 @@ restarts one learner process. Under torchrun they are there already.
 
 *consumes* ends of children and errors of connections; *produces* heartbeats, and :class:`TrainingError` for the role
 when a rank is lost; *waits for* nothing else. A lost rank ends the learner within ``LOSS_SECONDS``: the supervisor
-starts it again, and all ranks go on from the newest checkpoint.
+starts it again, and all ranks resume from the newest checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent import futures
@@ -24,8 +24,8 @@ import anyio
 import anyio.to_thread
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from learner.distributed.collectives import Place, RankGroup, join, leave, place_of
-from learner.distributed.ranks import BEAT_SECONDS
+from learner.distributed.collectives import ProcessRank, RankGroup, join, leave, process_rank
+from learner.distributed.ranks import HEARTBEAT_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
@@ -37,15 +37,16 @@ LOSS_SECONDS = 15.0
 REAP_SECONDS = 1.0
 """Between the end of a child's connections and the end of the child."""
 END_SECONDS = 5.0
-"""For the children to end once they are told to; then they are killed."""
+"""For the children to end after the command to; then they are killed."""
 
 
 class RankZero:
     """Rank 0 of several. Made by :meth:`begin`; :meth:`end` must be called."""
 
-    def __init__(self, config: RunConfig, place: Place) -> None:
+    def __init__(self, config: RunConfig, process: ProcessRank) -> None:
         self._children: dict[int, ChildGroup] = {}
         self._reaper = OrphanReaper(grace_seconds=0)
+        self._pipes = contextlib.ExitStack()
         self._loss = ""
         self._lost = anyio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,37 +54,37 @@ class RankZero:
         self._lock = threading.Lock()
         self._force_later: threading.Timer | None = None
         store = None
-        if place.size == 1:
-            place = Place(0, config.learner.ranks)
+        if process.world_size == 1:
+            process = ProcessRank(0, config.learner.ranks)
             timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
             self._start_children(config, store.port)
         try:
-            device = join(place, config.learner, store)
+            device = join(process, config.learner, store)
             self.group = RankGroup(device, threading.Event(), config.learner.ranks_timeout_seconds)
         except BaseException:
             self._close(wait_seconds=0)
             raise
-        log.info("rank 0 of %d on %s", place.size, device)
+        log.info("rank 0 of %d on %s", process.world_size, device)
 
     @classmethod
     def begin(cls, config: RunConfig) -> RankZero | None:
         """None for a learner of one process. Blocks until all ranks are there."""
-        place = place_of(config.learner)
-        return cls(config, place) if max(place.size, config.learner.ranks) > 1 else None
+        process = process_rank(config.learner)
+        return cls(config, process) if max(process.world_size, config.learner.ranks) > 1 else None
 
     async def watch(self) -> None:
-        """Beat until cancelled. Raises :class:`TrainingError` when a rank is lost."""
+        """Send heartbeats until cancelled. Raises :class:`TrainingError` when a rank is lost."""
         self._loop = asyncio.get_running_loop()
         while not self._loss:
-            with anyio.move_on_after(BEAT_SECONDS):
+            with anyio.move_on_after(HEARTBEAT_SECONDS):
                 await self._lost.wait()
                 break
             try:
-                await anyio.to_thread.run_sync(self.group.beat)
+                await anyio.to_thread.run_sync(self.group.heartbeat)
             except RuntimeError as error:
                 self._note(self._gone(REAP_SECONDS) or f"a rank does not answer: {error}")
-        raise TrainingError(self._words(self._loss))
+        raise TrainingError(_loss_message(self._loss))
 
     def end(self) -> None:
         """End the other ranks, and wait for them a bounded time. Blocks."""
@@ -94,18 +95,25 @@ class RankZero:
             except RuntimeError as error:
                 gone = self._gone(REAP_SECONDS) or f"a rank does not answer: {error}"
         if gone:
-            log.error("%s", self._words(gone))
+            log.error("%s", _loss_message(gone))
         self._close(wait_seconds=0 if gone else END_SECONDS)
 
     def _start_children(self, config: RunConfig, port: int) -> None:
-        """They read their run file from stdin, and meet rank 0 at ``port``."""
-        run_file, size = config.model_dump_json().encode(), config.learner.ranks
+        """They read their run file from stdin, and meet rank 0 at ``port``. Stdin closes when this process dies, which
+        ends a child also where it was not registered with the reaper yet."""
+        run_file, size = config.model_dump_json().encode() + b"\n", config.learner.ranks
         for rank in range(1, size):
             command = [sys.executable, "-m", "learner.rank_worker", str(rank), str(size), str(port)]
-            with tempfile.TemporaryFile() as stdin:
-                stdin.write(run_file)
-                stdin.seek(0)
+            stdin, pipe = os.pipe()
+            self._pipes.callback(os.close, pipe)
+            try:
                 child = self._children[rank] = ChildGroup(command, self._reaper, stdin=stdin)
+            finally:
+                os.close(stdin)
+            unsent = memoryview(run_file)
+            with contextlib.suppress(BrokenPipeError):  # it ended already, which is noticed below
+                while unsent:
+                    unsent = unsent[os.write(pipe, unsent) :]
             child.end.add_done_callback(lambda end, rank=rank: self._child_ended(rank, end))  # type: ignore[misc]
 
     def _child_ended(self, rank: int, end: futures.Future[int]) -> None:
@@ -125,6 +133,7 @@ class RankZero:
             self._force_later.cancel()
         futures.wait([child.end for child in self._children.values()], wait_seconds)
         self._reaper.close()
+        self._pipes.close()
         leave()
 
     def _note(self, loss: str) -> None:
@@ -139,16 +148,17 @@ class RankZero:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._lost.set)
 
-    def _words(self, loss: str) -> str:
-        return (
-            f"the learner has lost a rank: {loss}. All ranks end; started again, the learner goes on "
-            "from its newest checkpoint"
-        )
-
     def _force(self) -> None:
-        os.write(2, f"learner: {self._words(self._loss)} (training was stuck for {LOSS_SECONDS:g} s)\n".encode())
+        os.write(2, f"learner: {_loss_message(self._loss)} (training was stuck for {LOSS_SECONDS:g} s)\n".encode())
         os._exit(ExitCode.FAILED)
 
 
 def _describe(ended: Mapping[int, futures.Future[int]]) -> str:
     return "; ".join(f"rank {rank} ended ({describe_exit(end.result())})" for rank, end in ended.items())
+
+
+def _loss_message(loss: str) -> str:
+    return (
+        f"the learner has lost a rank: {loss}. All ranks end; started again, the learner resumes "
+        "from its newest checkpoint"
+    )

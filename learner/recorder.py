@@ -271,14 +271,14 @@ def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Tra
     left out: they are not means over the trajectory."""
     s = report.statistics
     partial = {row.trajectory_index for row in batch.rows if not row.whole}
-    groups, sequence = {}, 0
+    groups, trajectory_index = {}, 0
     for group in batch.groups:
         entropy = {}
         for trajectory in group.trajectories:
-            value = s.entropy_by_sequence.get(sequence)
-            if value is not None and sequence not in partial:
+            value = s.entropy_by_trajectory.get(trajectory_index)
+            if value is not None and trajectory_index not in partial:
                 entropy[trajectory.trajectory_id] = value
-            sequence += 1
+            trajectory_index += 1
         replayed = tuple(t.trajectory_id for t in group.candidates)
         groups[group.group_id] = TrainedGroup(replayed, entropy, group.group_id in choice.failed)
     ess = {"all": s.all.ratio.ess_ratio, **{name: part.ratio.ess_ratio for name, part in s.by_source.items()}}

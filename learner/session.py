@@ -136,7 +136,7 @@ class LearnerSession:
         return self.assembler.progress(update)
 
     async def consumed(self, update: int, trained: Trained | None = None) -> None:
-        """The optimizer has made ``update``."""
+        """Report that the optimizer has made ``update``."""
         ids, facts = self.assembler.consumed(update), trained or Trained()
         self.progress.updates = update + 1
         self.progress.unacknowledged[update] = ids
@@ -145,14 +145,14 @@ class LearnerSession:
         await self._send(Kind.CONSUMED, {"update": update, "group_ids": ids, **facts.header()})
 
     async def announce(self, policy_version: int, updates: int) -> None:
-        """The weights after ``updates`` updates are live as ``policy_version``."""
+        """Report that the weights after ``updates`` updates are live as ``policy_version``."""
         self.progress.policy_version = policy_version
         self.progress.announced = (policy_version, updates)
         self._notify()
         await self._send(Kind.VERSION, {"policy_version": policy_version, "updates": updates})
 
     async def checkpointed(self, updates: int) -> None:
-        """Everything up to ``updates`` updates is durable here."""
+        """Report that everything up to ``updates`` updates is durable here."""
         self.progress.durable_updates = updates
         self._notify()
         await self._send(Kind.CHECKPOINTED, {"updates": updates})

@@ -43,7 +43,7 @@ def write_model(shape: str, layers: int | None, folder: Path) -> None:
 
 
 def run_side(case: Case, side: str, directory: Path) -> dict[str, Any] | None:
-    """What the side measured; None where it failed, with its last words on the terminal."""
+    """Result of the side; None where it failed, with the end of its output on the terminal."""
     command = [sys.executable, "-m", "benchmarks.learner_step.sides", side, json.dumps(asdict(case)),
                "--directory", str(directory / side)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, stdin=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""What all sides of the benchmark train: the same random rows."""
+"""The random rows that all sides of the benchmark train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from learner.data.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What all sides train. Lengths are in tokens."""
+    """Rows that all sides train. Lengths are in tokens."""
 
     model: str
     """Folder."""

@@ -8,10 +8,10 @@
 
 A run is ``afterplay run configs/replay_tiny.yaml`` with all its processes. A seed changes the model's random weights,
 the order of the tasks and what is drawn from the pool; the engine's sampling is random in every run. The success rate
-is measured outside the run: weights of every 5th version play every task a fixed number of times. It has reached the
-goal at the first of two such measurements in a row that are at or above it; then the run is stopped. What it costs is
-every token that its engine sampled and its replay stage received up to the end of that update: also those of dropped,
-rescued and not yet trained trajectories and of retests. Prompt tokens are not counted.
+is measured outside the run: a fixed number of rollouts of every task with the weights of every 5th version. It has
+reached the goal at the first of two such measurements in a row that are at or above it; then the run is stopped. Its
+cost is every token that its engine sampled and its replay stage received up to the end of that update: also those of
+dropped, rescued and not yet trained trajectories and of retests. Prompt tokens are not counted.
 
 A finished run is one JSON file in ``DIRECTORY/results`` and is not made again; ``results.json``, ``results.md`` and
 ``replay_efficiency.png`` are made anew from all of them each time.

@@ -28,7 +28,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     protocol = Protocol()
-    parser.add_argument("--directory", type=Path, required=True, help="results and runs; a second call goes on there")
+    parser.add_argument("--directory", type=Path, required=True, help="results and runs; a second call continues there")
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these (default: the four and every --extra)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all arms")

@@ -1,4 +1,4 @@
-"""What is compared: named sets of overrides of one run file, and the seeds."""
+"""Arms of the comparison: named sets of overrides of one run file, and the seeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.]{1,40}")
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How success is measured and when a run ends; the same for all arms."""
+    """Measurement of success and end of a run; the same for all arms."""
 
     goal: float = 0.8
     """Success rate to reach."""

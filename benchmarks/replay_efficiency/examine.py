@@ -1,8 +1,8 @@
-"""How often the weights of one version succeed, measured outside the run that made them.
+"""Success rate of the weights of one version, measured outside the run that made them.
 
-Every task of the run file's environments is played a fixed number of times at temperature 1, through the environment's
-own episodes and the actor's renderer, with random numbers that depend on the version only. Nothing of the run's state
-matters: not which tasks are retired, not what is in flight.
+A fixed number of rollouts of every task of the run file's environments at temperature 1, through the environment's own
+episodes and the actor's renderer, with random numbers that depend on the version only. The run's state does not matter:
+neither retired tasks nor rollouts in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Examination:
         """Every prompt so far: the same ones come again and again, and rendering is most of the cost."""
 
     def success(self, score: Score, version: int) -> npt.NDArray[np.float64]:
-        """Share of plays that reach ``replay.success_threshold``, one number for each task."""
+        """Share of rollouts that reach ``replay.success_threshold``, one number for each task."""
         random = np.random.default_rng([20260101, version])
         rewards = np.zeros((len(self.tasks), self._plays))
         ended = [0] * len(self.tasks)
@@ -93,7 +93,7 @@ class Examination:
         return Play(number, episode, self._rendered[key])
 
     def _turn(self, play: Play, ids: Tokens) -> bool:
-        """Give one reply to the environment; whether the play goes on."""
+        """Give one reply to the environment; True while the episode continues."""
         said = self._renderer.completed(ids)
         reason = FinishReason.STOP if said.end_id is not None else FinishReason.LENGTH
         step = play.episode.step(Reply(said.text, reason))

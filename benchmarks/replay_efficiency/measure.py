@@ -1,4 +1,4 @@
-"""One run from start to hit, examined while it goes on."""
+"""One run from its start until it reaches the goal, measured while it goes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.run_handle import RunHandle, start_run
 
 Value = TypeVar("Value")
 END_SECONDS_MAX = 90.0
-"""For a run that was told to stop, or has made its last update, on a busy machine."""
+"""For a run that is stopping, or has made its last update, on a busy machine."""
 
 
 class Stopped(AfterplayError):
@@ -42,7 +42,7 @@ class Stopped(AfterplayError):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs share."""
+    """Settings that all runs share."""
 
     directory: Path
     protocol: Protocol
@@ -121,7 +121,7 @@ def _watch(bench: Bench, job: Job, run: RunHandle) -> Result:
 
 
 def _moment(run: RunHandle, version: int) -> float | None:
-    """When ``version`` was made; of the first one, when play began."""
+    """Time at which ``version`` was made; of the first one, the time of the first order."""
     if version == 0:
         store = run.directory.store_file
         try:

@@ -1,4 +1,4 @@
-"""What a run generated and how it trained, from its store and its lines, and the result that is kept of it."""
+"""Generated tokens and training curve of a run, from its store and its lines, and the stored result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.runtime.rundir import read_json, write_json_atomically
 from pipeline.store.queries import reading
 
 _SAMPLED = "SELECT coalesce(sum(n_sampled), 0) FROM trajectories WHERE group_number >= 0 AND received_at <= ?"
-"""Every trajectory that was played in this run, whatever became of it; imported ones have no group."""
+"""Every trajectory that was rolled out in this run, trained or not; imported ones have no group."""
 
 
 def tokens_until(store: Path, moment: float) -> int:
@@ -26,11 +26,11 @@ def tokens_until(store: Path, moment: float) -> int:
 
 
 def first_order_at(store: Path) -> float:
-    """When play began, Unix seconds. Raises :class:`StoreError` when nothing was played."""
+    """Time of the first order, Unix seconds. Raises :class:`StoreError` when there is none."""
     with reading(store) as connection:
         moment = connection.execute("SELECT min(issued_at) FROM orders").fetchone()[0]
     if moment is None:
-        raise StoreError("expected a run that has played something, its store has no orders")
+        raise StoreError("expected a run with rollouts, its store has no orders")
     return float(moment)
 
 
@@ -62,7 +62,7 @@ class Training:
     replay_age_mean: float | None
     """The same of replayed trajectories, mean over all of them."""
     guard_factor: float
-    """What the guard left of the learning rate, mean over updates; 1 without it."""
+    """Factor of the guard on the learning rate, mean over updates; 1 without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def training_of(lines: Sequence[Mapping[str, Any]]) -> Training:
 
 
 def finished_at(lines: Sequence[Line], version: int) -> float | None:
-    """When the update that made ``version`` ended, Unix seconds; None: its line is not there yet."""
+    """Time at which the update that made ``version`` ended, Unix seconds; None: its line is not there yet."""
     return next((float(line["finished"]) for line in lines if line["step"] == version), None)
 
 

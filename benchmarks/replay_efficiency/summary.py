@@ -1,4 +1,4 @@
-"""From single runs to medians, intervals and a table. A run that never got there costs infinitely much."""
+"""Medians, intervals and a table of the runs. A run that never reached the goal costs infinitely much."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ratios(results: Sequence[Result], arm: str) -> list[float]:
 
 
 def summarise(results: Sequence[Result], protocol: Protocol) -> dict[str, Any]:
-    """What ``results.json`` holds beside the runs. JSON knows no infinity: null is a goal not reached."""
+    """Content of ``results.json`` beside the runs. JSON has no infinity: null is a goal not reached."""
     arms: dict[str, Any] = {}
     for arm, by_seed in by_arm(results).items():
         runs = [by_seed[seed] for seed in sorted(by_seed)]

@@ -110,9 +110,9 @@ def _unless_missing(array: npt.NDArray[np.float64] | None) -> npt.NDArray[np.flo
 
 def _tokens_of_sequences(batch: Batch) -> list[npt.NDArray[np.int64]]:
     """Token numbers of each trajectory, int64 ``[S]`` each, its branches one after the other."""
-    sequences = np.repeat([row.trajectory_index for row in batch.rows], [row.n_sampled for row in batch.rows])
-    order = np.argsort(sequences, kind="stable")
-    counts = np.bincount(sequences, minlength=len(batch.trajectories))
+    trajectory_index_S = np.repeat([row.trajectory_index for row in batch.rows], [row.n_sampled for row in batch.rows])
+    order = np.argsort(trajectory_index_S, kind="stable")
+    counts = np.bincount(trajectory_index_S, minlength=len(batch.trajectories))
     return np.split(order, np.cumsum(counts)[:-1])
 
 

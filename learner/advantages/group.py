@@ -103,8 +103,8 @@ def pass_at_k(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
     """Effect on the best of k of having the i-th answer among them: over all sets of k of the group,
     ``(mean of the best of the sets with i - mean of the best of all sets) / (std of the best of all sets + epsilon)``.
 
-    For rewards 0 and 1 this is the closed form of arXiv:2508.10751 (section 2.4); for others the best of a set stands
-    for its success, as in arXiv:2505.15201. Only ranks are counted: with returns in ascending order the j-th is the
+    For rewards 0 and 1 this is the closed form of arXiv:2508.10751 (section 2.4); for others the best of a set replaces
+    its success, as in arXiv:2505.15201. Only ranks are counted: with returns in ascending order the j-th is the
     best of ``C(j-1, k-1)`` sets, and of ``C(j-2, k-2)`` sets that hold a given worse one.
     Raises :class:`TrainingError` for a group smaller than k.
     """

@@ -26,7 +26,7 @@ def turn_rewards(p: ScoredTrajectory, config: AdvantageConfig) -> FloatArray:
     """Rewards by turn ``[K]``, without penalties, where ``advantage.rewards`` is not ``outcome``.
 
     ``turns``: those of the environment times ``turn_weight``. ``both``: the last turn also gets what of the outcome
-    they leave, so that they sum to the outcome. Without turn rewards the outcome stands at the last turn.
+    they leave, so that they sum to the outcome. Without turn rewards the last turn gets the outcome.
     """
     turns = max(len(p.turn_rewards), int(p.turns[-1]) + 1)
     rewards = np.zeros(turns)
@@ -60,8 +60,8 @@ def group_returns(group: Sequence[ScoredTrajectory], config: AdvantageConfig) ->
     """Returns that estimators compare within a group, ``[G, K]``.
 
     ``outcome``: K is 1, the total of each trajectory. Otherwise K is the number of turns of the longest: entry k is
-    the return from turn k on, discounted by ``turn_gamma`` per turn. A trajectory that ended before turn k stands
-    there with 0, which is what it got from then on; so the others' mean stays a baseline that no own action changes.
+    the return from turn k on, discounted by ``turn_gamma`` per turn. A trajectory that ended before turn k has 0
+    there, which is what it got from then on; so the others' mean stays a baseline that no own action changes.
     """
     if config.rewards == "outcome":
         return np.asarray([[total(p)] for p in group])

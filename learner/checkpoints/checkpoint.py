@@ -70,7 +70,7 @@ def checkpoint_path(root: Path, updates: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointImage:
-    """Everything of a checkpoint, copied into memory: training may go on while it is written."""
+    """Everything of a checkpoint, copied into memory: training continues while it is written."""
 
     state: CheckpointState
     weights: dict[str, Tensor]

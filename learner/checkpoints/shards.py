@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FOLDER = "shards"
 _MARK = "shard:"
-"""Begins the text that stands in ``training.pt`` for a tensor in ``shards/``."""
+"""Beginning of the text that replaces a tensor of ``shards/`` in ``training.pt``."""
 OTHERS = "random_others"
 """Random state of ranks 1, 2, …"""
 

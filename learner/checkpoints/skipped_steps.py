@@ -1,10 +1,10 @@
 """Updates with optimizer steps that were skipped because a value was not finite, written out for inspection.
 
-A file holds one message of :mod:`learner.distributed.messages`: rows with their advantages and the evidence. So the
+A file holds one message of :mod:`learner.distributed.messages`: rows with their advantages and token scores. So the
 step can be tried again with the weights of a checkpoint::
 
     found = read_skipped(Path("runs/mine/skipped/u000012.batch"))
-    trainer.step(Batch(found.update, (), found.rows), found.policy_version, found.evidence)
+    trainer.step(Batch(found.update, (), found.rows), found.policy_version, found.token_scores)
 
 Demonstrations that a step drew beside them follow from the run file and the number of the update.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from learner.distributed.messages import pack_order, unpack_order
+from learner.distributed.messages import pack_command, unpack_command
 from learner.observability.report import SkippedBatch, SkippedStep
 from pipeline.errors import StoreError, WireError
 from pipeline.runtime.rundir import write_bytes_atomically
@@ -42,7 +42,7 @@ def write_skipped(folder: Path, batch: SkippedBatch) -> Path | None:
         "steps": [asdict(step) for step in batch.steps],
     }
     try:
-        message = pack_order("skipped", batch.rows, facts, batch.evidence)
+        message = pack_command("skipped", batch.rows, facts, batch.token_scores)
         write_bytes_atomically(path, KIND.magic + message.tobytes())
         for old in sorted(folder.glob("u*.batch"))[:-KEPT_MAX]:
             old.unlink(missing_ok=True)
@@ -58,9 +58,9 @@ def read_skipped(path: Path) -> SkippedBatch:
     try:
         data = path.read_bytes()
         KIND.check(path, data)
-        facts, rows, evidence = unpack_order(np.frombuffer(data, np.uint8, offset=len(KIND.magic)))
+        facts, rows, scores = unpack_command(np.frombuffer(data, np.uint8, offset=len(KIND.magic)))
         steps = tuple(SkippedStep(step["where"], tuple(step["rows"])) for step in facts["steps"])
-        return SkippedBatch(facts["update"], facts["policy_version"], facts["kl_coefficient"], steps, rows, evidence)
+        return SkippedBatch(facts["update"], facts["policy_version"], facts["kl_coefficient"], steps, rows, scores)
     except (OSError, WireError, KeyError, ValueError, TypeError) as error:
         raise StoreError(f"expected {path} to be {KIND.noun}, got {error}: {KIND.remedy}") from error
 

@@ -53,7 +53,7 @@ class GroupAssembler:
         self._groups: dict[str, _PlannedGroup] = {}
 
     def plan(self, plan: GroupPlan, update: int) -> None:
-        """A group is planned for ``update``. A repeated plan changes nothing but its update, which the stage decides.
+        """Add a planned group of ``update``. A repeated plan changes nothing but its update, which the stage decides.
 
         Raises :class:`TrainingError` when another plan is known under the same id, or the update has its groups
         already.

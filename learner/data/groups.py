@@ -21,11 +21,11 @@ class StoredRollout:
     weight: float = 1.0
     """Multiplies the loss of its tokens; denominators do not change."""
     entropy: float | None = None
-    """Stored: mean over sampled tokens, nats."""
+    """Stored entropy, mean over sampled tokens, nats."""
     turn: int | None = None
     """The one turn that is trained; None: all."""
     age: int = 0
-    """Versions, when it was dispatched."""
+    """Age in versions when it was dispatched."""
     success_rate: float | None = None
     """Success rate of the fresh rollouts of its first group."""
 
@@ -58,7 +58,7 @@ class Group:
     plan: GroupPlan
     trajectories: tuple[Trajectory, ...]
     stored_rollouts: Mapping[str, StoredRollout] = field(default_factory=dict)
-    """By trajectory id."""
+    """Facts of the replayed ones, by trajectory id."""
 
     @property
     def group_id(self) -> str:
@@ -80,7 +80,7 @@ class Group:
 
     @property
     def candidates(self) -> tuple[Trajectory, ...]:
-        """Those from the pool, in the order of the plan: best first by stored entropy."""
+        """Trajectories from the pool, in the order of the plan: best first by stored entropy."""
         return tuple(t for t in self.trajectories if self.is_replayed(t))
 
     def is_replayed(self, trajectory: Trajectory) -> bool:

@@ -44,7 +44,7 @@ class Row:
     advantages: npt.NDArray[np.float32]
     """``[n_sampled]``, of the tokens that are trained, in order; 0 until they are estimated."""
     replayed: bool = False
-    """From the experience pool: ``replay_mask`` is ``loss_mask`` on this row."""
+    """True for a trajectory from the experience pool: ``replay_mask`` is ``loss_mask`` on this row."""
     guided: bool = False
     """Its prompt held retrieved experience: ``guided_mask`` is ``loss_mask`` on this row."""
     discarded: bool = False

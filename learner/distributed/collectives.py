@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from learner.data.rows import Row, TokenScores
-from learner.distributed.messages import pack, pack_order, unpack
+from learner.distributed.messages import pack, pack_command, unpack
 from learner.distributed.ranks import divide, resolve_device
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.config.learner import LearnerConfig
@@ -72,7 +72,7 @@ class RankGroup:
         with self._lock:
             self._busy = True
             try:
-                self._send(pack_order(command, rows, facts or {}, scores))
+                self._send(pack_command(command, rows, facts or {}, scores))
                 yield
             finally:
                 self._busy = False
@@ -82,11 +82,11 @@ class RankGroup:
         with self.together("end"):
             pass
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Rank 0: send a heartbeat, unless it is at work with the others, or another thread is."""
         if self._lock.acquire(blocking=False):
             try:
-                self._send(pack_order("beat"))
+                self._send(pack_command("heartbeat"))
             finally:
                 self._lock.release()
 
@@ -141,7 +141,7 @@ class RankGroup:
     def _send(self, message: npt.NDArray[np.uint8]) -> None:
         _broadcast(message, self._arrays)
 
-    def hear(self) -> npt.NDArray[np.uint8]:
+    def receive(self) -> npt.NDArray[np.uint8]:
         """The next command of rank 0, for the others. Raises :class:`RuntimeError` when it is gone or silent for the
         timeout."""
         return _broadcast(None, self._arrays)
@@ -180,17 +180,17 @@ def sum_gradients(root: torch.nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessRank:
     """Rank of a process among those of a learner."""
 
     rank: int = 0
-    size: int = 1
-    local: int = 0
+    world_size: int = 1
+    local_rank: int = 0
     """Rank among those of the same machine: number of its GPU."""
 
 
-def place_of(config: LearnerConfig, environment: dict[str, str] | None = None) -> Place:
-    """The place by RANK, WORLD_SIZE and LOCAL_RANK; without them one process. Raises :class:`ConfigurationError` where
+def process_rank(config: LearnerConfig, environment: dict[str, str] | None = None) -> ProcessRank:
+    """The rank by RANK, WORLD_SIZE and LOCAL_RANK; without them one process. Raises :class:`ConfigurationError` where
     they contradict ``learner.ranks``."""
     values = dict(os.environ) if environment is None else environment
     try:
@@ -204,10 +204,10 @@ def place_of(config: LearnerConfig, environment: dict[str, str] | None = None) -
         raise ConfigurationError(
             f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: under torchrun leave learner.ranks out"
         )
-    return Place(rank, size, local)
+    return ProcessRank(rank, size, local)
 
 
-def join(place: Place, config: LearnerConfig, store: Store | None = None) -> torch.device:
+def join(process: ProcessRank, config: LearnerConfig, store: Store | None = None) -> torch.device:
     """Meet the other ranks at ``store``, else at MASTER_ADDR:MASTER_PORT: gloo for the CPU, NCCL where the device is
     a GPU. Returns the device of this rank; ranks on CPUs share the cores. Blocks until all are there.
 
@@ -216,24 +216,24 @@ def join(place: Place, config: LearnerConfig, store: Store | None = None) -> tor
     device = resolve_device(config.device)
     backend = "gloo"
     if device.type == "cuda":
-        if place.local >= torch.cuda.device_count():
+        if process.local_rank >= torch.cuda.device_count():
             raise ConfigurationError(
-                f"local rank {place.local} needs a GPU of its own, torch sees {torch.cuda.device_count()}"
+                f"local rank {process.local_rank} needs a GPU of its own, torch sees {torch.cuda.device_count()}"
             )
-        torch.cuda.set_device(place.local)
-        device, backend = torch.device("cuda", place.local), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(process.local_rank)
+        device, backend = torch.device("cuda", process.local_rank), "cpu:gloo,cuda:nccl"
     elif config.threads is None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.world_size))
     try:
         dist.init_process_group(
             backend,
             store=store,
-            rank=place.rank,
-            world_size=place.size,
+            rank=process.rank,
+            world_size=process.world_size,
             timeout=timedelta(seconds=config.ranks_timeout_seconds),
         )
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
+        raise TrainingError(f"rank {process.rank} of {process.world_size} did not meet the others: {error}") from error
     return device
 
 

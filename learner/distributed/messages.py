@@ -14,7 +14,7 @@ from pipeline.transport import frames
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 _PER_TOKEN = ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions", "temperatures", "turns")
-_EVIDENCE = tuple(f.name for f in fields(TokenScores))
+_TOKEN_SCORES = tuple(f.name for f in fields(TokenScores))
 _PER_ROW = tuple(f.name for f in fields(Row) if f.name not in (*_PER_TOKEN, "advantages"))
 
 
@@ -42,26 +42,26 @@ def pack_rows(rows: Sequence[Row]) -> tuple[list[list[Any]], dict[str, npt.NDArr
     return facts, arrays
 
 
-def pack_order(
-    order: str, rows: Sequence[Row] = (), facts: Mapping[str, Any] | None = None, evidence: TokenScores | None = None
+def pack_command(
+    command: str, rows: Sequence[Row] = (), facts: Mapping[str, Any] | None = None, scores: TokenScores | None = None
 ) -> npt.NDArray[np.uint8]:
     """A command of rank 0 to the other ranks, with its data."""
     arrays: dict[str, npt.NDArray[Any]] = {}
-    header: dict[str, Any] = {"order": order, **(facts or {})}
+    header: dict[str, Any] = {"command": command, **(facts or {})}
     if rows:
         header["rows"], arrays = pack_rows(rows)
-    for name in _EVIDENCE:
-        array = getattr(evidence, name, None)
+    for name in _TOKEN_SCORES:
+        array = getattr(scores, name, None)
         if array is not None:
             arrays[f"evidence/{name}"] = array
     return pack(header, arrays)
 
 
-def unpack_order(message: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], tuple[Row, ...], TokenScores]:
-    """The inverse of :func:`pack_order`: facts (``order`` among them), rows and token scores."""
+def unpack_command(message: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], tuple[Row, ...], TokenScores]:
+    """The inverse of :func:`pack_command`: facts (``command`` among them), rows and token scores."""
     header, arrays = unpack(message)
     rows = tuple(_rows(header.pop("rows"), arrays)) if "rows" in header else ()
-    return header, rows, TokenScores(**{name: arrays.get(f"evidence/{name}") for name in _EVIDENCE})
+    return header, rows, TokenScores(**{name: arrays.get(f"evidence/{name}") for name in _TOKEN_SCORES})
 
 
 def _rows(facts: Sequence[Sequence[Any]], arrays: Arrays) -> Iterator[Row]:

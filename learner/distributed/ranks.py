@@ -19,9 +19,8 @@ from learner.data.rows import Row, TokenScores
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.errors import ConfigurationError
 
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 """Interval at which rank 0 sends a heartbeat while it waits for groups."""
-
 
 T = TypeVar("T")
 

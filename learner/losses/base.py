@@ -1,8 +1,8 @@
 """Interface of the policy losses: tokens and rules in, one loss a token out; sums over rows.
 
 μ sampled the token, π_old anchors the clip, π_prox are the weights before the first optimizer step of the update, π is
-being trained. Importance ratios are masked with ``where``, then
-clamped, then exponentiated, so that nothing masked and nothing extreme reaches a gradient.
+being trained. Importance ratios are masked with ``where``, then clamped, then exponentiated, so that nothing masked and
+nothing extreme reaches a gradient.
 
 Dimensions: S sampled tokens, R rows of the micro-batch.
 """
@@ -24,7 +24,7 @@ from pipeline.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class ClipRange:
-    """Of a ratio: ``[1 - low, 1 + high]``; other losses say what they measure."""
+    """Bounds of a ratio, ``[1 - low, 1 + high]``; other losses say what they measure."""
 
     low: float
     high: float
@@ -52,15 +52,15 @@ class RowSums:
         self._valid_R = self._padded(mask_S.double()).sum(1).clamp(min=1.0)
 
     def sum(self, values_S: Tensor) -> Tensor:
-        """Of the row of each token, ``[S]``."""
+        """Sum over the row of each token, ``[S]``."""
         return self._spread(self._sums(values_S)).to(values_S.dtype)
 
     def mean(self, values_S: Tensor) -> Tensor:
-        """Over the tokens that count; of the row of each token, ``[S]``. 0 where none counts."""
+        """Mean over the tokens that count, of the row of each token, ``[S]``; 0 where none counts."""
         return self._spread(self._sums(values_S) / self._valid_R).to(values_S.dtype)
 
     def any(self, values_S: Tensor) -> Tensor:
-        """bool ``[S]``: whether ``values_S`` is true of any token of the row that counts."""
+        """bool ``[S]``: True where ``values_S`` is true of any token of the row that counts."""
         return self.sum(values_S.double()) > 0
 
     def _sums(self, values_S: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class TokenLosses:
 def log_ratio(new_S: Tensor, old_S: Tensor, valid_S: Tensor, log_ratio_max: float) -> Tensor:
     """``log new - log old``, clamped to ± ``log_ratio_max`` nats; exactly 0 (ratio 1, no gradient) where not ``valid``.
 
-    Whatever stands at invalid positions (NaN, ±inf) reaches neither the value nor the gradient.
+    Values at invalid positions (NaN, ±inf) reach neither the value nor the gradient.
     """
     zero = torch.zeros((), dtype=new_S.dtype, device=new_S.device)
     difference = torch.where(valid_S, new_S, zero) - torch.where(valid_S, old_S, zero)
@@ -125,13 +125,13 @@ def log_ratio(new_S: Tensor, old_S: Tensor, valid_S: Tensor, log_ratio_max: floa
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A policy loss and what the learner has to know of it."""
+    """A policy loss and the facts of it that the learner needs."""
 
     function: Callable[[Scored, LossRules], TokenLosses | torch.Tensor]
     """``(tokens, rules)`` to the loss of each token; a plain tensor ``[S]`` means that nothing is clipped. ``rules`` is
     :class:`learner.losses.base.LossRules`."""
     clip: ClipRange = field(default_factory=lambda: ClipRange(0.2, 0.28))
-    """Of a loss whose options in the run file have no clip."""
+    """Clip of a loss whose options in the run file have no clip."""
     off_high: float | None = 1.0
     """Upper clip of off-policy tokens where the run file says nothing; None: as of fresh ones."""
     needs: frozenset[str] = frozenset()
@@ -173,7 +173,7 @@ class LossRules:
     masks: tuple[MaskConfig, ...] = ()
     kl_in_loss: bool = False
     kl_coef: float = 0.0
-    """Of now: an adaptive controller changes it between updates."""
+    """Current coefficient: an adaptive controller changes it between updates."""
     kl_estimator: str = "k3"
 
     def options_of(self, kind: type[Options]) -> Options:

@@ -1,10 +1,9 @@
 """Corrections of off-policy tokens: importance weights, rejections, M2PO's mask, the ESS guard's step factor.
 
-Corrections take what the engine sampled (μ) to what the learner holds (π_prox) by weights and rejections.
-
-Both come from r = π_prox/μ, which holds the engine's numerical mismatch and the staleness of its weights, with π_prox
-the learner's weights before the first optimizer step. Of a token r; of a row ``sequence`` the product of its tokens' r,
-``geometric`` that to the power of 1 over their number.
+Weights and rejections come from r = π_prox/μ: μ is the policy that the engine sampled from, π_prox that of the learner
+before the first optimizer step, so r holds the engine's numerical mismatch and the staleness of its weights. By level:
+``token`` is r of the token, ``sequence`` the product of r over the tokens of its row, ``geometric`` that to the power
+of 1 over their number.
 
     weight   min(r, max)             truncated importance sampling (Ionides 2008; arXiv:2505.24298 for tokens)
     mask     0 unless low ≤ r ≤ high  masked importance sampling; two-sided for tokens: IcePop (arXiv:2510.18855)

@@ -25,7 +25,8 @@ is one of
 Of a shaped token the gradient is ``-A f'(ρ) ρ ∇log π`` with ``f'(x) x = β x / (x + β)²``: for π_old = 1 largest where
 π = β, so that improbable tokens of a demonstration are learned instead of those that are certain already.
 
-``weight`` is the token's share of the whole optimizer step (``batching.token_weights``): micro-batches just add up.
+``weight`` is the token's share of the whole optimizer step (:func:`learner.data.microbatch.token_weights`), so that
+micro-batches add up.
 Dimension: S tokens.
 """
 

@@ -61,7 +61,7 @@ class CriticReport:
     clip_ratio: float
     """Share of tokens whose value left the clip range."""
     grad_norm: float
-    """Before clipping; not finite where the step was skipped."""
+    """Norm before clipping; not finite where the step was skipped."""
     explained_variance: float | None
     """``1 - Var(R - V) / Var(R)`` with the values before the update; None where all returns are equal."""
     skipped: bool = False
@@ -87,7 +87,7 @@ class SkippedBatch:
     kl_coefficient: float
     steps: tuple[SkippedStep, ...]
     rows: tuple[Row, ...]
-    evidence: TokenScores
+    token_scores: TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class StepReport:
     overlong: int = 0
     """Trajectories whose reward lost the overlong penalty."""
     kl_coefficient: float = 0.0
-    """That the update was made with; an adaptive controller may have changed it since."""
+    """Coefficient that the update was made with; an adaptive controller may have changed it since."""
     guard_lr_factor: float = 1.0
     """Factor of the ESS guard on the learning rate: mean over optimizer steps; 1 where it is off."""
     critic: CriticReport | None = None

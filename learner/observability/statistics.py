@@ -101,7 +101,7 @@ class TokenValues:
     clipped_low: BoolArray
     clipped_high: BoolArray
     versions: npt.NDArray[np.int32]
-    sequences: npt.NDArray[np.int32]
+    trajectory_indices: npt.NDArray[np.int32]
     replayed: BoolArray
     recorded: BoolArray
     """log μ is known."""
@@ -123,7 +123,7 @@ class TokenValues:
 
     @classmethod
     def join(cls, parts: list[TokenValues]) -> TokenValues:
-        """Of no parts: without tokens."""
+        """Values of all parts; without parts there are no tokens."""
         if not parts:
             kinds = {"FloatArray": np.float64, "BoolArray": np.bool_}
             return cls(*(np.zeros(0, kinds.get(str(f.type), np.int32)) for f in fields(cls)))
@@ -191,7 +191,7 @@ def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatis
     d = np.asarray(known.logprobs, np.float64) - np.asarray(known.behaviour, np.float64)
     d = np.clip(d, -log_ratio_max, log_ratio_max)
     ratios = np.exp(d)
-    _, place = np.unique(known.sequences, return_inverse=True)
+    _, place = np.unique(known.trajectory_indices, return_inverse=True)
     sequence_ratios = np.exp(np.clip(np.bincount(place, weights=d), -log_ratio_max, log_ratio_max))
     return SourceStatistics(
         tokens=len(values),
@@ -224,7 +224,7 @@ class BatchStatistics:
     staleness: npt.NDArray[np.int64]
     """Learner version minus the oldest behaviour version, one entry per fresh trajectory."""
     replay_ages: npt.NDArray[np.int64]
-    """The same of replayed trajectories that a policy of the run sampled."""
+    """The same, of replayed trajectories that a policy of the run sampled."""
     logprob_differences: FloatArray
     """|log π - log μ| of the tokens that the learner's own version sampled: what engine and learner disagree on."""
     on_loss: float = 0.0
@@ -232,7 +232,7 @@ class BatchStatistics:
     """Policy loss of tokens with the fresh, and with the off-policy loss."""
     off_share: float = 0.0
     """Tokens with the off-policy loss among all response tokens, rejected ones included."""
-    entropy_by_sequence: dict[int, float] = field(default_factory=dict)
+    entropy_by_trajectory: dict[int, float] = field(default_factory=dict)
     """Exact entropy, mean over the trajectory's tokens in the batch, by ``Row.trajectory_index``."""
     values: TokenValues | None = None
     """The tokens that all of it was counted from."""
@@ -253,29 +253,29 @@ def batch_statistics(values: TokenValues, policy_version: int, log_ratio_max: fl
     return BatchStatistics(
         all=fresh + replay,
         by_source={"fresh": fresh, "replay": replay},
-        staleness=_oldest(lag, values.sequences, ~values.replayed),
-        replay_ages=_oldest(lag, values.sequences, values.replayed & values.recorded),
+        staleness=_oldest(lag, values.trajectory_indices, ~values.replayed),
+        replay_ages=_oldest(lag, values.trajectory_indices, values.replayed & values.recorded),
         logprob_differences=difference,
         on_loss=float(losses[~values.off_policy].sum()),
         off_loss=float(losses[values.off_policy].sum()),
         off_share=float(values.off_policy.mean()) if len(values) else 0.0,
-        entropy_by_sequence=_means(values.entropy, values.sequences),
+        entropy_by_trajectory=_means(values.entropy, values.trajectory_indices),
         values=values,
     )
 
 
-def _oldest(lag_S: npt.NDArray[np.int64], sequences_S: npt.NDArray[np.int32], chosen_S: BoolArray) -> Ages:
+def _oldest(lag_S: npt.NDArray[np.int64], trajectory_index_S: npt.NDArray[np.int32], chosen_S: BoolArray) -> Ages:
     """Largest lag of each trajectory with a chosen token."""
-    names, place = np.unique(sequences_S[chosen_S], return_inverse=True)
+    names, place = np.unique(trajectory_index_S[chosen_S], return_inverse=True)
     oldest = np.full(len(names), np.iinfo(np.int64).min)
     np.maximum.at(oldest, place, lag_S[chosen_S])
     return oldest
 
 
-def _means(values_S: FloatArray, sequences_S: npt.NDArray[np.int32]) -> dict[int, float]:
+def _means(values_S: FloatArray, trajectory_index_S: npt.NDArray[np.int32]) -> dict[int, float]:
     """Mean of the finite values of each trajectory that has any."""
     finite = np.isfinite(values_S)
-    names, place = np.unique(sequences_S[finite], return_inverse=True)
+    names, place = np.unique(trajectory_index_S[finite], return_inverse=True)
     totals = np.bincount(place, weights=np.asarray(values_S, np.float64)[finite], minlength=len(names))
     counts = np.bincount(place, minlength=len(names))
     return {int(name): float(total / n) for name, total, n in zip(names, totals, counts, strict=True)}

@@ -53,7 +53,7 @@ class LoopClock:
             self._seconds[name] += self._now() - start
 
     def lap(self) -> StepTimes:
-        """Of everything since the last call; the next lap begins."""
+        """Seconds by stage since the last call; the next lap begins."""
         now, seconds = self._now(), self._seconds
         times = StepTimes(seconds["wait"], seconds["publish"], now - self._since, seconds["save"])
         self._since, self._seconds = now, dict.fromkeys(seconds, 0.0)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Policy(Backbone):
     """A causal language model that scores sampled tokens.
 
-    With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to go on from.
+    With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to resume from.
     """
 
     def __init__(

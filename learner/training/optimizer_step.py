@@ -145,7 +145,7 @@ def token_values(part: MicroBatch, tokens: LossTokens, terms: LossTerms, inputs:
         clipped_low=terms.clipped_low.cpu().numpy(),
         clipped_high=terms.clipped_high.cpu().numpy(),
         versions=part.policy_versions_S,
-        sequences=part.trajectory_index_S,
+        trajectory_indices=part.trajectory_index_S,
         replayed=part.replayed_S,
         recorded=part.recorded_S,
         discarded=part.discarded_S,

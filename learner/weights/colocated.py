@@ -8,11 +8,11 @@
 
 An engine counts as asleep only when it said so after the request. One that is down may be starting again, and then
 takes memory: it blocks the grant like one that is awake. One that comes up while the learner has the device (an
-*intruder*) is sent to sleep at once; training goes on.
+*intruder*) is put to sleep at once; training continues.
 
 Invariants, property-tested: the learner is granted the device only in a moment when all engines are asleep; no engine
-is told to serve while the learner holds or asks; every grant follows one request and ends in at most one release; time
-asleep is counted once, whatever is repeated.
+gets the order to serve while the learner holds the device or requests it; every grant follows one request and ends in
+at most one release; time asleep is counted once, whatever is repeated.
 
 :class:`ColocatedKeeper` *consumes* changes of the holder and targets; *produces* sleep, wake and load calls of one
 engine, one after another; *waits for* the engine's answers; *unblocked by* a new holder, a new target, or the next

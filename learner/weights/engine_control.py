@@ -46,7 +46,7 @@ class EngineControl:
         await self._call("POST", f"/sleep?level={level}&mode=keep")
 
     async def wake_up(self, tag: str) -> bool:
-        """Take memory back: ``weights`` or ``kv_cache``. Whether nothing sleeps any more: sampling goes on from
+        """Take memory back: ``weights`` or ``kv_cache``. True once nothing sleeps any more: sampling continues
         then. Harmless when awake (but it ends a pause)."""
         answer = await self._call("POST", f"/wake_up?tags={tag}")
         return answer.get("status") == "awake"

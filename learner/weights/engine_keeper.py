@@ -52,7 +52,7 @@ class Publication:
     live: tuple[str, ...]
     """Engines that serve it."""
     lagging: Mapping[str, str] = field(default_factory=dict)
-    """Engines that do not yet, and why; their keepers go on trying."""
+    """Engines that do not yet, and why; their keepers keep trying."""
     seconds: float = 0.0
     n_bytes: int = 0
 

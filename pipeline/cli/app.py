@@ -296,7 +296,7 @@ def _follow(file: Path, sets: list[str] | None) -> NoReturn:
 
     config = _load(file, sets)
     code = load_main("learner.rank_worker:run")(
-        config, load_main("learner.distributed.collectives:place_of")(config.learner)
+        config, load_main("learner.distributed.collectives:process_rank")(config.learner)
     )
     logging.shutdown()
     os._exit(code)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from learner.build import make_trainer
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.rows import Batch
-from learner.distributed.collectives import RankGroup, join, leave, place_of
-from learner.rank_worker import ShardWriter, follow
+from learner.distributed.collectives import RankGroup, join, leave, process_rank
+from learner.rank_worker import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
 from tests.unit.learner.conftest import make_rows, run_config
 
@@ -39,12 +39,12 @@ def train(trainer: Trainer, case, updates) -> dict:
     found = []
     for update in updates:
         rows = rows_of(case, update)
-        evidence = trainer.token_scores(rows)
-        if evidence.values is not None:
+        scores = trainer.token_scores(rows)
+        if scores.values is not None:
             from dataclasses import replace
 
-            evidence = replace(evidence, returns=np.sin(np.arange(len(evidence.values))).astype(np.float32))
-        report = trainer.step(Batch(update, (), rows), policy_version=update, scores=evidence)
+            scores = replace(scores, returns=np.sin(np.arange(len(scores.values))).astype(np.float32))
+        report = trainer.step(Batch(update, (), rows), policy_version=update, scores=scores)
         s = report.statistics
         found.append({
             "loss": report.loss, "grad_norm": report.grad_norm, "entropy": s.all.entropy.value,
@@ -85,8 +85,8 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
 
 
 def obey(trainer: Trainer, group: RankGroup) -> None:
-    with ShardWriter(trainer) as saver:
-        follow(trainer, group, saver.image)
+    with ShardWriter(trainer) as writer:
+        execute_commands(trainer, group, writer.image)
 
 
 def draws(group: RankGroup | None) -> list[float]:
@@ -98,10 +98,10 @@ def draws(group: RankGroup | None) -> list[float]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     config = run_config({"ranks_timeout_seconds": 60})
-    place = place_of(config.learner)
-    device = join(place, config.learner)
+    process = process_rank(config.learner)
+    device = join(process, config.learner)
     group = RankGroup(device, threading.Event(), 60.0)
-    run(folder, orjson.loads((folder / f"cases{place.size}.json").read_bytes()), group)
+    run(folder, orjson.loads((folder / f"cases{process.world_size}.json").read_bytes()), group)
     leave()
 
 

@@ -3,6 +3,9 @@
 import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 
 import anyio
 import pytest
@@ -10,7 +13,9 @@ import pytest
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.rank_zero import RankZero
 from learner.recorder import MetricsLog
+from pipeline.runtime.process import ExitCode
 from pipeline.store.evaluation_results import read_results
+from tests.unit.learner.conftest import run_config
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -116,3 +121,11 @@ async def test_two_ranks_write_a_whole_checkpoint_of_every_evaluated_weights_and
     best = max(results, key=lambda r: (r["score"], -r["updates"]))
     assert read_state(w.directory.checkpoints / "best").updates == best["updates"]
     assert all((path / "shards" / ".metadata").is_file() for path in (*found, w.directory.checkpoints / "best"))
+
+
+def test_a_rank_ends_when_its_stdin_closes_although_rank_0_never_answers():
+    run_file = run_config({"ranks": 2, "ranks_timeout_seconds": 600}).model_dump_json()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-m", "learner.rank_worker", "1", "2", str(silent.getsockname()[1])]
+        ended = subprocess.run(command, input=run_file + "\n", text=True, stderr=subprocess.PIPE, timeout=200)
+    assert (ended.returncode, ended.stderr) == (ExitCode.FAILED, "")

@@ -106,7 +106,7 @@ def test_pass_at_k_refuses_groups_smaller_than_k():
 
 
 @pytest.mark.parametrize("name,facts", [("gae", {"values": [0.0, np.nan, 0.0]}), ("gae", {}), ("cpo", {})])
-def test_missing_or_broken_evidence_is_an_error_with_its_name(name, facts):
+def test_a_missing_or_broken_score_is_an_error_with_its_name(name, facts):
     missing = "values" if name == "gae" else "entropies"
     with pytest.raises(TrainingError, match=missing):
         advantages_of([make_scored(0.0, **facts)], estimator=name)

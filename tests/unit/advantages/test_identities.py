@@ -1,4 +1,4 @@
-"""What must hold for estimators whatever the update: gradients of a bandit by enumeration, invariances."""
+"""Identities of estimators: gradients of a bandit by enumeration, invariances."""
 
 import itertools
 from dataclasses import replace

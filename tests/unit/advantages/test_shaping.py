@@ -179,9 +179,9 @@ def test_gae_takes_values_by_token_number_and_gives_returns_by_it():
                       make_trajectory("b", 0.0, [make_turn(2)])])  # fmt: skip
     values = np.array([0.5, 0.25, 0.75, 0.1, 0.2], dtype=np.float32)
     config = config_of(estimator="gae", whiten=False)
-    out, evidence = with_advantages(batch, TokenScores(values=values), config)
+    out, scores = with_advantages(batch, TokenScores(values=values), config)
     np.testing.assert_allclose(np.concatenate([r.advantages for r in out.rows]), [1, 1, 1, 0, 0] - values, atol=1e-6)
-    np.testing.assert_allclose(evidence.returns, [1, 1, 1, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(scores.returns, [1, 1, 1, 0, 0], atol=1e-6)
 
 
 def test_penalties_are_taken_off_by_token_number():

@@ -88,7 +88,7 @@ ESTIMATORS = ["grpo", "rloo", "opo", "maxrl", "gpg", "pass_at_k", "remax", "rein
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("rewards", ["outcome", "turns"])
 def test_an_update_does_not_depend_on_micro_batches_or_the_order_of_groups(name, rewards):
-    """REPLAY.md section 8, identity 3, through estimation and loss."""
+    """Through estimation and loss, the gradient changes by no more than rounding."""
     options = {"advantage": config_of(name, rewards=rewards, gamma=0.9, k=2)}
     results = []
     for tokens, turned in ((4096, False), (16, False), (40, True)):
@@ -107,13 +107,13 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     )
     batch = build_batch(0, groups_of())
     rng = np.random.default_rng(1)
-    today, reference = (-rng.uniform(0.1, 3, batch.n_sampled).astype(np.float32) for _ in range(2))
-    evidence = TokenScores(logprobs=today, reference=reference)
-    penalties = trainer._scoring_passes.kl_penalties(evidence, trainer.kl.coefficient)
-    np.testing.assert_allclose(penalties, 0.5 * (today - reference), rtol=1e-5, atol=1e-6)
+    current, reference = (-rng.uniform(0.1, 3, batch.n_sampled).astype(np.float32) for _ in range(2))
+    scores = TokenScores(logprobs=current, reference=reference)
+    penalties = trainer._scoring_passes.kl_penalties(scores, trainer.kl.coefficient)
+    np.testing.assert_allclose(penalties, 0.5 * (current - reference), rtol=1e-5, atol=1e-6)
     config = trainer._config.advantage
-    with_kl, _ = with_advantages(batch, evidence, config, penalties)
-    without, _ = with_advantages(batch, evidence, config)
+    with_kl, _ = with_advantages(batch, scores, config, penalties)
+    without, _ = with_advantages(batch, scores, config)
     sequences = [row.trajectory_index for row in batch.rows]
     assert sequences == list(range(8)), "one row each"
     first = 0
@@ -131,7 +131,7 @@ def test_an_update_reports_overlong_trajectories():
 
 
 def test_remax_trains_groups_whose_rewards_are_all_equal():
-    """What a comparison within the group cannot learn from, one with the greedy rollout can."""
+    """A comparison within the group teaches nothing there, one with the greedy rollout does."""
     groups = [replace(g, trajectories=tuple(replace(t, reward=1.0) for t in g.trajectories)) for g in groups_of()]
     moved = {}
     for name in ("grpo", "remax"):

@@ -1,4 +1,4 @@
-"""What engine.colocate refuses, and what it makes of the command line of vLLM."""
+"""Checks of engine.colocate, and the command line of vLLM that it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine asleep: its memory is given up, its requests are kept and go on where they were."""
+"""Sleep of the embedded engine: its memory is given up, its requests are kept and resumed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.arbiter = DeviceArbiter(ENGINES)
         self.now = 0.0
         self.asleep: dict[str, float] = {}
-        self.slept = self.told = 0.0
+        self.slept = self.reported = 0.0
         self.requested = 0
 
     @rule(seconds=st.floats(0, 100))
@@ -54,7 +54,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(engine=st.sampled_from(ENGINES))
     def wakes_or_restarts(self, engine: str) -> None:
         had, intruders = self.arbiter.granted, self.arbiter.intruders
-        self.told += self.arbiter.woke(engine, self.now)
+        self.reported += self.arbiter.woke(engine, self.now)
         was_asleep = engine in self.asleep
         self.slept += self.now - self.asleep.pop(engine, self.now)
         assert self.arbiter.granted == had
@@ -77,7 +77,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def time_asleep_is_counted_once(self) -> None:
-        assert self.told == pytest.approx(self.slept)
+        assert self.reported == pytest.approx(self.slept)
 
     @invariant()
     def the_learner_waits_only_for_engines_that_are_awake(self) -> None:

@@ -38,11 +38,11 @@ def learnt(kit, batch: Batch, aggregation: str) -> tuple[float, dict[str, torch.
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
-def test_a_play_that_forked_gives_the_gradient_of_the_one_that_did_not(kit, aggregation):
+def test_a_trajectory_that_forked_gives_the_gradient_of_the_one_that_did_not(kit, aggregation):
     """Also for the others of its group: the baseline counts trajectories, not branches."""
     group = kit.make_group("g", [1.0, 0.0, 0.5, 0.0])
-    plays = tuple(forked(t) if i in (0, 3) else t for i, t in enumerate(group.trajectories))
-    groups = (group, Group(group.plan, plays))
+    trajectories = tuple(forked(t) if i in (0, 3) else t for i, t in enumerate(group.trajectories))
+    groups = (group, Group(group.plan, trajectories))
     batches = [with_advantages(build_batch(0, [g]), TokenScores(), AdvantageConfig())[0] for g in groups]
     assert [len(batch.rows) for batch in batches] == [4, 6]
     (loss, grads), (loss_forked, grads_forked) = (learnt(kit, batch, aggregation) for batch in batches)

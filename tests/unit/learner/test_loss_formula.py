@@ -36,7 +36,7 @@ def tokens(logprobs, behaviour, advantages, *, proximal=None, mask=None, replay=
 
 
 def slow_loss(t: LossTokens, r: LossRules) -> float:
-    """REPLAY.md section 4, a token at a time in Python floats."""
+    """The formula of :mod:`learner.losses.total`, a token at a time in Python floats."""
     total = 0.0
     for i in range(len(t.logprobs)):
         if not t.loss_mask[i]:
@@ -95,7 +95,6 @@ def test_nonfinite_values_at_masked_positions_change_neither_loss_nor_gradient(r
 
 
 def test_replay_recorded_under_current_weights_has_ratio_one_and_the_plain_gradient():
-    """REPLAY.md section 8, identity 1."""
     rng = np.random.default_rng(0)
     logprobs, advantages = list(-rng.uniform(0.1, 4, 20)), list(rng.normal(size=20))
     plain = tokens(logprobs, logprobs, advantages)
@@ -108,7 +107,6 @@ def test_replay_recorded_under_current_weights_has_ratio_one_and_the_plain_gradi
 
 
 def test_without_replay_the_loss_is_plain_clipped_ppo_bit_for_bit():
-    """REPLAY.md section 8, identity 2."""
     rng = np.random.default_rng(1)
     t = tokens(list(-rng.uniform(0.1, 4, 50)), list(-rng.uniform(0.1, 4, 50)), list(rng.normal(size=50)))
     ratio = (t.logprobs - t.behaviour).exp()
@@ -173,7 +171,7 @@ def test_rules_come_from_the_run_file():
 
 
 def test_full_importance_sampling_gives_the_true_gradient_of_a_bandit():
-    """Identity 6: summed over all actions of μ, the unclipped loss has exactly the gradient of -E_π[reward]."""
+    """Summed over all actions of μ, the unclipped loss has exactly the gradient of -E_π[reward]."""
     theta = torch.tensor([0.3, -0.2, 0.7, 0.0], dtype=torch.float64, requires_grad=True)
     mu = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     reward = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)

@@ -73,7 +73,7 @@ def values(n=6, seed=0, replayed=None):
         clipped_low=np.zeros(n, bool),
         clipped_high=np.arange(n) == 1,
         versions=np.arange(n).astype(np.int32),
-        sequences=(np.arange(n) // 2).astype(np.int32),
+        trajectory_indices=(np.arange(n) // 2).astype(np.int32),
         replayed=np.zeros(n, bool) if replayed is None else replayed,
         recorded=np.ones(n, bool),
         discarded=np.zeros(n, bool),

@@ -26,15 +26,15 @@ def rules(dual_clip=3.0, off_policy="clip", **given) -> LossRules:
     return replace(loss_rules(loss, ImportanceConfig()), **given)
 
 
-def tokens(rows, *, today=True) -> LossTokens:
-    """Rows of (new, mu, today, advantage, mask, replayed, guided, recorded, factor)."""
+def tokens(rows, *, proximal=True) -> LossTokens:
+    """Rows of (new, mu, proximal, advantage, mask, replayed, guided, recorded, factor)."""
     new, mu, old, advantage, mask, replayed, guided, recorded, factor = map(list, zip(*rows, strict=True))
     n = len(rows)
     return LossTokens(
         logprobs=torch.tensor(new, dtype=F, requires_grad=True),
         entropy=torch.zeros(n, dtype=F),
         behaviour=torch.tensor(mu, dtype=F),
-        proximal=torch.tensor(old, dtype=F) if today else None,
+        proximal=torch.tensor(old, dtype=F) if proximal else None,
         advantages=torch.tensor(advantage, dtype=F),
         weights=torch.full((n,), 0.125, dtype=F),
         loss_mask=torch.tensor(mask),
@@ -45,14 +45,14 @@ def tokens(rows, *, today=True) -> LossTokens:
     )
 
 
-def slow(rows, r: LossRules, *, today=True) -> tuple[float, list[float]]:
+def slow(rows, r: LossRules, *, proximal=True) -> tuple[float, list[float]]:
     """Loss and derivative by log π, one token at a time, in Python floats."""
     total, grads = 0.0, []
     for new, mu, old, a, mask, replayed, guided, recorded, factor in rows:
         grads.append(0.0)
         if not mask:
             continue
-        now = old if today else new
+        now = old if proximal else new
         w, anchor = 1.0, mu
         if replayed and not r.use_recorded:
             anchor = now
@@ -87,12 +87,12 @@ token = st.tuples(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(token, min_size=1, max_size=8), st.sampled_from(FORMS), st.booleans(), st.booleans(), st.booleans())
-def test_every_kind_of_token_has_the_loss_and_gradient_of_the_slow_reference(rows, form, decoupled, use, today):
+def test_every_kind_of_token_has_the_loss_and_gradient_of_the_slow_reference(rows, form, decoupled, use, proximal):
     r = rules(off_policy=form, decoupled=decoupled, use_recorded=use)
-    t = tokens(rows, today=today)
+    t = tokens(rows, proximal=proximal)
     loss = policy_loss(t, r).loss
     (grad,) = torch.autograd.grad(loss, t.logprobs)
-    expected, expected_grad = slow(rows, r, today=today)
+    expected, expected_grad = slow(rows, r, proximal=proximal)
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     np.testing.assert_allclose(grad.numpy(), expected_grad, rtol=1e-8, atol=1e-12)
 
@@ -103,7 +103,6 @@ def test_every_kind_of_token_has_the_loss_and_gradient_of_the_slow_reference(row
     st.sampled_from(FORMS), st.sampled_from([math.nan, math.inf, -math.inf]), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_poison_at_mask_zero_reaches_neither_loss_nor_gradient_in_any_form(rows, form, poison, recorded, replayed):
-    """Identity 4."""
     r = rules(off_policy=form)
     bad = (poison, poison, poison, poison, False, replayed, not replayed, recorded, poison)
     clean, dirty = tokens(rows), tokens([*rows, bad])
@@ -116,7 +115,6 @@ def test_poison_at_mask_zero_reaches_neither_loss_nor_gradient_in_any_form(rows,
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_off_policy_tokens_every_form_is_plain_ppo_bit_for_bit(form):
-    """Identity 2."""
     rng = np.random.default_rng(0)
     rows = [
         (-rng.uniform(0, 4), -rng.uniform(0, 4), 0.0, rng.normal(), True, False, False, True, 1.0) for _ in range(40)
@@ -130,7 +128,6 @@ def test_without_off_policy_tokens_every_form_is_plain_ppo_bit_for_bit(form):
 
 @pytest.mark.parametrize("use", [True, False])
 def test_recorded_under_current_weights_the_ratio_is_one_and_the_gradient_plain(use):
-    """Identity 1."""
     rng = np.random.default_rng(0)
     rows = [(x, x, x, rng.normal(), True, True, False, True, 1.0) for x in -rng.uniform(0.1, 4, 20)]
     fresh = [(*row[:5], False, *row[6:]) for row in rows]
@@ -158,7 +155,7 @@ def test_the_dual_clip_bounds_every_off_policy_form():
 @pytest.mark.parametrize("off", [False, True])
 @pytest.mark.parametrize("form", ["clip", "second_moment"])
 def test_full_importance_sampling_of_replays_gives_the_true_gradient_of_a_bandit(off, form):
-    """Identity 6, by enumeration: μ plays, π learns, some arms from the pool."""
+    """By enumeration: μ samples, π is trained, some arms come from the pool."""
     theta = torch.tensor([0.3, -0.2, 0.7, 0.0], dtype=F, requires_grad=True)
     mu = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F)
     reward = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=F)

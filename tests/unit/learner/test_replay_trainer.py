@@ -45,7 +45,7 @@ def mixed(kit, n=9):
 
 
 def reference(kit, rows, form, use_recorded=True, bound=math.inf):
-    """Gradient of REPLAY.md section 4 by full logits, in float64, one token at a time."""
+    """Gradient of the formula in :mod:`learner.losses.total` by full logits, in float64, one token at a time."""
     model = kit.tiny_model().double()
     entries = []
     for row in rows:
@@ -98,7 +98,6 @@ def test_fresh_replayed_demonstrated_and_guided_rows_each_get_their_formula(kit,
 
 @pytest.mark.parametrize("form", FORMS)
 def test_splitting_permuting_and_padding_change_nothing_with_every_kind_of_row(kit, form):
-    """Identity 3."""
     rows = mixed(kit)
     loss = {"off_policy": off_policy(form)}
     base, expected = gradients(trainer_of(kit, {"tokens_per_microbatch": 1000}, loss=loss), rows)
@@ -121,7 +120,6 @@ def test_tokens_masked_by_the_second_moment_are_rejected_and_keep_their_share_of
 
 
 def test_poison_outside_the_mask_of_replayed_rows_changes_nothing(kit):
-    """Identity 4."""
     rows = mixed(kit)
     poisoned = [
         replace(row, behaviour_logprobs=np.where(row.loss_mask, row.behaviour_logprobs, np.nan).astype(np.float32))
@@ -162,7 +160,7 @@ def test_unrecorded_tokens_are_in_no_ratio_statistic(kit):
     assert s.off_share == pytest.approx(1 - count[0] / sum(count.values()))
     assert s.on_loss + s.off_loss == pytest.approx(s.all.loss, abs=1e-6)
     assert (len(s.staleness), len(s.replay_ages)) == (5, 2)
-    assert set(s.entropy_by_sequence) == {row.trajectory_index for row in rows}
+    assert set(s.entropy_by_trajectory) == {row.trajectory_index for row in rows}
 
 
 def test_the_guard_scales_the_step_by_the_ess_of_all_microbatches(kit):

@@ -1,4 +1,4 @@
-"""What CONSUMED says beside group ids is said again until it is acknowledged, also by a resumed learner."""
+"""Facts in CONSUMED beside group ids are repeated until they are acknowledged, also by a resumed learner."""
 
 import asyncio
 

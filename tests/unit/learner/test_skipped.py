@@ -31,8 +31,8 @@ def poisoned(kit, row: int, count: int = 6) -> tuple[Row, ...]:
 
 def test_a_batch_that_was_written_out_is_skipped_again_for_the_same_reason(kit, tmp_path):
     rows = poisoned(kit, 4)
-    evidence = TokenScores(reference=np.full(sum(row.n_sampled for row in rows), -1.5, np.float32))
-    report = trainer_of(kit, minibatches=3).step(Batch(0, (), rows), 7, evidence)
+    scores = TokenScores(reference=np.full(sum(row.n_sampled for row in rows), -1.5, np.float32))
+    report = trainer_of(kit, minibatches=3).step(Batch(0, (), rows), 7, scores)
     assert sum(report.nonfinite.values()) == len(report.skipped.steps) == 1
     assert report.optimizer_steps == 2, "the other mini-batches are trained"
     (step,) = report.skipped.steps
@@ -40,11 +40,11 @@ def test_a_batch_that_was_written_out_is_skipped_again_for_the_same_reason(kit, 
     found = read_skipped(write_skipped(tmp_path / "skipped", report.skipped))
     assert found.steps == report.skipped.steps
     assert (found.update, found.policy_version, found.kl_coefficient) == (0, 7, report.kl_coefficient)
-    np.testing.assert_array_equal(found.evidence.reference, evidence.reference)
+    np.testing.assert_array_equal(found.token_scores.reference, scores.reference)
     for came, row in zip(found.rows, rows, strict=True):
         for f in fields(Row):
             np.testing.assert_array_equal(getattr(came, f.name), getattr(row, f.name))
-    again = trainer_of(kit, minibatches=3).step(Batch(0, (), found.rows), found.policy_version, found.evidence)
+    again = trainer_of(kit, minibatches=3).step(Batch(0, (), found.rows), found.policy_version, found.token_scores)
     assert (again.skipped.steps, again.nonfinite) == (report.skipped.steps, report.nonfinite)
 
 
@@ -71,10 +71,10 @@ async def test_the_learner_writes_out_what_it_skips_and_goes_on(world, monkeypat
     real = learner.training.trainer.with_advantages
 
     def poison(batch, *rest):
-        batch, evidence = real(batch, *rest)
+        batch, scores = real(batch, *rest)
         if batch.update == 1:
             batch.rows[0].advantages[:] = np.nan
-        return batch, evidence
+        return batch, scores
 
     monkeypatch.setattr(learner.training.trainer, "with_advantages", poison)
     async with world(total_steps=3) as w:

@@ -31,7 +31,7 @@ def trainer_of(kit, learner=None, demonstrations=None, **sections) -> Trainer:
 
 
 def gradients(trainer, act):
-    """What ``act`` hands to the optimizer, and its report."""
+    """Gradients that ``act`` hands to the optimizer, and its report."""
     seen = {}
     hook = trainer.optimizer.register_step_pre_hook(
         lambda *_: seen.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters})
@@ -157,7 +157,7 @@ def test_a_step_whose_cross_entropy_is_not_finite_is_skipped_and_counted(kit, mo
 
 
 async def test_demonstrations_beside_rl_are_in_every_step_of_a_learner(world, tmp_path) -> None:
-    """Their tokens are those that the actor of these tests samples, after the context that it plays."""
+    """Their tokens are those that the actor of these tests samples, after the context that it sends."""
     file = tmp_path / "toy.jsonl"
     turns = [[{"context_ids": [1, 2], "completion_ids": [3 + i, 4]}] for i in range(4)]
     lines = [{"environment": "toy", "seed": i, "reward": 1, "turns": turn} for i, turn in enumerate(turns)]

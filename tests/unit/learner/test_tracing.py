@@ -1,4 +1,4 @@
-"""What is kept of a trained trajectory is what the learner computed for just these tokens."""
+"""Traces of trained trajectories hold the values that the learner computed for just these tokens."""
 
 import logging
 from dataclasses import replace

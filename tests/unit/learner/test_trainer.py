@@ -33,7 +33,7 @@ def gradients(trainer: Trainer, rows) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def test_splitting_permuting_and_padding_change_neither_loss_nor_gradient(kit):
-    """REPLAY.md section 8, identity 3; the branches of a trajectory may even part."""
+    """The branches of a trajectory may even be in different micro-batches."""
     rows = kit.make_rows(9, replayed=[i % 3 == 0 for i in range(9)])
     for aggregation in ("token_mean", "sequence_mean"):
         base_loss, base = gradients(
@@ -72,7 +72,7 @@ def test_gradient_equals_a_full_logits_reference(kit):
 
 
 def test_masked_poison_in_the_rows_changes_nothing(kit):
-    """REPLAY.md section 8, identity 4, from the rows on."""
+    """NaN and infinities at mask 0, from the rows on."""
     rows = kit.make_rows(4)
     poisoned = []
     for row in rows:
@@ -143,7 +143,7 @@ def own_rows(trainer, rows):
 
 
 def test_replayed_rows_under_current_weights_have_the_plain_gradient(kit):
-    """REPLAY.md section 8, identity 1, with the real model."""
+    """The ratio is 1, and the loss that of the same rows as fresh ones."""
     rows = own_rows(trainer_of(kit), kit.make_rows(5))
     loss, grads = gradients(trainer_of(kit), rows)
     replay_loss, replay = gradients(trainer_of(kit), [replace(row, replayed=True) for row in rows])

@@ -29,7 +29,7 @@ def rules_of(name: str = "ppo", off_policy: str = "clip", **given) -> LossRules:
     return replace(rules, **{"off": ClipRange(rules.fresh.low, 1.0), **given})
 
 
-def tensors(tokens: list[Token], *, today: bool = True, dtype=torch.float64) -> LossTokens:
+def tensors(tokens: list[Token], *, proximal: bool = True, dtype=torch.float64) -> LossTokens:
     def column(name: str) -> torch.Tensor:
         return torch.tensor([getattr(t, name) for t in tokens], dtype=dtype)
 
@@ -40,7 +40,7 @@ def tensors(tokens: list[Token], *, today: bool = True, dtype=torch.float64) -> 
         logprobs=column("new").requires_grad_(),
         entropy=column("entropy"),
         behaviour=column("mu"),
-        proximal=column("today") if today else None,
+        proximal=column("proximal") if proximal else None,
         advantages=column("advantage"),
         weights=column("weight"),
         loss_mask=flags("mask"),
@@ -56,7 +56,7 @@ def tensors(tokens: list[Token], *, today: bool = True, dtype=torch.float64) -> 
 def poisoned(token: Token, value: float) -> Token:
     """Out of the loss, with ``value`` wherever something could be read."""
     return replace(
-        token, mask=False, new=value, mu=value, today=value, reference=value, advantage=value, factor=value,
+        token, mask=False, new=value, mu=value, proximal=value, reference=value, advantage=value, factor=value,
         entropy=value,
     )  # fmt: skip
 
@@ -67,13 +67,13 @@ def hostile(span: float = 80.0):
     number = st.one_of(st.floats(-span, -(2.0**-9), allow_nan=False, width=32), st.floats(-2.0, -(2.0**-9), width=32))
     near = st.floats(-1.0, 1.0, width=32)
     token = st.builds(
-        lambda new, mu, today, reference, close, a, mask, poison, weight: (
+        lambda new, mu, proximal, reference, close, a, mask, poison, weight: (
             poisoned(Token(0, 0, 0, 0, 0), poison)
             if not mask
             else Token(
                 new,
                 min(-1e-3, new + 0.987 * mu) if close else (mu - 1.0123) * span,
-                min(-1e-3, new + 0.987 * today) if close else (today - 1.0123) * span,
+                min(-1e-3, new + 0.987 * proximal) if close else (proximal - 1.0123) * span,
                 reference,
                 a,
                 weight=weight,

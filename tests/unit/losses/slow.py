@@ -15,7 +15,7 @@ class Token:
 
     new: float
     mu: float
-    today: float
+    proximal: float
     reference: float
     advantage: float
     row: int = 0
@@ -32,18 +32,18 @@ class Token:
         return self.replayed or self.guided
 
 
-def slow_loss(tokens: list[Token], rules, name: str, *, today: bool = True) -> tuple[float, list[float], list[bool]]:
+def slow_loss(tokens: list[Token], rules, name: str, *, proximal: bool = True) -> tuple[float, list[float], list[bool]]:
     """Loss, its derivative by every log π, and which tokens are trained."""
     leaves = [torch.tensor(t.new, dtype=torch.float64, requires_grad=True) for t in tokens]
-    kept = [t.mask and not rejected(tokens, i, rules, today) for i, t in enumerate(tokens)]
+    kept = [t.mask and not rejected(tokens, i, rules, proximal) for i, t in enumerate(tokens)]
     total = torch.zeros((), dtype=torch.float64)
     for row in sorted({t.row for t in tokens}):
         members = [i for i, t in enumerate(tokens) if t.row == row and kept[i]]
-        log_ratios = {i: clamp(leaves[i] - pi_old(tokens[i], rules, today), rules.log_ratio_max) for i in members}
+        log_ratios = {i: clamp(leaves[i] - pi_old(tokens[i], rules, proximal), rules.log_ratio_max) for i in members}
         for i in members:
             t = tokens[i]
-            loss = token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, today)
-            total = total + t.weight * t.factor * weight_of(tokens, i, rules, today) * loss
+            loss = token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, proximal)
+            total = total + t.weight * t.factor * weight_of(tokens, i, rules, proximal) * loss
             total = total - t.weight * rules.entropy_bonus * t.entropy
             if rules.kl_in_loss:
                 d = clamp(leaves[i] - t.reference, rules.log_ratio_max)
@@ -52,14 +52,14 @@ def slow_loss(tokens: list[Token], rules, name: str, *, today: bool = True) -> t
     return total.item(), [0.0 if g is None else g.item() for g in grads], kept
 
 
-def token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, today) -> Tensor:
+def token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, proximal) -> Tensor:
     a, rho = t.advantage, log_ratios[i].exp()
     if t.off and rules.off_policy.name == "shaped":
         return -a * rho / (rho + rules.off_policy.beta)
     if t.off and rules.off_policy.name == "second_moment" and t.recorded and rules.use_recorded:
         return dual(-a * rho, a, rules.off_policy)
     low, high = (rules.off.low, rules.off.high) if t.off else (rules.fresh.low, rules.fresh.high)
-    old = pi_old(t, rules, today)
+    old = pi_old(t, rules, proximal)
     old = old.item() if isinstance(old, Tensor) else old
     n = len(members)
     if name == "ppo":
@@ -116,8 +116,8 @@ def coin_distance(p: float, q: float, name: str) -> float:
     return total
 
 
-def pi_old(t: Token, rules, today: bool):
-    now = t.today if today else t.new
+def pi_old(t: Token, rules, proximal: bool):
+    now = t.proximal if proximal else t.new
     if t.replayed:
         if not rules.use_recorded:
             return now
@@ -135,9 +135,9 @@ def clamp(x, limit):
     return torch.tensor(bound, dtype=torch.float64) if isinstance(x, Tensor) else bound
 
 
-def ratio_at(tokens, i, level, eligible, rules, today) -> float:
+def ratio_at(tokens, i, level, eligible, rules, proximal) -> float:
     def log_r(t):
-        return clamp((t.today if today else t.new) - t.mu, rules.log_ratio_max)
+        return clamp((t.proximal if proximal else t.new) - t.mu, rules.log_ratio_max)
 
     if level == "token":
         return math.exp(log_r(tokens[i]))
@@ -147,15 +147,15 @@ def ratio_at(tokens, i, level, eligible, rules, today) -> float:
     return math.exp(sum(row) / len(row))
 
 
-def weight_of(tokens, i, rules, today) -> float:
+def weight_of(tokens, i, rules, proximal) -> float:
     t = tokens[i]
     if not rules.decoupled or t.replayed or rules.weight == "none":
         return 1.0
-    r = ratio_at(tokens, i, rules.weight, lambda t: t.mask and not t.replayed, rules, today)
+    r = ratio_at(tokens, i, rules.weight, lambda t: t.mask and not t.replayed, rules, proximal)
     return min(r, rules.weight_max)
 
 
-def rejected(tokens, i, rules, today) -> bool:
+def rejected(tokens, i, rules, proximal) -> bool:
     def eligible(t):
         return t.mask and not t.off and t.recorded
 
@@ -165,9 +165,9 @@ def rejected(tokens, i, rules, today) -> bool:
         high = math.inf if mask.high is None else mask.high
         if mask.level == "any_token":
             row = [j for j, t in enumerate(tokens) if t.row == tokens[i].row and eligible(t)]
-            ratios = [ratio_at(tokens, j, "token", eligible, rules, today) for j in row]
+            ratios = [ratio_at(tokens, j, "token", eligible, rules, proximal) for j in row]
         else:
-            ratios = [ratio_at(tokens, i, mask.level, eligible, rules, today)]
+            ratios = [ratio_at(tokens, i, mask.level, eligible, rules, proximal)]
         if any(r < mask.low or r > high for r in ratios):
             return True
     return False

@@ -95,7 +95,7 @@ def test_full_sequence_weights_make_the_gradient_of_another_policys_samples_unbi
     for arms, r in reward.items():
         share = mu[arms[0]] * mu[arms[1]]
         tokens = [Token(log_pi[a].item(), math.log(mu[a]), 0.0, 0.0, r, weight=share) for a in arms]
-        t = tensors(tokens, today=False)
+        t = tensors(tokens, proximal=False)
         terms = policy_loss(t, rules_of("ppo", decoupled=True, weight="sequence", weight_max=1e9))
         (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
         total = total + sum(g * log_pi[a] for g, a in zip(grad, arms, strict=True))

@@ -44,13 +44,13 @@ options = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None, phases=PHASES)
-@given(tokens=hostile(), chosen=options, today=st.booleans())
-def test_loss_and_gradient_are_those_of_the_slow_reference(name, tokens, chosen, today):
+@given(tokens=hostile(), chosen=options, proximal=st.booleans())
+def test_loss_and_gradient_are_those_of_the_slow_reference(name, tokens, chosen, proximal):
     rules = rules_of(name, **chosen)
-    t = tensors(tokens, today=today)
+    t = tensors(tokens, proximal=proximal)
     terms = policy_loss(t, rules)
     (came,) = torch.autograd.grad(terms.loss, t.logprobs)
-    loss, expected, kept = slow_loss(tokens, rules, name, today=today)
+    loss, expected, kept = slow_loss(tokens, rules, name, proximal=proximal)
     assert terms.loss.item() == pytest.approx(loss, rel=1e-9, abs=1e-9)
     np.testing.assert_allclose(came.numpy(), expected, rtol=1e-7, atol=1e-10 * max(1.0, np.abs(expected).max()))
     assert terms.trained.tolist() == kept
@@ -90,7 +90,7 @@ def test_masked_poison_changes_not_a_bit_in_its_row_or_another(name, poison):
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("replayed", [False, True])
 def test_on_policy_every_loss_has_the_plain_policy_gradient(name, decoupled, replayed):
-    """REPLAY.md section 8, identity 1. Losses over a row spread the row's mean advantage over its tokens."""
+    """The ratio is 1. Losses over a row spread the row's mean advantage over its tokens."""
     rng = np.random.default_rng(1)
     tokens = [
         Token(x, x, x, x, rng.normal(), row=i // 4, replayed=replayed) for i, x in enumerate(-rng.uniform(0.1, 4, 11))
@@ -108,7 +108,6 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(name, decoupled, rep
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_off_policy_tokens_their_settings_change_not_a_bit(name):
-    """Identity 2."""
     rng = np.random.default_rng(2)
     tokens = [Token(*-rng.uniform(0.1, 3, 4), rng.normal(), row=i // 3) for i in range(10)]
     losses = set()

@@ -1,4 +1,4 @@
-"""REPLAY.md section 8 for every policy loss and aggregation, through the real trainer and model."""
+"""Splitting, order, padding, and poison at masked places, for every policy loss, with the real trainer and model."""
 
 from dataclasses import replace
 
@@ -74,8 +74,8 @@ def gradients(trainer, rows, reference):
         seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
 
     hook = trainer.optimizer.register_step_pre_hook(grab)
-    evidence = TokenScores(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
-    report = trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, evidence)
+    scores = TokenScores(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
+    report = trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, scores)
     hook.remove()
     return report, seen
 
@@ -83,7 +83,6 @@ def gradients(trainer, rows, reference):
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_splitting_permuting_and_padding_change_neither_loss_nor_gradient(kit, name, aggregation):
-    """Identity 3."""
     rows = rows_of(kit)
     reference = references(rows)
     base, expected = gradients(trainer_of(kit, name, aggregation, {"tokens_per_microbatch": 1000}), rows, reference)
@@ -105,7 +104,6 @@ def test_splitting_permuting_and_padding_change_neither_loss_nor_gradient(kit, n
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_masked_poison_in_the_rows_changes_not_a_bit(kit, name):
-    """Identity 4."""
     rows = rows_of(kit, 5)
     reference = references(rows)
     poisoned = [
@@ -155,11 +153,11 @@ def test_the_adaptive_coefficient_follows_the_measured_kl(kit):
         loss={"kl": "loss", "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 8}
     )
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
-    evidence = TokenScores(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))
-    first = trainer.step(Batch(0, (), tuple(rows)), 0, evidence)
+    scores = TokenScores(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))
+    first = trainer.step(Batch(0, (), tuple(rows)), 0, scores)
     assert first.kl_coefficient == 0.1
     assert first.statistics.all.reference_kl.value > 1e-4
-    second = trainer.step(Batch(1, (), tuple(rows)), 1, evidence)
+    second = trainer.step(Batch(1, (), tuple(rows)), 1, scores)
     assert second.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 4 / 8))
 
 

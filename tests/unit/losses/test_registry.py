@@ -86,7 +86,7 @@ def test_a_loss_that_asks_for_what_nobody_gathers_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("section", "values", "told"),
+    ("section", "values", "message"),
     [
         (LossConfig, {"aggregation": "sequence_sum_norm"}, "aggregation_length"),
         (LossConfig, {"aggregation_length": 5}, "set both or neither"),
@@ -100,8 +100,8 @@ def test_a_loss_that_asks_for_what_nobody_gathers_is_refused():
         (ImportanceConfig, {"masks": [{"level": "token", "low": 2, "high": 1}]}, "must be above"),
     ],
 )
-def test_impossible_combinations_are_explained(section, values, told):
-    with pytest.raises(ValidationError, match=told):
+def test_impossible_combinations_are_explained(section, values, message):
+    with pytest.raises(ValidationError, match=message):
         section(**values)
 
 

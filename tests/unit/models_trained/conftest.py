@@ -66,15 +66,13 @@ def train():
         for _ in range(count):
             u = trainer.updates
             rows = make_rows(6, seed=u)
-            evidence = trainer.token_scores(rows)
+            scores = trainer.token_scores(rows)
             returns = np.concatenate(
                 [np.full(row.n_sampled, row.trajectory_index % 2 == 0, np.float32) for row in rows]
             )
-            if evidence.values is not None:
-                evidence = TokenScores(
-                    evidence.logprobs, evidence.entropies, evidence.reference, evidence.values, returns
-                )
-            reports.append(trainer.step(Batch(u, (), rows), u, evidence))
+            if scores.values is not None:
+                scores = TokenScores(scores.logprobs, scores.entropies, scores.reference, scores.values, returns)
+            reports.append(trainer.step(Batch(u, (), rows), u, scores))
         return reports
 
     return run

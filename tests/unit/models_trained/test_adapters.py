@@ -111,7 +111,7 @@ def test_training_leaves_the_frozen_weights_the_same_bits(config_of, initial, re
 
 
 def test_frozen_weights_in_bfloat16_compute_what_float32_ones_do_and_adapters_stay_float32():
-    """Where the weights are bfloat16 numbers already."""
+    """With weights that are bfloat16 numbers already."""
     rows, found = make_rows(4), []
     for dtype in ("float32", "bfloat16"):
         config = learner_config(lora=LoraConfig(**LORA, frozen_dtype=dtype), compute_dtype="bfloat16")

@@ -49,13 +49,13 @@ def test_logprobs_and_entropies_are_one_pass_and_none_is_made_unasked(needs, mon
     trainer = Trainer(tiny_policy(), run_config())
     rows = make_rows(5)
     calls = count_passes(trainer.policy, monkeypatch)
-    evidence = trainer.token_scores(rows)
+    scores = trainer.token_scores(rows)
     assert len(calls) == passes
-    assert (evidence.logprobs is None) == (evidence.entropies is None) == (passes == 0)
-    assert evidence.reference is None
-    assert evidence.values is None
+    assert (scores.logprobs is None) == (scores.entropies is None) == (passes == 0)
+    assert scores.reference is None
+    assert scores.values is None
     if passes:
-        np.testing.assert_array_equal(evidence.logprobs, trainer.score(rows))
+        np.testing.assert_array_equal(scores.logprobs, trainer.score(rows))
 
 
 def test_gathered_logprobs_are_not_computed_again_by_the_step(needs, monkeypatch, train):
@@ -181,10 +181,10 @@ def test_a_head_alone_has_its_values_from_the_pass_of_the_logprobs(needs, config
     rows, calls = make_rows(5), []
     hidden = trainer.policy.hidden
     monkeypatch.setattr(trainer.policy, "hidden", lambda part: calls.append(1) or hidden(part))
-    evidence = trainer.token_scores(rows)
+    scores = trainer.token_scores(rows)
     assert len(calls) == 1
-    np.testing.assert_array_equal(evidence.values, trainer.critic.values(rows, WATCH))
-    np.testing.assert_array_equal(evidence.logprobs, trainer.score(rows))
+    np.testing.assert_array_equal(scores.values, trainer.critic.values(rows, WATCH))
+    np.testing.assert_array_equal(scores.logprobs, trainer.score(rows))
 
 
 def test_only_the_critic_learns_while_it_warms_up(needs, config_of, initial, resume, train):
@@ -235,10 +235,10 @@ def test_a_value_step_that_is_not_finite_is_skipped_and_counted(needs, config_of
     needs("values")
     trainer = resume(config_of(), initial)
     rows = make_rows(3)
-    evidence = trainer.token_scores(rows)
-    evidence = replace(evidence, returns=np.full_like(evidence.values, np.inf))
+    scores = trainer.token_scores(rows)
+    scores = replace(scores, returns=np.full_like(scores.values, np.inf))
     before = [p.detach().clone() for p in trainer.critic.parameters]
-    report = trainer.step(Batch(0, (), rows), 0, evidence)
+    report = trainer.step(Batch(0, (), rows), 0, scores)
     assert report.nonfinite["value"] == 1
     assert report.critic.skipped
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.critic.parameters, strict=True))

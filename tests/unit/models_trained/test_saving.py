@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: nobody waits for the disk, and nothing is told before it is durable."""
+"""Checkpoints written beside training: nobody waits for the disk, and nothing is reported before it is durable."""
 
 import anyio
 import pytest
@@ -15,9 +15,9 @@ from tests.unit.learner.conftest import run_config, tiny_policy
 from tests.unit.models_trained.conftest import Disk
 
 
-def writer_of(root, initial, told, keep=2):
+def writer_of(root, initial, reported, keep=2):
     async def durable(updates):
-        told.append((updates, [read_state(p).updates for p in find_checkpoints(root)]))
+        reported.append((updates, [read_state(p).updates for p in find_checkpoints(root)]))
 
     return CheckpointWriter(root, initial, keep, durable, LearnerMetrics(CollectorRegistry()))
 
@@ -37,8 +37,8 @@ def trainer():
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written(trainer, train, initial, tmp_path, monkeypatch):
-    disk, told, root = Disk(monkeypatch), [], tmp_path / "c"
-    writer = writer_of(root, initial, told)
+    disk, reported, root = Disk(monkeypatch), [], tmp_path / "c"
+    writer = writer_of(root, initial, reported)
     train(trainer, 1)
     saved = trainer.policy.snapshot("float32")
     moments = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
@@ -48,12 +48,12 @@ async def test_training_goes_on_while_a_checkpoint_is_written(trainer, train, in
             await submit(writer, trainer)
             await disk.begun()
             train(trainer, 2)
-            assert told == []
+            assert reported == []
             assert find_checkpoints(root) == []
             disk.go.release()
             await writer.idle()
             tasks.cancel_scope.cancel()
-    assert told == [(1, [1])]
+    assert reported == [(1, [1])]
     config = run_config()
     again = Trainer(Policy.load(find_checkpoints(root)[0] / "model", config.learner), config)
     restore_training(find_checkpoints(root)[0], again)
@@ -62,8 +62,8 @@ async def test_training_goes_on_while_a_checkpoint_is_written(trainer, train, in
 
 
 async def test_at_most_one_write_is_under_way(trainer, train, initial, tmp_path, monkeypatch):
-    disk, told, root = Disk(monkeypatch), [], tmp_path / "c"
-    writer = writer_of(root, initial, told)
+    disk, reported, root = Disk(monkeypatch), [], tmp_path / "c"
+    writer = writer_of(root, initial, reported)
     second = anyio.Event()
 
     async def submit_again():
@@ -83,19 +83,19 @@ async def test_at_most_one_write_is_under_way(trainer, train, initial, tmp_path,
             assert not disk.started.acquire(blocking=False)
             disk.go.release()
             await second.wait()
-            assert told == [(0, [0])]
+            assert reported == [(0, [0])]
             disk.go.release()
             await writer.idle()
             tasks.cancel_scope.cancel()
-    assert told == [(0, [0]), (1, [1, 0])]
+    assert reported == [(0, [0]), (1, [1, 0])]
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), MemoryError("no memory")])
 async def test_a_write_that_fails_is_never_told_and_leaves_the_one_before(
     trainer, train, initial, tmp_path, monkeypatch, fault
 ):
-    disk, told, root = Disk(monkeypatch, held=False), [], tmp_path / "c"
-    writer = writer_of(root, initial, told)
+    disk, reported, root = Disk(monkeypatch, held=False), [], tmp_path / "c"
+    writer = writer_of(root, initial, reported)
     with anyio.fail_after(30), pytest.raises(BaseExceptionGroup) as raised:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
@@ -106,13 +106,13 @@ async def test_a_write_that_fails_is_never_told_and_leaves_the_one_before(
             await submit(writer, trainer)
             await writer.idle()
     assert raised.group_contains(type(fault))
-    assert told == [(0, [0])]
+    assert reported == [(0, [0])]
     assert [read_state(p).updates for p in find_checkpoints(root)] == [0]
 
 
 async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_path, monkeypatch):
-    disk, told, root = Disk(monkeypatch), [], tmp_path / "c"
-    writer = writer_of(root, initial, told)
+    disk, reported, root = Disk(monkeypatch), [], tmp_path / "c"
+    writer = writer_of(root, initial, reported)
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
@@ -122,7 +122,7 @@ async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_pat
                 await writer.idle()
             assert bound.cancelled_caught
             tasks.cancel_scope.cancel()
-    assert told == []
+    assert reported == []
     disk.go.release()
 
 
@@ -158,15 +158,15 @@ def test_torn_weights_give_no_image(trainer):
 
 async def test_who_waits_for_the_writer_waits_for_an_image_that_is_being_taken(trainer, train, initial, tmp_path):
     """With several ranks the others write already: a stop in between would leave them in their collective."""
-    told, root = [], tmp_path / "c"
-    writer = writer_of(root, initial, told)
+    reported, root = [], tmp_path / "c"
+    writer = writer_of(root, initial, reported)
     train(trainer, 1)
     asked, seen = anyio.Event(), []
 
     async def stop():
         asked.set()
         await writer.idle()
-        seen.append(list(told))
+        seen.append(list(reported))
         tasks.cancel_scope.cancel()
 
     with anyio.fail_after(30):
@@ -181,8 +181,8 @@ async def test_who_waits_for_the_writer_waits_for_an_image_that_is_being_taken(t
 
 
 async def test_a_place_without_an_image_is_given_back(trainer, train, initial, tmp_path):
-    told, root = [], tmp_path / "c"
-    writer = writer_of(root, initial, told)
+    reported, root = [], tmp_path / "c"
+    writer = writer_of(root, initial, reported)
     train(trainer, 1)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
@@ -194,4 +194,4 @@ async def test_a_place_without_an_image_is_given_back(trainer, train, initial, t
             await submit(writer, trainer)
             await writer.idle()
             tasks.cancel_scope.cancel()
-    assert told == [(1, [1])]
+    assert reported == [(1, [1])]

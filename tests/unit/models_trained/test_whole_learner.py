@@ -39,11 +39,11 @@ async def test_the_policy_waits_while_the_critic_warms_up(world):
 
 
 async def test_updates_go_on_while_the_disk_is_slow_and_the_stage_hears_of_durable_ones_only(world, monkeypatch):
-    disk, told = Disk(monkeypatch), []
+    disk, reported = Disk(monkeypatch), []
     checkpointed = LearnerSession.checkpointed
 
     async def tell(session, updates):
-        told.append((updates, read_state(find_checkpoints(w.directory.checkpoints)[0]).updates))
+        reported.append((updates, read_state(find_checkpoints(w.directory.checkpoints)[0]).updates))
         await checkpointed(session, updates)
 
     monkeypatch.setattr(LearnerSession, "checkpointed", tell)
@@ -53,12 +53,12 @@ async def test_updates_go_on_while_the_disk_is_slow_and_the_stage_hears_of_durab
             tasks.start_soon(run)
             await disk.begun()
             await w.until_step(4)
-            assert told == []
+            assert reported == []
             assert find_checkpoints(w.directory.checkpoints) == []
             for _ in range(3):
                 disk.go.release()
         assert ctx.status.state == "finished"
-    assert told == [(2, 2), (4, 4), (5, 5)]
+    assert reported == [(2, 2), (4, 4), (5, 5)]
 
 
 async def test_a_stop_waits_for_the_write_that_is_under_way(world, monkeypatch):

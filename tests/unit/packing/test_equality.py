@@ -122,7 +122,7 @@ def test_a_row_that_is_the_beginning_of_another_and_equal_rows_are_scored_alike(
 
 
 def slow_varlen(q, k, v, from_q, from_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What variable-length flash attention computes: causal, aligned to the last key."""
+    """Variable-length flash attention, written out: causal, aligned to the last key."""
     assert window_size == (-1, 0) and from_q.dtype == from_k.dtype == torch.int32
     assert max_q == int(from_q.diff().max()) and max_k == int(from_k.diff().max())
     repeat = q.shape[1] // k.shape[1]

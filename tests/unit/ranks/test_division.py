@@ -1,4 +1,4 @@
-"""Which rank computes which rows."""
+"""Division of rows among ranks."""
 
 import numpy as np
 from hypothesis import given

@@ -1,21 +1,21 @@
-"""Which rank a process is."""
+"""The rank of a process, by the environment that torchrun sets."""
 
 import pytest
 
 from learner.build import make_trainer
-from learner.distributed.collectives import Place, place_of
+from learner.distributed.collectives import ProcessRank, process_rank
 from pipeline.errors import ConfigurationError
 
 
 def test_without_torchrun_there_is_one_process(kit):
-    assert place_of(kit.learner_config(), {}) == Place(0, 1, 0)
-    assert place_of(kit.learner_config(ranks=4), {}) == Place(0, 1, 0)
+    assert process_rank(kit.learner_config(), {}) == ProcessRank(0, 1, 0)
+    assert process_rank(kit.learner_config(ranks=4), {}) == ProcessRank(0, 1, 0)
 
 
-def test_torchrun_says_the_place(kit):
+def test_torchrun_sets_the_rank(kit):
     environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert place_of(kit.learner_config(), environment) == Place(5, 8, 1)
-    assert place_of(kit.learner_config(ranks=8), environment) == Place(5, 8, 1)
+    assert process_rank(kit.learner_config(), environment) == ProcessRank(5, 8, 1)
+    assert process_rank(kit.learner_config(ranks=8), environment) == ProcessRank(5, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_torchrun_says_the_place(kit):
         ({"RANK": "1", "WORLD_SIZE": "8"}, 4, "leave learner.ranks out"),
     ],
 )
-def test_a_place_that_contradicts_is_refused_with_words(kit, environment, ranks, words):
+def test_a_rank_that_contradicts_is_refused_with_words(kit, environment, ranks, words):
     with pytest.raises(ConfigurationError, match=words):
-        place_of(kit.learner_config(ranks=ranks), environment)
+        process_rank(kit.learner_config(ranks=ranks), environment)
 
 
 @pytest.mark.parametrize(

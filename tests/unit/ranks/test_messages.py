@@ -1,4 +1,4 @@
-"""Orders and rows as bytes."""
+"""Commands and rows as bytes."""
 
 from dataclasses import fields, replace
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from learner.data.rows import Row, TokenScores
-from learner.distributed.messages import pack, pack_order, unpack, unpack_order
+from learner.distributed.messages import pack, pack_command, unpack, unpack_command
 
 kinds = st.sampled_from([np.float32, np.float64, np.int8, np.int32, np.int64, np.bool_, np.uint8])
 any_array = kinds.flatmap(lambda kind: arrays.arrays(kind, arrays.array_shapes(min_dims=0, min_side=0, max_dims=3)))
@@ -36,9 +36,9 @@ def test_rows_come_back_as_they_were(kit, count):
         replace(r, guided=i % 3 == 0, recorded=i != 1, replay_weight=0.25 * i, environment="größer", whole=i != 2)
         for i, r in enumerate(rows)
     )
-    evidence = TokenScores(logprobs=np.asarray([np.nan, np.inf, -1.0], np.float32))
-    facts, came, came_evidence = unpack_order(pack_order("step", rows, {"update": 3, "kl": np.float64(0.1)}, evidence))
-    assert facts == {"order": "step", "update": 3, "kl": 0.1}
+    scores = TokenScores(logprobs=np.asarray([np.nan, np.inf, -1.0], np.float32))
+    facts, came, came_scores = unpack_command(pack_command("step", rows, {"update": 3, "kl": np.float64(0.1)}, scores))
+    assert facts == {"command": "step", "update": 3, "kl": 0.1}
     assert len(came) == count
     for row, other in zip(rows, came, strict=True):
         for f in fields(Row):
@@ -47,9 +47,9 @@ def test_rows_come_back_as_they_were(kit, count):
                 same(a, b)
             else:
                 assert a == b
-    same(came_evidence.logprobs, evidence.logprobs)
-    assert came_evidence.values is None
+    same(came_scores.logprobs, scores.logprobs)
+    assert came_scores.values is None
 
 
-def test_an_order_may_be_nothing_but_its_name():
-    assert unpack_order(pack_order("beat")) == ({"order": "beat"}, (), TokenScores())
+def test_a_command_may_be_nothing_but_its_name():
+    assert unpack_command(pack_command("heartbeat")) == ({"command": "heartbeat"}, (), TokenScores())
