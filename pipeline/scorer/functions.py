@@ -7,18 +7,21 @@ coroutine that holds the event loop for long between two waits is warned about.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any, Generic, TypeVar
 
 import anyio
+import anyio.to_process
 import anyio.to_thread
 
 from pipeline.config.rewards import ScoreFunction
@@ -28,10 +31,56 @@ from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import UserFunction, resolve
 from pipeline.scorer.graders import BUILT_IN
 from pipeline.scorer.verdict import ScoreFailure
-from pipeline.scorer.workers import Workers
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 
 T = TypeVar("T")
+
+log = logging.getLogger("afterplay.scorer")
+
+START_SECONDS_MAX = 180.0
+"""For a process to start and import what it needs: long, because a start that is given up begins from nothing."""
+IDLE_SECONDS_MAX = 240.0
+"""anyio ends processes that are idle for five minutes."""
+_NO_LIMIT = float("inf")
+
+
+class Workers:
+    """At most ``n`` calls at once, each in a process of anyio's pool. A call that is cancelled ends its process."""
+
+    def __init__(self, n: int) -> None:
+        self._slots = anyio.CapacityLimiter(n)
+        self._unlimited = anyio.CapacityLimiter(_NO_LIMIT)
+        self._idle_since: list[float] = []
+        """Time of last use of each process that has started, seconds of the monotonic clock."""
+
+    @asynccontextmanager
+    async def slot(self, path: str, needs: str | None = None) -> AsyncIterator[None]:
+        """Wait for a slot, and for a process that has imported the function at ``path`` and the module ``needs``
+        (unless it has served another function before). Inside, :meth:`run` may be called once."""
+        async with self._slots:
+            idle = self._idle_since.pop() if self._idle_since else None
+            if idle is None or time.monotonic() - idle > IDLE_SECONDS_MAX:
+                self._idle_since.clear()
+                with anyio.move_on_after(START_SECONDS_MAX):
+                    await anyio.to_process.run_sync(warm_up, path, needs, cancellable=True, limiter=self._unlimited)
+            yield
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)`` in the process. Raises :class:`anyio.BrokenWorkerProcess` when that dies."""
+        value = await anyio.to_process.run_sync(function, *args, cancellable=True, limiter=self._unlimited)
+        self._idle_since.append(time.monotonic())
+        return value
+
+
+def warm_up(path: str, needs: str | None) -> None:
+    """Runs in a new process, which imports this module with it. What fails here fails again, and is reported, when the
+    function is called."""
+    try:
+        resolve(path)
+        if needs is not None:
+            importlib.import_module(needs)
+    except Exception as error:
+        log.debug("warming a worker up: %r", error)
 
 
 class Steps(Generic[T]):
@@ -57,8 +106,6 @@ class Steps(Generic[T]):
             else:
                 step = partial(self._coroutine.send, sent)
 
-
-log = logging.getLogger("afterplay.scorer")
 
 ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""

@@ -13,9 +13,8 @@ import anyio
 
 from pipeline.config.rewards import Part, ScorerConfig
 from pipeline.schema import Trajectory
-from pipeline.scorer.functions import Call, Outcome
+from pipeline.scorer.functions import Call, Outcome, Workers
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure, Verdict, combine
-from pipeline.scorer.workers import Workers
 
 Many = Callable[[Sequence[Trajectory]], Awaitable[list[Outcome]]]
 
