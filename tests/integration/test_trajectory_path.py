@@ -40,7 +40,7 @@ CARRIERS = (
 """Modules whose classes hold something of a trajectory,"""
 NO_CARRIERS = {"Journal", "Limits"}
 """but these."""
-FILES_MAX = 90
+FILES_MAX = 60
 
 
 def carries(value: object, depth: int = 2) -> bool:
