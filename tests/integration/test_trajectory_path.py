@@ -145,4 +145,10 @@ async def test_a_trajectory_crosses_few_files_from_order_to_update(tmp_path, mon
         f"  {f}: {', '.join(sorted(trace.functions[f]))}" for f in trace.files
     )
     print(told)
+    assert set(trace.files) >= {
+        "actors/rollout/recorder.py",
+        "pipeline/transport/codec.py",
+        "pipeline/stage/groups.py",
+        "learner/training/optimizer_step.py",
+    }, told
     assert len(trace.files) <= FILES_MAX, told

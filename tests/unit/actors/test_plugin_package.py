@@ -1,4 +1,4 @@
-"""What the README shows is a whole package: installed by entry point, found by name, run with its tool."""
+"""The README's environment is a whole package: installed by entry point, found by name, run with its tool."""
 
 from __future__ import annotations
 
