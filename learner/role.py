@@ -123,6 +123,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
             loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
             try:
                 await loop.run(initial=start.checkpoint is None)
+                await best.settle()
             except* Interrupted:
                 log.info("gave up the step that was under way: the process is stopping")
                 await until_saved()

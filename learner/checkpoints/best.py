@@ -58,6 +58,7 @@ class BestKeeper:
         self._section, self._root, self._session, self._writer = section, root, session, writer
         self._metrics = metrics
         self._kept: Mapping[str, Any] | None = None
+        self._lock = anyio.Lock()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -67,8 +68,16 @@ class BestKeeper:
             if self._session.evaluation is header:
                 await self._session.changed()
 
+    async def settle(self) -> None:
+        """Act on the last EVALUATION header before the process ends; every checkpoint must be durable by then."""
+        await self.apply(self._session.evaluation)
+
     async def apply(self, header: Mapping[str, Any]) -> None:
         """Act on an EVALUATION header, again whenever a checkpoint became durable."""
+        async with self._lock:
+            await self._apply(header)
+
+    async def _apply(self, header: Mapping[str, Any]) -> None:
         last, best = header.get("last"), header.get("best")
         for name, score in (last or {}).get("environments", {}).items():
             if score is not None:

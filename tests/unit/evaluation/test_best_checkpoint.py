@@ -95,6 +95,19 @@ async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -
     assert writer.protected == {15}
 
 
+async def test_the_best_is_in_place_when_the_last_result_comes_as_the_run_ends(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    write(tmp_path, 15)
+    keeper, _, _ = keeper_of(tmp_path)
+    await keeper.apply({"best": best_of(10)})
+    keeper._session.evaluation = {"best": best_of(15, 0.9)}  # type: ignore[misc]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(keeper.run)
+        await keeper.settle()
+        assert (tmp_path / "best").resolve().name == "best-u000015"
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_checkpoint_that_is_gone_leaves_the_best_as_it_was(tmp_path: Path) -> None:
     keeper, _, _ = keeper_of(tmp_path)
     write(tmp_path, 10)
