@@ -49,10 +49,10 @@ KEYS = """
 ## Keys of `metrics.jsonl`
 
 ```json
-{"step": 1, "update": 0, "reward_mean": 0.25, "ess_ratio": 0.98, "seconds": {"wait": 3.1, "step": 7.5}}
+{"step": 1, "update": 0, "reward_mean": 0.25, "ess_ratio": 0.98, "seconds": {"step": 7.5}}
 ```
 
-A key with a metric has the meaning of that metric.
+A key with a metric has the meaning of that metric. For a counter it is the increase in the update.
 
 | key | meaning |
 |---|---|"""
@@ -69,9 +69,9 @@ def gloss(declaration: Declaration[Any]) -> str:
     """Values of the labels; empty where the run decides them all."""
     explained = GLOSS.search(declaration.help)
     if explained:
-        return re.sub(r"(^|; )(\w+) = ", r"\1`\2`: ", explained[1]) + "."
+        return re.sub(r"(^|; )(\w+) = ", r"\1`\2` is ", explained[1]) + "."
     fixed = {name: values for name, values in declaration.labels.items() if not isinstance(values, str) and values}
-    return "; ".join(f"`{name}`: {', '.join(values)}" for name, values in fixed.items()) + "." * bool(fixed)
+    return "; ".join(f"`{name}` is {', '.join(values)}" for name, values in fixed.items()) + "." * bool(fixed)
 
 
 def glosses(metrics: type[MetricSet]) -> Iterator[str]:

@@ -30,7 +30,6 @@ STATISTICS = ("mean", "min", "max")
 SIDES = ("low", "high")
 REJECTIONS = (
     "ratio_cap",
-    "stale",
     "sequence_mask",
     "geometric_mask",
     "any_token_mask",
@@ -80,7 +79,7 @@ class LearnerMetrics(MetricSet):
     )
     clipped_tokens_total = counter("Tokens whose ratio was clipped; side = low or high.", side=SIDES)
     rejected_tokens_total = counter(
-        "Tokens masked out of the loss; reason = ratio_cap, stale, sequence_mask, geometric_mask, any_token_mask, "
+        "Tokens masked out of the loss; reason = ratio_cap, sequence_mask, geometric_mask, any_token_mask, "
         "nonfinite or second_moment.",
         reason=REJECTIONS,
     )

@@ -23,7 +23,7 @@ DROPS = ("stale", "duplicate", "corrupt", "schema")
 PEERS = ("actor", "learner")
 TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
                    "evaluated", "uninformative")  # fmt: skip
-GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped", "uninformative")
+GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "uninformative")
 EQUAL_GROUPS = ("kept", "dropped", "refilled")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
@@ -65,9 +65,7 @@ class ReplayMetrics(MetricSet):
         )
 
     trajectories = gauge("Trajectories that wait for their score, group or update.")
-    capacity_trajectories = gauge(
-        "Trajectories that the staleness bound admits in all: (staleness.max + 1) x groups_per_step x n_rollout."
-    )
+    capacity_trajectories = gauge("Bound on waiting trajectories: (staleness.max + 1) x groups_per_step x n_rollout.")
     memory_bytes = gauge("Payload bytes in the store, experience pool included.")
     inserted_trajectories_total = counter("Trajectories accepted.", env="environments")
     sampled_trajectories_total = counter("Trajectories sent to the learner, repeats included.")
@@ -162,7 +160,7 @@ class ReplayMetrics(MetricSet):
         split="split",
     )
     evaluation_pass_ratio = gauge(
-        "pass@k of the last evaluation: probability that one of k rollouts of a held-out task succeeds.",
+        "pass@k of the last evaluation: probability that one of k rollouts succeeds.",
         env="environments",
         split="split",
         k="pass_at",
