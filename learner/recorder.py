@@ -1,4 +1,4 @@
-"""The numbers of an update: one table that gives Prometheus metrics and the line in ``metrics.jsonl``.
+"""Numbers of an update: one table for Prometheus metrics and for the line in ``metrics.jsonl``.
 
 ``metrics.jsonl``: one JSON object a line for each update, in order, also after a resume.
 """
@@ -87,7 +87,7 @@ class Number:
     labels: tuple[str, ...] = ()
     """Values of the metric's labels."""
     doc: str = ""
-    """Meaning; the metric's help where it is empty."""
+    """Meaning of a number without a metric."""
     keep: bool = False
     """None leaves the gauge as it is; otherwise it becomes 0."""
 
@@ -124,19 +124,21 @@ def _of_source(source: str, **keys: str) -> tuple[Number, ...]:
 
 
 NUMBERS: Final = (
-    Number("step", lambda u: u.report.update + 1, doc="Finished updates: the first line is step 1."),
+    Number("step", lambda u: u.report.update + 1, doc="Updates made; 1 in the first line."),
     Number("update", lambda u: u.report.update, doc="Number of the update, from 0."),
-    Number("time", lambda u: u.report.finished_at, doc="Unix time when the update was finished."),
-    Number("started", lambda u: u.report.started_at, doc="Unix time when the update began."),
-    Number("finished", lambda u: u.report.finished_at, doc="As time."),
-    Number("policy_version", lambda u: u.report.policy_version, doc="The learner's version before the update."),
+    Number("time", lambda u: u.report.finished_at, doc="Unix time at the end of the update."),
+    Number("started", lambda u: u.report.started_at, doc="Unix time at the start of the update."),
+    Number("finished", lambda u: u.report.finished_at, doc="Equal to time."),
+    Number("policy_version", lambda u: u.report.policy_version, doc="Policy version before the update."),
     Number("", lambda u: 1, M.updates_total),
     Number("optimizer_steps", lambda u: u.report.optimizer_steps, M.steps_total),
     Number("reward_mean", lambda u: _mean(_rewards(u.fresh)), doc="Mean reward of the fresh trajectories."),
-    Number("reward_std", lambda u: _std(_rewards(u.fresh)), doc="Its standard deviation."),
-    Number("reward_mean_replayed", lambda u: _mean(_rewards(u.batch.replayed)), doc="Of the replayed trajectories."),
+    Number("reward_std", lambda u: _std(_rewards(u.fresh)), doc="Standard deviation of these rewards."),
+    Number(
+        "reward_mean_replayed", lambda u: _mean(_rewards(u.batch.replayed)), doc="Mean reward of replayed trajectories."
+    ),
     Number("rewards", lambda u: rewards_by_environment(u.fresh), M.reward_mean),
-    Number("signals", lambda u: first_signals(u.fresh), doc="Mean of each signal of the environments, fresh only."),
+    Number("signals", lambda u: first_signals(u.fresh), doc="Mean of each environment signal, fresh trajectories."),
     Number("ratio_mean", lambda u: u.all.ratio.mean, M.batch_importance_ratio, ("token", "mean"), keep=True),
     Number("ratio_min", lambda u: _smallest(u.all.ratio), M.batch_importance_ratio, ("token", "min"), keep=True),
     Number("ratio_max", lambda u: _largest(u.all.ratio), M.batch_importance_ratio, ("token", "max"), keep=True),
@@ -153,7 +155,7 @@ NUMBERS: Final = (
     Number("kl_k1", lambda u: u.all.kl_k1.value, M.behaviour_kl_nats, ("k1",)),
     Number("kl_k3", lambda u: u.all.kl_k3.value, M.behaviour_kl_nats, ("k3",)),
     Number("entropy", lambda u: u.all.entropy.value, M.entropy_nats),
-    Number("loss", lambda u: u.report.loss, doc="Policy loss and entropy bonus of the last optimizer step."),
+    Number("loss", lambda u: u.report.loss, doc="Policy loss and entropy bonus, last optimizer step."),
     Number("", lambda u: u.report.policy_loss, M.loss, ("policy",)),
     Number("", lambda u: u.report.entropy_loss, M.loss, ("entropy",)),
     Number("kl_loss", lambda u: u.report.kl_loss, M.loss, ("kl",)),
@@ -165,22 +167,22 @@ NUMBERS: Final = (
     Number("grad_norm", lambda u: u.report.grad_norm, M.grad_norm),
     Number("learning_rate", lambda u: u.report.learning_rate, M.learning_rate),
     Number("nonfinite", lambda u: dict(u.report.nonfinite), M.nonfinite_steps_total),
-    Number("clip_fraction", lambda u: _clipped(u.all), doc="Clipped tokens among the trained ones."),
-    Number("clip_fraction_low", lambda u: u.all.clipped_low.value, doc="Those clipped at the lower bound."),
-    Number("clip_fraction_high", lambda u: u.all.clipped_high.value, doc="Those clipped at the upper bound."),
+    Number("clip_fraction", lambda u: _clipped(u.all), doc="Share of trained tokens that were clipped."),
+    Number("clip_fraction_low", lambda u: u.all.clipped_low.value, doc="Share clipped at the lower bound."),
+    Number("clip_fraction_high", lambda u: u.all.clipped_high.value, doc="Share clipped at the upper bound."),
     Number("", lambda u: u.all.clipped_low.total, M.clipped_tokens_total, ("low",)),
     Number("", lambda u: u.all.clipped_high.total, M.clipped_tokens_total, ("high",)),
     Number("loss_on", lambda u: u.s.on_loss, M.policy_loss, ("on",)),
     Number("loss_off", lambda u: u.s.off_loss, M.policy_loss, ("off",)),
     Number("guard_lr_factor", lambda u: u.report.guard_lr_factor, M.guard_learning_rate_ratio),
     Number("", lambda u: u.s.staleness, M.staleness_versions),
-    Number("staleness_mean", lambda u: _mean(u.s.staleness), doc="Mean age of the fresh trajectories, versions."),
-    Number("staleness_max", lambda u: _max(u.s.staleness), doc="Largest age of the fresh trajectories, versions."),
+    Number("staleness_mean", lambda u: _mean(u.s.staleness), doc="Mean age of fresh trajectories, versions."),
+    Number("staleness_max", lambda u: _max(u.s.staleness), doc="Largest age of fresh trajectories, versions."),
     Number("", lambda u: u.s.logprob_differences, M.logprob_diff_nats),
-    Number("logprob_diff_mean", lambda u: _mean(u.s.logprob_differences), doc="Mean engine mismatch at lag 0, nats."),
+    Number("logprob_diff_mean", lambda u: _mean(u.s.logprob_differences), doc="Mean engine mismatch at version lag 0."),
     Number("", lambda u: u.s.replay_ages, M.replay_age_versions),
-    Number("replay_age_mean", lambda u: _mean(u.s.replay_ages), doc="Mean age of the replayed ones, versions."),
-    Number("replay_age_max", lambda u: _max(u.s.replay_ages), doc="Largest age of the replayed ones, versions."),
+    Number("replay_age_mean", lambda u: _mean(u.s.replay_ages), doc="Mean age of replayed trajectories, versions."),
+    Number("replay_age_max", lambda u: _max(u.s.replay_ages), doc="Largest age of replayed ones, versions."),
     Number("replay_share", lambda u: u.s.replay_share, M.replay_token_ratio),
     Number("off_share", lambda u: u.s.off_share, M.off_policy_token_ratio),
     Number("", lambda u: len(u.fresh), M.trained_trajectories_total, ("fresh",)),
@@ -194,21 +196,23 @@ NUMBERS: Final = (
     Number(
         "baseline_mean",
         lambda u: _mean([g.plan.baseline for g in u.batch.groups if g.plan.baseline is not None]),
-        doc="Mean planned baseline of the groups that have one.",
+        doc="Mean reward of the greedy rollouts, where groups have them.",
     ),
     Number("", lambda u: u.choice.scored if u.choice else 0, M.scored_candidates_total),
     Number("choice_failed", lambda u: len(u.choice.failed) if u.choice else 0, M.failed_choices_total),
-    Number("sampled_tokens_fresh", lambda u: sum(t.n_sampled for t in u.fresh), doc="Sampled tokens, fresh only."),
+    Number(
+        "sampled_tokens_fresh", lambda u: sum(t.n_sampled for t in u.fresh), doc="Sampled tokens of fresh trajectories."
+    ),
     Number("rejected", lambda u: u.rejected, M.rejected_tokens_total),
     Number(
         "masked_fraction",
         lambda u: {why: n / max(1, u.all.seen) for why, n in u.rejected.items() if why != "nonfinite"},
-        doc="Rejected tokens among all sampled tokens, by reason.",
+        doc="Share of sampled tokens that were rejected, by reason.",
     ),
     Number(
         "truncated_fraction",
         lambda u: u.all.truncated.value,
-        doc="Trained tokens whose correction weight was cut at its maximum.",
+        doc="Share of trained tokens whose correction weight was truncated.",
     ),
     Number("kl_reference", lambda u: u.all.reference_kl.value, M.reference_kl_nats),
     Number("kl_coefficient", lambda u: u.report.kl_coefficient, M.kl_coefficient),
@@ -222,31 +226,35 @@ NUMBERS: Final = (
         lambda u: u.report.tokens_without_signal,
         doc="Sampled tokens with an advantage of exactly 0.",
     ),
-    Number("tokens_per_second", lambda u: u.report.tokens_per_second, doc="Tokens of the rows over the step's time."),
+    Number("tokens_per_second", lambda u: u.report.tokens_per_second, doc="Tokens of the rows per second of the step."),
     Number("", lambda u: u.stages, M.step_duration_seconds),
     Number(
         "seconds",
         lambda u: {**u.stages, "step": u.times.total},
-        doc="Time by stage; step: their sum, the time since the line before.",
+        doc="Seconds by stage; step is their sum, the time since the previous line.",
     ),
     Number("", lambda u: u.times.wait, M.wait_seconds_total),
-    Number("published", lambda u: u.published, doc="Facts of the last finished publication of weights."),
+    Number("published", lambda u: u.published, doc="The last finished publication of weights."),
     Number("n_groups", lambda u: len(u.batch.groups), doc="Groups of the update."),
     Number("n_trajectories", lambda u: len(u.batch.trajectories), doc="Trajectories of the update."),
-    Number("turns_mean", lambda u: _mean([len(t.turns) for t in u.fresh]), doc="Mean turns, fresh only."),
-    Number("sampled_tokens_mean", lambda u: _mean([t.n_sampled for t in u.fresh]), doc="Mean tokens, fresh only."),
+    Number("turns_mean", lambda u: _mean([len(t.turns) for t in u.fresh]), doc="Mean turns of fresh trajectories."),
+    Number(
+        "sampled_tokens_mean",
+        lambda u: _mean([t.n_sampled for t in u.fresh]),
+        doc="Mean sampled tokens of fresh trajectories.",
+    ),
     Number(
         "generation_started",
         lambda u: min((t.timings.started_at for t in u.fresh), default=None),
-        doc="Unix time when the first fresh trajectory began.",
+        doc="Unix time at the start of the first fresh trajectory.",
     ),
     Number(
         "generation_finished",
         lambda u: max((t.timings.finished_at for t in u.fresh), default=None),
-        doc="Unix time when the last fresh trajectory ended.",
+        doc="Unix time at the end of the last fresh trajectory.",
     ),
-    Number("saved", lambda u: u.saved, doc="Facts of the last finished checkpoint."),
-    Number("groups_left_out", lambda u: u.groups_left_out, doc="Groups not trained as their rewards were equal."),
+    Number("saved", lambda u: u.saved, doc="The last finished checkpoint."),
+    Number("groups_left_out", lambda u: u.groups_left_out, doc="Groups not trained: all rewards equal."),
 )
 
 

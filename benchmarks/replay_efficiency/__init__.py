@@ -1,8 +1,8 @@
-"""Tokens that a run generates until it succeeds in 80 % of its tasks: replay off, on, with priority, with the guard.
+"""Tokens that a run generates until it succeeds in 80 % of its tasks: replay off, on, priority, guard, both.
 
 ::
 
-    python -m benchmarks.replay_efficiency --directory efficiency     # 4 arms, seeds 0 to 4, one by one
+    python -m benchmarks.replay_efficiency --directory efficiency     # 5 arms, seeds 0 to 4, one by one
     python -m benchmarks.replay_efficiency --directory efficiency --arms off on --seeds 0
     python -m benchmarks.replay_efficiency --directory efficiency --extra young replay.max_age=8,replay.window=99
 
@@ -14,5 +14,5 @@ cost is every token that its engine sampled and its replay stage received up to 
 dropped, rescued and not yet trained trajectories and of retests. Prompt tokens are not counted.
 
 A finished run is one JSON file in ``DIRECTORY/results`` and is not made again; ``results.json``, ``results.md`` and
-``replay_efficiency.png`` are made anew from all of them each time.
+``replay_efficiency.png`` are written from all of them each time.
 """

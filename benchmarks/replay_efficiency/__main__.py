@@ -29,7 +29,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     protocol = Protocol()
     parser.add_argument("--directory", type=Path, required=True, help="results and runs; a second call continues there")
-    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these (default: the four and every --extra)")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these (default: the five and every --extra)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all arms")
     parser.add_argument("--extra", action="append", nargs="+", default=[], metavar=("NAME", "KEY=VALUE,..."))

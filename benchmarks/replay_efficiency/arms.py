@@ -20,6 +20,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "on": (),
     "priority": ("replay.task_sampling=priority",),
     "guard": ("replay.ess_guard.enabled=true",),
+    "both": ("replay.task_sampling=priority", "replay.ess_guard.enabled=true"),
 }
 """Overrides of each arm, in the form of ``--set``."""
 _NAME = re.compile(r"[A-Za-z0-9_.]{1,40}")
@@ -73,7 +74,7 @@ def split_overrides(text: str) -> tuple[str, ...]:
 
 
 def arms_of(extra: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """The four arms and those of ``--extra NAME key=value,...``. Raises :class:`ConfigurationError`."""
+    """The five arms and those of ``--extra NAME key=value,...``. Raises :class:`ConfigurationError`."""
     arms = dict(ARMS)
     for name, *texts in extra:
         if not _NAME.fullmatch(name) or name in arms:

@@ -129,14 +129,13 @@ def draw_priority(
 ) -> tuple[str, float] | None:
     """A task by its priority, and its importance correction ``min(1, (M P)^-beta)``, ``M = 1 / sum_j P_j^2``.
 
-    That is ``(N P)^-beta`` of prioritised replay (arXiv:1511.05952, 3.4) with Kish's effective number M of tasks in the
-    place of N: ``1 / M`` is the mean probability of a drawn task, so what is drawn more often than that is weighed
-    down, and a task that is never drawn counts for nothing. It is cut at 1 (truncated importance sampling, Ionides
-    2008) and not scaled by a maximum: the maximum over all tasks belongs to one that is nearly never drawn and makes
-    every update small; that over a batch depends on who was drawn beside (alone in its batch a task would not be
-    corrected). At most half of the draws have more than twice the mean probability (Markov), so the mean weight is at
-    least ``2^-(1 + beta)``, whatever the priorities. At beta 1 tasks count by ``min(P, 1/M)``: the common ones alike,
-    the rare ones by their priority.
+    This is ``(N P)^-beta`` of prioritised replay (arXiv:1511.05952, 3.4) with two changes. Kish's effective number M of
+    tasks replaces N: ``1 / M`` is the mean probability of a drawn task, so tasks drawn more often than that get a lower
+    weight, and a task that is never drawn does not count. The weight is truncated at 1 (truncated importance sampling,
+    Ionides 2008) and not divided by a maximum: the maximum over all tasks belongs to one that is nearly never drawn and
+    makes every update small; the maximum over a batch depends on the other tasks of the batch and corrects nothing
+    where a task is alone. At most half of the draws have more than twice the mean probability (Markov), so the mean
+    weight is at least ``2^-(1 + beta)``, whatever the priorities. At beta 1 a task counts by ``min(P, 1/M)``.
     """
     left = [task_id for task_id in ids if task_id not in exclude]
     if not left:

@@ -1,4 +1,4 @@
-"""Metrics of an actor, set where its episodes, engines, tools and sends are."""
+"""Metrics of an actor: episodes, engines, tools and sends."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class ActorMetrics(MetricSet):
     def __init__(self, registry: CollectorRegistry, environments: Sequence[str] = ()) -> None:
         super().__init__(registry, environments=environments)
 
-    policy_version = gauge("Policy version of the weights now generating.")
+    policy_version = gauge("Policy version of the weights that generate.")
     trajectories_total = counter(
         "Finished trajectories; outcome = complete, truncated, aborted or error.", env="environments", outcome=OUTCOMES
     )
-    tokens_total = counter("Tokens; kind = prompt, generated or discarded.", kind=TOKEN_KINDS)
+    tokens_total = counter("Tokens of episodes; kind = prompt, generated or discarded.", kind=TOKEN_KINDS)
     episode_duration_seconds = histogram("Wall time of one episode.", LONG, env="environments")
     episode_tokens = histogram("Generated tokens per episode.", TOK, env="environments")
     episode_reward = histogram("Undiscounted episode reward.", REW, env="environments")
     trajectory_span_versions = histogram(
-        "Newest minus oldest policy version inside one trajectory (in-flight weight updates).",
+        "Newest minus oldest policy version in one trajectory (in-flight weight updates).",
         LAG,
     )
     generate_duration_seconds = histogram("Latency of one generation request.", LAT, backend=BACKENDS)
@@ -59,38 +59,38 @@ class ActorMetrics(MetricSet):
         "Generation requests that failed; kind = unavailable, refused or protocol.", kind=ENGINE_ERRORS
     )
 
-    send_queue_trajectories = gauge("Trajectories waiting to be sent to replay.")
-    send_blocked_seconds_total = counter("Time blocked on replay back-pressure.")
+    send_queue_trajectories = gauge("Trajectories that wait to be sent to the replay stage.")
+    send_blocked_seconds_total = counter("Time blocked by back-pressure of the replay stage.")
     send_failures_total = counter(
-        "Trajectory sends that failed; reason = timeout, rejected or disconnected.", reason=SEND_FAILURES
+        "Sends of trajectories that failed; reason = timeout, rejected or disconnected.", reason=SEND_FAILURES
     )
 
     sticky_placements_total = counter(
-        "Requests by how their engine was found; kind = first (new session), sticky (same engine) or moved.",
+        "Generation requests by choice of engine; kind = first (new session), sticky (same engine) or moved.",
         kind=PLACEMENTS,
     )
     sticky_moves_total = counter(
         "Sessions that lost their engine; reason = died, lagging (old weights) or evicted (session table full).",
         reason=MOVES,
     )
-    sticky_sessions = gauge("Sessions with a placement.")
-    engines = gauge("Engines; state = fit or unfit.", state=("fit", "unfit"))
-    prefix_cache_hit_ratio = gauge("Prompt tokens found in prefix caches, as the replies report; 0 to 1.")
-    prefix_tokens_total = counter(
-        "Prompt tokens by what the prefix cache did; result = hit or miss.", result=("hit", "miss")
-    )
+    sticky_sessions = gauge("Sessions that are bound to an engine.")
+    engines = gauge("Engines; state = fit (healthy, weights current) or unfit.", state=("fit", "unfit"))
+    prefix_cache_hit_ratio = gauge("Share of prompt tokens found in prefix caches, as the replies report; 0 to 1.")
+    prefix_tokens_total = counter("Prompt tokens by prefix cache; result = hit or miss.", result=("hit", "miss"))
 
     lesson_searches_total = counter(
-        "Searches for lessons; outcome = found, none, timeout, error or no_room (found, too long for the context).",
+        "Searches for lessons; outcome = found, none, timeout, error or no_room (too long for the context).",
         outcome=LESSON_SEARCHES,
     )
     lesson_search_duration_seconds = histogram("Time an episode waited for lessons.", LAT)
     guided_episodes_total = counter(
-        "Finished episodes with lessons in the prompt; train = keep (with them) or discard (without them).",
+        "Finished episodes with lessons in the prompt; train = keep (trained with them) or discard (without).",
         train=("keep", "discard"),
     )
     guidance_reward = histogram(
-        "Undiscounted episode reward while lessons are on; guided = yes (in the prompt) or no.", REW, guided=GUIDED
+        "Undiscounted episode reward while lessons are enabled; guided = yes (lessons in the prompt) or no.",
+        REW,
+        guided=GUIDED,
     )
 
     tool_calls_total = counter(
@@ -102,13 +102,13 @@ class ActorMetrics(MetricSet):
     tool_duration_seconds = histogram("Time of one tool call.", LAT, tool=())
 
     door_calls_total = counter(
-        "Calls of agent programs; route = chat, generate, models, lease (a program asks for a task) or finish; "
-        "outcome = ok, limit (of the episode), refused (the call is wrong), too_many, engine (it did not answer) or "
-        "hung_up (the program did not wait for the answer).",
+        "Calls of agent programs to the gateway; route = chat, generate, models, lease (ask for a task) or finish; "
+        "outcome = ok, limit (of the episode), refused (wrong call), too_many, engine (no answer) or hung_up (the "
+        "program did not wait).",
         env="environments",
         route=DOOR_ROUTES,
         outcome=DOOR_OUTCOMES,
     )
     leaked_tasks_total = counter(
-        "asyncio tasks that an episode's steps left running; they are cancelled.", env="environments"
+        "asyncio tasks that an episode left running and that were cancelled.", env="environments"
     )

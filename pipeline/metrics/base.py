@@ -256,10 +256,10 @@ class ProcessMetrics(MetricSet):
         "Constant 1; labels identify the build.", version="version", revision="revision", python="python"
     )
     run_info = gauge(
-        "Constant 1; labels identify the run (join with group_left, never label other series).",
+        "Constant 1; labels identify the run. Join other series with group_left.",
         run_id="run_id", algorithm="algorithm", model="model",
     )  # fmt: skip
-    event_loop_lag_seconds = histogram("Delay between a scheduled and an actual event-loop wake-up.", LAT)
+    event_loop_lag_seconds = histogram("Delay of an event-loop wake-up after its scheduled time.", LAT)
     heartbeat_timestamp_seconds = gauge("Unix time of the last completed main-loop iteration.")
 
     def __init__(self, registry: CollectorRegistry, run_id: str, algorithm: str, model: str) -> None:

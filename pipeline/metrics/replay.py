@@ -1,4 +1,4 @@
-"""Metrics of the replay stage, set by ``pipeline.stage`` and the memory service."""
+"""Metrics of the replay stage and its memory service."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from pipeline.metrics.base import (
     histogram,
 )
 
-DROPS = ("stale", "capacity", "duplicate", "corrupt", "schema")
-OPERATIONS = ("insert", "sample", "ack", "stats")
+DROPS = ("stale", "duplicate", "corrupt", "schema")
 PEERS = ("actor", "learner")
 TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
                    "evaluated", "uninformative")  # fmt: skip
-GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "dropped", "uninformative")
+GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "uninformative")
 EQUAL_GROUPS = ("kept", "dropped", "refilled")
 ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
@@ -39,13 +38,13 @@ EVALUATED_ROLLOUTS = ("scored", "truncated", "failed", "missing")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
 _POPULATIONS = (
-    "; population = sampled (all rollouts), stored, trained (fresh), replayed or uninformative (left out "
-    "because the rewards of its group were equal)."
+    "; population = sampled (all rollouts), stored, trained (fresh), replayed or uninformative (left out because all "
+    "rewards of the group were equal)."
 )
 
 
 class ReplayMetrics(MetricSet):
-    """Contents, service, accounts, scores, experience pool, audit, evaluation and lessons of the replay stage."""
+    """Contents, service, ledger, scores, experience pool, audit, evaluation and lessons of the replay stage."""
 
     prefix = "afterplay_replay_"
 
@@ -65,86 +64,88 @@ class ReplayMetrics(MetricSet):
             split=(split,),
         )
 
-    trajectories = gauge("Trajectories held.")
-    capacity_trajectories = gauge("Configured capacity.")
-    memory_bytes = gauge("Payload bytes held.")
+    trajectories = gauge("Trajectories that wait for their score, group or update.")
+    capacity_trajectories = gauge("Bound on waiting trajectories: (staleness.max + 1) x groups_per_step x n_rollout.")
+    memory_bytes = gauge("Payload bytes in the store, experience pool included.")
     inserted_trajectories_total = counter("Trajectories accepted.", env="environments")
-    sampled_trajectories_total = counter("Trajectories handed to a learner (repeats counted).")
+    sampled_trajectories_total = counter("Trajectories sent to the learner, repeats included.")
     dropped_trajectories_total = counter(
-        "Trajectories not kept or evicted; reason = stale, capacity, duplicate, corrupt or schema.", reason=DROPS
+        "Trajectories dropped or refused; reason = stale (staleness.late: drop), duplicate, corrupt or schema.",
+        reason=DROPS,
     )
-    oldest_policy_version = gauge("Smallest behaviour version still held.")
+    oldest_policy_version = gauge("Oldest policy version that sampled a waiting trajectory.")
     task_rows = gauge(
-        "Rows of tasks_from when it was opened; kind = used, filtered, bad (skipped), held_out (asked in another "
-        "split too) or unused (in no split, or over the limit).",
+        "Rows of tasks_from when it was opened; kind = used, filtered, bad (skipped), held_out (in another split "
+        "too) or unused (in no split, or over the limit).",
         env="environments",
         kind=TASK_ROWS,
     )
 
     staleness_versions = histogram(
-        "Learner version minus behaviour version; at = insert or sample.", LAG, at=("insert", "sample")
+        "Learner version minus behaviour version; at = insert (arrival) or sample (sent to the learner).",
+        LAG,
+        at=("insert", "sample"),
     )
-    item_age_seconds = histogram("Time from insertion to sampling.", AGE)
-    item_samples = histogram("Times one trajectory was sampled before it left.", SAMPLES)
-    sample_wait_seconds = histogram("Time a sample request waited for enough data.", LAT)
+    item_age_seconds = histogram("Time from arrival to being sent to the learner.", AGE)
+    item_samples = histogram("Times one trajectory was sent to the learner.", SAMPLES)
+    sample_wait_seconds = histogram("Time the learner waited for a group.", LAT)
     share_ratio = gauge("Replayed tokens among trained response tokens of the last update; 0 to 1.")
 
     rpc_duration_seconds = histogram(
-        "Service time; op = insert, sample, ack or stats; result = ok or error.",
-        LAT,
-        op=OPERATIONS,
-        result=("ok", "error"),
+        "Time of one commit of arrivals; op = insert; result = ok.", LAT, op=("insert",), result=("ok",)
     )
-    connected_peers = gauge("Live peers; peer = actor or learner.", peer=PEERS)
+    connected_peers = gauge("Connected peers; peer = actor or learner.", peer=PEERS)
     peers_dropped_total = counter("Peers that fell silent; peer = actor or learner.", peer=PEERS)
 
-    terminal_trajectories_total = counter("Trajectories by the state they ended in.", state=TERMINAL_STATES)
-    groups_total = counter("Groups by how they ended.", outcome=GROUP_OUTCOMES)
+    terminal_trajectories_total = counter("Trajectories by terminal state.", state=TERMINAL_STATES)
+    groups_total = counter("Groups by outcome.", outcome=GROUP_OUTCOMES)
     equal_groups_total = counter(
         "Finished groups whose rewards were all equal; action = kept (trained), dropped or refilled.",
         action=EQUAL_GROUPS,
     )
-    orders_issued_total = counter("Orders given to actors.")
-    orders_total = counter("Orders by how they ended.", outcome=ORDER_OUTCOMES)
+    orders_issued_total = counter("Orders sent to actors.")
+    orders_total = counter("Orders by outcome.", outcome=ORDER_OUTCOMES)
     orders_inflight = gauge("Orders that actors hold.")
-    groups_open = gauge("Groups that still wait for a trajectory or a score.")
-    groups_ready = gauge("Complete groups that the learner has not taken.")
-    admission_capacity_trajectories = gauge("Trajectories that the staleness bound still admits.")
+    groups_open = gauge("Groups that wait for a trajectory or a score.")
+    groups_ready = gauge("Complete groups that were not sent to the learner.")
+    admission_capacity_trajectories = gauge("Trajectories that the staleness bound admits now.")
 
     score_duration_seconds = histogram("Time of one score function.", LAT, function="score_functions")
     score_failures_total = counter(
-        "Parts of a reward that gave no number; reason = raised, timeout, crashed, missing, type, nonfinite, or of a "
+        "Score functions that gave no number; reason = raised, timeout, crashed, missing, type, nonfinite, or of a "
         "server unavailable, refused, protocol.",
         function="score_functions",
         reason=SCORE_FAILURES,
     )
-    score_retries_total = counter("Requests to a judge or reward model tried again.", function="score_functions")
-    score_value = histogram("Parts of rewards as they were given, unweighted.", REW, function="score_functions")
+    score_retries_total = counter("Repeated requests to a judge or reward model.", function="score_functions")
+    score_value = histogram("Value of one score function, unweighted.", REW, function="score_functions")
 
     difficulty_tasks = gauge(
-        "Tasks known to the pool by the success rate of their latest group; bucket = unseen, hard (below a third), "
-        "medium, easy (above two thirds) or solved (retired).",
+        "Known tasks by the success rate of their latest group; bucket = unseen, hard (below a third), medium, easy "
+        "(above two thirds) or solved (retired).",
         bucket=DIFFICULTIES,
     )
-    retired_tasks = gauge("Tasks drawn only for retests, because all their rollouts succeeded.")
+    retired_tasks = gauge("Solved tasks, sampled for retests only.")
     experience_pool_entries = gauge("Trajectories in the experience pool.")
     experience_pool_bytes = gauge("Payload bytes of the experience pool.")
-    experience_pool_capacity = gauge("Most trajectories it may hold.")
-    experience_oldest_version = gauge("Smallest behaviour version in the experience pool.")
+    experience_pool_capacity = gauge("Trajectories that the experience pool may hold; 0 without replay.")
+    experience_oldest_version = gauge("Oldest policy version in the experience pool.")
     experience_saved_total = counter(
         "Trajectories that entered the experience pool; origin = rollout or import.", origin=SAVED_FROM
     )
     experience_left_total = counter(
-        "Trajectories that left the experience pool; reason = full (of one task), capacity, retired or age.",
+        "Trajectories that left the experience pool; reason = full (its task), capacity (the pool), retired or age.",
         reason=LEFT,
     )
 
-    planned_share_ratio = gauge("Groups planned with replays, of all: task_ratio times the guard's factor.")
-    guard_factor_ratio = gauge("What the guard of the effective sample size leaves of task_ratio; 0 to 1.")
-    guard_actions_total = counter("Changes of that factor; direction = shrink, recover.", direction=GUARD)
+    planned_share_ratio = gauge("Planned share of replay groups: task_ratio times the factor of the ESS guard.")
+    guard_factor_ratio = gauge("Factor of the ESS guard on task_ratio; 0 to 1.")
+    guard_actions_total = counter(
+        "Changes of the factor of the ESS guard; direction = shrink or recover.", direction=GUARD
+    )
     replays_trained_total = counter("Stored trajectories trained again.")
-    rescued_groups_total = counter("Groups that failed altogether and were given a stored success.")
-    choice_failures_total = counter("Groups whose replays the learner could not choose with the current policy.")
+    rescued_groups_total = counter("Failed groups that got a stored success.")
+    choice_failures_total = counter("Groups whose candidates the learner could not score.")
 
     audit_tokens = histogram("Sampled tokens of a trajectory" + _POPULATIONS, TOK, population=POPULATIONS)
     audit_duration_seconds = histogram("Wall time of an episode" + _POPULATIONS, LONG, population=POPULATIONS)
@@ -154,36 +155,36 @@ class ReplayMetrics(MetricSet):
     )
 
     evaluation_score = gauge(
-        "Mean reward of the last evaluation: of tasks, each the mean of its rollouts.",
+        "Score of the last evaluation: mean over tasks of the mean reward of their rollouts.",
         env="environments",
         split="split",
     )
     evaluation_pass_ratio = gauge(
-        "pass@k of the last evaluation: the chance that one of k rollouts of a held-out task succeeds.",
+        "pass@k of the last evaluation: probability that one of k rollouts succeeds.",
         env="environments",
         split="split",
         k="pass_at",
     )
     evaluation_rollouts = gauge(
-        "Rollouts of the last evaluation; outcome = scored, truncated (scored too), failed (tries) or missing.",
+        "Rollouts of the last evaluation; outcome = scored, truncated (scored too), failed (attempts) or missing.",
         env="environments",
         split="split",
         outcome=EVALUATED_ROLLOUTS,
     )
-    evaluation_updates = gauge("Updates in the weights that were evaluated last.")
-    evaluation_policy_version = gauge("Policy version of the weights that were evaluated last.")
+    evaluation_updates = gauge("Updates in the weights of the last evaluation.")
+    evaluation_policy_version = gauge("Policy version of the last evaluation.")
     evaluations_total = counter(
-        "Evaluations by how they ended; outcome = complete, timed_out, abandoned or skipped (another was in progress).",
+        "Evaluations by outcome; outcome = complete, timed_out, abandoned or skipped (another was in progress).",
         outcome=EVALUATIONS,
     )
 
     lessons = gauge("Lessons in the memory.")
-    lessons_written_total = counter("New lessons, repetitions left out.")
+    lessons_written_total = counter("New lessons, without repetitions.")
     lesson_groups_total = counter(
-        "Finished groups that lessons were asked of; outcome = written, nothing, timeout, error or dropped.",
+        "Finished groups handed to the lesson writer; outcome = written, nothing, timeout, error or dropped.",
         outcome=LESSON_GROUPS,
     )
     lesson_searches_total = counter(
-        "Searches of actors; outcome = found, none, error or dropped (too many waited).", outcome=LESSON_SEARCHES
+        "Searches of actors; outcome = found, none, error or dropped (queue full).", outcome=LESSON_SEARCHES
     )
-    lesson_search_duration_seconds = histogram("From a question of an actor to its answer.", LAT)
+    lesson_search_duration_seconds = histogram("Time from the question of an actor to its answer.", LAT)

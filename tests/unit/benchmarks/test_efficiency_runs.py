@@ -24,13 +24,15 @@ from pipeline.errors import AfterplayError, ConfigurationError
 
 def test_every_arm_and_seed_is_a_valid_run_that_differs_from_the_others():
     jobs = jobs_of(ARMS, [0, 1], [], Protocol())
-    assert [job.name for job in jobs[:5]] == ["off-0", "on-0", "priority-0", "guard-0", "off-1"]
-    assert len({job.fingerprint for job in jobs}) == 8
+    assert [job.name for job in jobs[:6]] == ["off-0", "on-0", "priority-0", "guard-0", "both-0", "off-1"]
+    assert len({job.fingerprint for job in jobs}) == 10
     configs = {job.name: load(BASE, job.overrides, environment={}) for job in jobs}
     assert (configs["on-1"].run.seed, configs["on-1"].model.tiny["seed"]) == (1, 1)
     assert not configs["off-0"].replay.enabled and configs["on-0"].replay.enabled
     assert configs["priority-0"].replay.task_sampling == "priority"
     assert configs["guard-0"].replay.ess_guard.enabled and not configs["on-0"].replay.ess_guard.enabled
+    both = configs["both-0"].replay
+    assert both.task_sampling == "priority" and both.ess_guard.enabled
     assert configs["off-1"].run.total_steps == 240 < configs["off-1"].publish.keep
 
 
