@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from actors.engine.base import Generation
 from actors.rendering.renderer import Completed, Conversation, Renderer
-from pipeline.schema import Message, TokenSpan, Turn
+from pipeline.schema import FinishReason, Message, TokenSpan, Turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +44,37 @@ class BranchTip:
         return (*self.call.prompt_ids, *self.completion_ids)
 
 
+@dataclass(slots=True, eq=False)
+class _Sampled:
+    """A finished call, with the reward that it gets later."""
+
+    call: PendingCall
+    completion: TokenSpan
+    text: str
+    finish_reason: FinishReason
+    temperature: float
+    signals: Mapping[str, float]
+    reward: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by branch, and within a branch by call."""
+        return self.call.branch, self.call.number
+
+    def turn(self, branch: int) -> Turn:
+        return Turn(
+            context=TokenSpan.context(self.call.added_ids),
+            completion=self.completion,
+            context_messages=self.call.added,
+            completion_message=Message("assistant", self.text),
+            finish_reason=self.finish_reason,
+            temperature=self.temperature,
+            signals=self.signals,
+            branch=branch,
+            reward=self.reward,
+        )
+
+
 class Recorder:
     """Writes the turns of one rollout. A pure state machine: no task, no socket, no clock."""
 
@@ -53,19 +84,19 @@ class Recorder:
         self.score: float | None = 0.0
         """Undiscounted sum of the rewards so far. None: the rollout has no score of its own."""
         self._append = append
-        self._turns: list[tuple[int, int, Turn]] = []
+        self._sampled: list[_Sampled] = []
         self._judged = 0
         self._calls = 0
         self._branches = 0
 
     @property
     def n_turns(self) -> int:
-        return len(self._turns)
+        return len(self._sampled)
 
     @property
     def last_reply(self) -> str:
         """Text of the newest completion; empty before the first."""
-        return self._turns[-1][2].completion_message.content if self._turns else ""
+        return self._sampled[-1].text if self._sampled else ""
 
     def next_prompt(
         self, before: Conversation, tip: BranchTip, new: Sequence[Message], parsed: Message | None = None
@@ -102,55 +133,41 @@ class Recorder:
         signals: Mapping[str, float] | None = None,
     ) -> BranchTip:
         """Record the completion of ``call`` as a turn. ``completed`` is its text."""
-        turn = Turn(
-            context=TokenSpan.context(call.added_ids),
-            completion=generation.as_span(),
-            context_messages=call.added,
-            completion_message=Message("assistant", completed.text),
-            finish_reason=generation.finish_reason,
-            temperature=temperature,
-            branch=call.branch,
-            signals=signals or {},
+        self._sampled.append(
+            _Sampled(call, generation.as_span(), completed.text, generation.finish_reason, temperature, signals or {})
         )
-        self._turns.append((call.branch, call.number, turn))
         return BranchTip(call, tuple(generation.token_ids.tolist()), completed)
 
     def judge(self, reward: float, signals: Mapping[str, float]) -> None:
         """Reward the newest turn."""
-        branch, number, turn = self._turns[-1]
-        self._turns[-1] = branch, number, replace(turn, reward=reward, signals=signals)
-        self._judged = len(self._turns)
+        newest = self._sampled[-1]
+        newest.reward, newest.signals = reward, signals
+        self._judged = len(self._sampled)
         self.score = (self.score or 0.0) + reward
 
     def judge_rollout(self, score: float | None, signals: Mapping[str, float]) -> None:
         """Reward the rollout as a whole: the last turn gets ``score`` and ``signals``, the others 0."""
         self.score = score
-        self._judged = len(self._turns)
+        self._judged = len(self._sampled)
         if score is None:
             return
-        last = max(entry[:2] for entry in self._turns)
-        self._turns = [
-            (branch, number, replace(turn, reward=score, signals={**turn.signals, **signals}))
-            if (branch, number) == last
-            else (branch, number, replace(turn, reward=0.0))
-            for branch, number, turn in self._turns
-        ]
+        for sampled in self._sampled:
+            sampled.reward = 0.0
+        last = max(self._sampled, key=lambda sampled: sampled.order)
+        last.reward, last.signals = score, {**last.signals, **signals}
 
     def drop_unjudged(self) -> tuple[int, int]:
         """Remove the turns after the last judged one. (turns left, tokens removed)"""
-        removed = sum(len(turn.completion) for _, _, turn in self._turns[self._judged :])
+        removed = sum(len(sampled.completion) for sampled in self._sampled[self._judged :])
         if self._judged:
-            del self._turns[self._judged :]
+            del self._sampled[self._judged :]
         return self._judged, removed
 
     def turns(self) -> tuple[Turn, ...]:
         """Branch by branch, numbered from 0; within a branch in the order of its calls."""
-        ordered = sorted(self._turns, key=lambda entry: entry[:2])
-        numbers = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _, _ in ordered))}
-        return tuple(
-            turn if turn.branch == numbers[branch] else replace(turn, branch=numbers[branch])
-            for branch, _, turn in ordered
-        )
+        ordered = sorted(self._sampled, key=lambda sampled: sampled.order)
+        branches = {branch: i for i, branch in enumerate(dict.fromkeys(s.call.branch for s in ordered))}
+        return tuple(sampled.turn(branches[sampled.call.branch]) for sampled in ordered)
 
     def _begun(
         self,
