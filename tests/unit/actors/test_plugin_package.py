@@ -1,4 +1,4 @@
-"""The README's environment is a whole package: installed by entry point, found by name, run with its tool."""
+"""The environment with a tool of docs/ENVIRONMENTS.md: a package, found by its entry point, run with its tool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[3] / "README.md"
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "ENVIRONMENTS.md"
 ENTRY_POINTS = "[afterplay.environments]\ntreasure = treasure:Treasure\n"
 METADATA = "Metadata-Version: 2.1\nName: afterplay-treasure\nVersion: 0.1\n"
 
@@ -60,17 +61,17 @@ anyio.run(main)
 
 
 def example() -> str:
-    """The README's environment with a tool."""
-    (code,) = re.findall(r"```python\n(# treasure\.py\n.*?)```", README.read_text(), re.DOTALL)
+    """The environment with a tool of the page."""
+    (code,) = re.findall(r"```python\n(# treasure\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
     return code
 
 
-def test_the_readmes_environment_with_a_tool_is_under_thirty_lines() -> None:
+def test_the_environment_with_a_tool_is_under_thirty_lines() -> None:
     lines = [line for line in example().splitlines() if line.strip() and not line.startswith("#")]
     assert len(lines) < 30
 
 
-def test_the_readmes_environment_is_played_from_a_package_of_its_own(tmp_path: Path) -> None:
+def test_the_environment_with_a_tool_is_played_from_a_package_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "treasure.py").write_text(example())
     info = tmp_path / "afterplay_treasure-0.1.dist-info"
     info.mkdir()
@@ -78,7 +79,7 @@ def test_the_readmes_environment_is_played_from_a_package_of_its_own(tmp_path: P
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={"PYTHONPATH": f"{tmp_path}:{README.parent}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=200,
