@@ -168,7 +168,7 @@ def test_a_sum_with_a_failed_part_is_none_and_never_partial(parts: list[tuple[fl
     [
         ({"functions": [{"path": "exact"}, {"path": "exact"}]}, "different names"),
         ({"functions": [{"path": "exact", "name": "environment"}]}, "none of them 'environment'"),
-        ({"functions": [{"path": "exact", "environments": ["nowhere"]}]}, "are not there"),
+        ({"functions": [{"path": "exact", "environments": ["nowhere"]}]}, "unknown environments: nowhere"),
         ({"judges": [{"name": "j", "url": "ftp://x"}]}, "url"),
         ({"judges": [{"name": "j", "url": "http://x", "score_pattern": "no group"}]}, "needs a group"),
         ({"judges": [{"name": "j", "url": "http://x", "scale": [1, 1]}]}, "scale must rise"),
