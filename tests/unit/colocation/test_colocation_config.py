@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing left": ({"engine": {"colocate": "split", "gpu_memory_share": 0.97}}, "below 0.95"),
     "said twice": (
         {"engine": {"colocate": "split", "args": ["--gpu-memory-utilization=0.4"]}},
-        "engine.gpu_memory_share, once",
+        "set engine.gpu_memory_share instead",
     ),
 }
 
