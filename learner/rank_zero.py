@@ -99,8 +99,8 @@ class RankZero:
         self._close(wait_seconds=0 if gone else END_SECONDS)
 
     def _start_children(self, config: RunConfig, port: int) -> None:
-        """They read their run file from stdin, and meet rank 0 at ``port``. Stdin closes when this process dies, which
-        ends a child also where it was not registered with the reaper yet."""
+        """Start the other ranks, which read their run file from stdin and meet rank 0 at ``port``. Stdin closes when
+        this process dies, which ends a child also if it was not registered with the reaper yet."""
         run_file, size = config.model_dump_json().encode() + b"\n", config.learner.ranks
         for rank in range(1, size):
             command = [sys.executable, "-m", "learner.rank_worker", str(rank), str(size), str(port)]

@@ -221,7 +221,7 @@ def choose_form(
 
 
 def _unsupported(model: Any) -> str | None:
-    """Why the attention of this model cannot be exchanged; None: it can."""
+    """Reason for which the attention of this model cannot be replaced; None: it can."""
     config, name = model.config.get_text_config(), type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not take its attention from transformers' interface"

@@ -125,7 +125,7 @@ class SharedDevice:
     ) -> None:
         self.arbiter = DeviceArbiter(engines)
         self.troubles: dict[str, str] = {}
-        """Why an engine does not fall asleep."""
+        """Reasons for which engines do not fall asleep."""
         self._metrics = metrics
         self._now = now
         self._changed = anyio.Event()
@@ -204,7 +204,7 @@ class ColocatedKeeper(EngineKeeper):
         self._device = device
         self._level = sleep_level
         self._asleep = False
-        """It was put to sleep by this process and not woken since."""
+        """True if this process put the engine to sleep and has not woken it since."""
         device.subscribe(self.look_soon)
 
     async def _look(self, target: Target | None) -> None:

@@ -147,7 +147,7 @@ class Publisher:
         return tuple(url for url, keeper in self.keepers.items() if keeper.state.live == version)
 
     def trouble(self) -> dict[str, str]:
-        """Why an engine does not serve the newest version, by engine."""
+        """Reasons for which engines do not serve the newest version, by engine."""
         return {url: keeper.state.trouble for url, keeper in self.keepers.items() if keeper.state.trouble}
 
     def _publication(self, version: int, seconds: float, n_bytes: int) -> Publication:

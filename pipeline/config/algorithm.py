@@ -200,7 +200,7 @@ class LossConfig(Section):
     entropy_bonus: float = Field(0.0, ge=0)
     """Coefficient of the policy's entropy at each token (nats), which is subtracted from the loss. 0: no bonus."""
     kl: Literal["none", "loss", "reward"] = "none"
-    """Where the KL divergence KL(π‖π_ref) to a reference policy is applied. ``loss``: ``kl_coef`` times its estimate is
+    """Application of the KL divergence KL(π‖π_ref) to a reference policy. ``loss``: ``kl_coef`` times its estimate is
     added to the loss of each token. ``reward``: it is subtracted from the reward of each token before advantages are
     estimated (arXiv:1909.08593). ``none``: no reference policy is loaded."""
     kl_coef: float = Field(0.001, ge=0)

@@ -170,9 +170,9 @@ class GroupsConfig(Section):
     attempts_max: int = Field(3, ge=1)
     """Attempts at one rollout of a group. If all fail, the group is cancelled."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
-    """What happens to a group whose rewards are all equal. Estimators that compare a group give it advantage 0.
-    ``keep``: it is trained. ``drop``: the update is made from the other groups; an update without any group is counted
-    and changes no weights. ``refill``: a newly admitted group replaces it (dynamic sampling of DAPO, arXiv:2503.14476).
+    """Treatment of a group whose rewards are all equal. Estimators that compare a group give it advantage 0. ``keep``:
+    it is trained. ``drop``: the update is made from the other groups; an update without any group is counted and
+    changes no weights. ``refill``: a newly admitted group replaces it (dynamic sampling of DAPO, arXiv:2503.14476).
     Rewards are those of the scorer, before ``advantage.shaping`` and the overlong penalty; stored trajectories of the
     group and the greedy rollout of remax are included. Groups that are left out still count for difficulty, retirement
     and the pool; no lessons are written from them."""
@@ -193,8 +193,8 @@ class StalenessConfig(Section):
     """η: how many updates behind the policy a trajectory may be when it is trained. 0 is strictly on-policy: rollouts
     and training alternate. 1 lets them overlap, which is usually enough to keep both busy."""
     late: Literal["train", "drop"] = "train"
-    """What happens to a group beyond the bound, which only a learner restart can cause. ``train``: it is trained with
-    its importance weight. ``drop``: it is not trained. Both are counted."""
+    """Treatment of a group beyond the bound, which only a learner restart can cause. ``train``: it is trained with its
+    importance weight. ``drop``: it is not trained. Both are counted."""
 
 
 class PublishConfig(Section):

@@ -91,13 +91,13 @@ class ReplayConfig(Section):
     """Upper bound of s, exclusive. None: ``groups.n_rollout``, so that groups in which every rollout succeeds store
     nothing."""
     select: Literal["argmin", "argmax", "random"] = "argmin"
-    """Which of a task's stored trajectories are replayed first, and kept longest: those with the smallest or largest
-    mean entropy, or random ones."""
+    """Order in which a task's stored trajectories are replayed, and kept longest: smallest mean entropy first, largest
+    first, or random."""
     entropy: Literal["current", "stored"] = "current"
     """Entropy that ``select`` compares. ``current``: that of the current policy, which the learner computes for the
     candidates in one forward pass. ``stored``: that at collection, which costs nothing."""
     task_sampling: Literal["uniform", "normal", "priority"] = "normal"
-    """How replay tasks are drawn. ``uniform``: all with the same probability. ``normal``: tasks with s successes of n
+    """Distribution of replay tasks. ``uniform``: all with the same probability. ``normal``: tasks with s successes of n
     have weight ``exp(-(s - n/2)^2 / 2)``, which prefers intermediate difficulty (ExGRPO). ``priority``: by variance and
     age; see ``priority``."""
     priority: PriorityConfig = PriorityConfig()
@@ -111,7 +111,7 @@ class ReplayConfig(Section):
     window: int = Field(0, ge=0)
     """Replay only from this number of most recently stored trajectories. 0: from all."""
     unit: Literal["trajectory", "turn"] = "trajectory"
-    """What one replay trains. ``trajectory``: all turns. ``turn``: one turn, drawn uniformly over the turns of the
+    """Unit that one replay trains. ``trajectory``: all turns. ``turn``: one turn, drawn uniformly over the turns of the
     candidates, with the preceding turns as context."""
     retire_after: int | None = Field(1, ge=1, le=16)
     """A task retires when all fresh rollouts of this many consecutive groups succeeded. Retired tasks are only drawn
@@ -120,8 +120,8 @@ class ReplayConfig(Section):
     retest_ratio: float = Field(0.02, ge=0, le=1)
     """Share of groups spent on retired tasks, which detects forgetting."""
     inject: Literal["ratio", "rescue"] = "ratio"
-    """Where stored trajectories are used. ``ratio``: in planned replay groups (``task_ratio``). ``rescue``: only in
-    groups whose fresh rollouts all failed; one of them is replaced by a stored success of the task (ARPO,
+    """Use of stored trajectories. ``ratio``: in planned replay groups (``task_ratio``). ``rescue``: only in groups
+    whose fresh rollouts all failed; one of them is replaced by a stored success of the task (ARPO,
     arXiv:2505.16282)."""
     bias_correction: bool = False
     """Multiply the weight of replayed trajectories by the success rate of their source group. Corrects the
@@ -162,7 +162,7 @@ class LessonsConfig(Section):
     """First user message of a guided rollout. ``{lessons}`` is one line per lesson, ``{prompt}`` the original
     message."""
     rollout_mode: Literal["mixed", "all", "without"] = "mixed"
-    """Which rollouts are guided (get lessons). ``mixed``: a share ``rollout_ratio`` of each group. ``all``: all.
+    """Rollouts that are guided (get lessons). ``mixed``: a share ``rollout_ratio`` of each group. ``all``: all.
     ``without``: none; lessons are still written."""
     rollout_ratio: float = Field(0.5, ge=0, le=1)
     """With ``rollout_mode: mixed``: share of each group's rollouts that are guided."""

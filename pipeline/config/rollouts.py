@@ -65,7 +65,7 @@ class EngineConfig(Section):
     request_seconds_max: float = Field(120.0, gt=0)
     """Time limit of one generation request, in seconds. A slower request fails and is retried (``actor.retries``)."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
-    """How new weights reach the engines. ``files``: a safetensors folder, on any device. ``nccl``, ``ipc``: vLLM's
+    """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``nccl``, ``ipc``: vLLM's
     weight transfer between GPUs, or between processes on one GPU."""
     colocate: Literal["none", "split", "sleep"] = "none"
     """Sharing of one device between engine and learner. ``none``: each has its own. ``split``: both stay on it with a
@@ -75,8 +75,8 @@ class EngineConfig(Section):
     """Share of the GPU's memory for vLLM (``--gpu-memory-utilization``). None: 0.5 with ``colocate: split`` (the
     learner gets the rest minus 0.05), 0.8 with ``sleep``, otherwise vLLM's default."""
     sleep_level: Literal[1, 2] = 1
-    """What a sleeping engine does with its weights. 1: keeps them in host memory. 2: discards them, because it gets new
-    ones when it wakes. Both free the KV cache."""
+    """Treatment of a sleeping engine's weights. 1: they are kept in host memory. 2: they are discarded, because the
+    engine gets new ones when it wakes. Both free the KV cache."""
     sleep_external: bool = False
     """Required for ``colocate: sleep`` with ``kind: external``. Confirms that the server at ``urls`` has sleep mode and
     developer routes enabled, runs on the learner's device, and has no other users."""
@@ -129,10 +129,10 @@ class LoopConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loop's constructor; docs/AGENTS.md lists them."""
     history: Literal["template", "append"] = "template"
-    """How a prompt is made from earlier turns. ``template``: the chat template renders the whole conversation. If that
-    changes earlier tokens (removed thinking, trimmed text, rewritten tool calls), the trajectory forks into a branch.
-    ``append``: sampled tokens are never changed and new messages are appended. This gives one branch and fewer tokens,
-    but a prompt that the template alone would not have produced."""
+    """Construction of a prompt from earlier turns. ``template``: the chat template renders the whole conversation. If
+    that changes earlier tokens (removed thinking, trimmed text, rewritten tool calls), the trajectory forks into a
+    branch. ``append``: sampled tokens are never changed and new messages are appended. This gives one branch and fewer
+    tokens, but a prompt that the template alone would not have produced."""
 
 
 HELD_OUT_SEED = 2**40

@@ -88,7 +88,7 @@ class MetricsConfig(Section):
 
 
 class SupervisorConfig(Section):
-    """How ``afterplay run`` watches, restarts and stops processes."""
+    """Restarts, health checks and shutdown of the processes of ``afterplay run``."""
 
     restarts_max: int = Field(20, ge=0)
     """Restarts of one process before the run is given up."""

@@ -264,9 +264,9 @@ CLOSE_SECONDS_MAX = 5.0
 
 
 class LessonSource(Protocol):
-    """Made with ``lessons.source_options``, once in every actor, which searches, and once in every replay stage, which
-    hands over groups. Used inside an event loop; callers limit how long a call takes, and what it raises costs no more
-    than that call."""
+    """Interface of a source of lessons. One is made with ``lessons.source_options`` in every actor, which searches, and
+    one in the replay stage, which hands over groups. It is used inside an event loop. Callers limit the time of a call,
+    and an error costs only that call."""
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]:
         """Lessons that fit the text of a task, best first."""

@@ -112,7 +112,7 @@ ABANDONED_MAX = 64
 HELD_SECONDS_MAX = 0.25
 """An async function that holds the loop for longer is warned about, once."""
 DETAILS_CHARACTERS_MAX = 8_000
-"""Of a traceback, kept with its trajectory and logged."""
+"""Length of a traceback that is kept with its trajectory and logged."""
 
 Outcome = float | ScoreFailure
 

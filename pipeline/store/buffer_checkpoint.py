@@ -26,7 +26,7 @@ NAME = "checkpoint"
 _GROUP = 64
 """Trajectories of a copy that are written at once."""
 _ATTEMPTS = 5
-"""Of opening a checkpoint that its buffer replaces meanwhile."""
+"""Attempts to open a checkpoint that its buffer replaces meanwhile."""
 KIND = frames.FileKind(
     "buffer checkpoint", 2, "a checkpoint of a trajectory buffer",
     "open it with the Afterplay that wrote it, or use another directory",
@@ -38,7 +38,7 @@ class Checkpoint:
     """A state of a buffer. Payloads are in the segments that ``rows`` name."""
 
     generation: int
-    """Of the segments that belong to it: others are left over from a copy that was never finished."""
+    """Generation of the segments that belong to the state. Others are left over from an unfinished copy."""
     seed: int
     stream: int
     """Rank of the shard that this is: shards of one seed draw differently."""
@@ -120,7 +120,7 @@ class Recovered:
     """Segments that the checkpoint on disk needs."""
     next_segment: int
     segments: tuple[int, ...]
-    """Those that lie in the directory."""
+    """Segments in the directory."""
 
 
 def recover(directory: Path, reader: SegmentReader, seed: int, *, newest: bool) -> Recovered:

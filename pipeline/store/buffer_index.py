@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 NOT_WRITTEN = -1
 _ID, _UNITS, _BYTES, _LAYOUT, _SEGMENT, _OFFSET, _CRC, _END = range(8)
 COLUMNS = 7
-"""Of :meth:`BufferIndex.rows`: id, units, bytes, layout, segment, offset, checksum."""
+"""Columns of :meth:`BufferIndex.rows`: id, units, bytes, layout, segment, offset, checksum."""
 
 
 class Entry(NamedTuple):

@@ -21,7 +21,7 @@ class Leave(StrEnum):
     RETIRED = "retired"
     """Its task was solved by every fresh rollout."""
     AGE = "age"
-    """It will never again be young enough (``max_age``): versions only grow."""
+    """The entry is older than ``max_age`` allows."""
 
 
 @dataclass(slots=True)

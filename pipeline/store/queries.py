@@ -121,7 +121,7 @@ class Filters:
     step: Span | None = None
     """Trained in such an update, fresh or replayed. The first step is 1."""
     evaluation: Span | None = None
-    """Made to evaluate weights with so many updates."""
+    """Rollouts of the evaluation after such a number of updates."""
     split: str | None = None
     """Split of the task: ``train``, or one that is held out."""
     version: Span | None = None

@@ -75,7 +75,7 @@ class Drop(StrEnum):
     """Reason for which a trajectory that arrived is not trained."""
 
     DUPLICATE = "duplicate"
-    """It was stored already."""
+    """The trajectory was already stored."""
     FAILED = "failed"
     """The rollout failed (status error), or nothing was sampled in it."""
     ABORTED = "aborted"
@@ -84,7 +84,7 @@ class Drop(StrEnum):
     CANCELLED = "cancelled"
     """Its group was cancelled (before or after it arrived)."""
     EXPIRED = "expired"
-    """It came after its order had expired."""
+    """The order had expired before the trajectory arrived."""
     ENDED = "ended"
     """Its group ended before the last checkpoint and is forgotten."""
     UNKNOWN = "unknown"

@@ -53,7 +53,7 @@ class Record:
     n_bytes: int = 0
     segment: int = -1
     offset: int = -1
-    """Of the payload in its segment file."""
+    """Offset of the payload in its segment file."""
     crc: int = 0
 
 

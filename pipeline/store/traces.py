@@ -37,7 +37,7 @@ class Flag(IntFlag):
     SEEN = 1
     """A row of the update held it."""
     TRAINED = 2
-    """It counted in the loss; unset: rejected as not finite, or by a mask."""
+    """The token counted in the loss. Unset: it was rejected by a mask, or because a value was not finite."""
     CLIPPED_LOW = 4
     CLIPPED_HIGH = 8
     MASKED = 16
@@ -57,7 +57,7 @@ class SeenTokens:
     log_ratios: FloatArray
     """log π - log μ, nats, with π before the optimizer step; log π where log μ was not recorded."""
     entropies: FloatArray
-    """Of π, nats."""
+    """Entropies of π, in nats."""
     advantages: FloatArray
     flags: npt.NDArray[np.uint8]
     """:class:`Flag` of each."""
@@ -197,7 +197,7 @@ class TraceWriter:
 
 
 def trace_files(directory: Path) -> list[Path]:
-    """Of every name, oldest first."""
+    """Trace files of all names, oldest first."""
     return sorted(p for p in directory.glob(f"*{SUFFIX}") if _NAME.fullmatch(p.name)) if directory.is_dir() else []
 
 

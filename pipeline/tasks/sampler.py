@@ -31,7 +31,7 @@ class DrawOutcome(Enum):
     KEEP = auto()
     """The caller uses it later; the next one is looked at."""
     PASS = auto()
-    """It is skipped in this pass; the environment's next one is looked at."""
+    """The task is skipped in this pass; the environment's next one is examined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from pipeline.errors import FormatMismatch, StoreError, WireError
 from pipeline.transport.protocol import Buffer
 
 INFLATED_BYTES_MAX = 1 << 30
-"""Of a compressed body."""
+"""Largest size of a body after decompression."""
 _LENGTHS = struct.Struct("<IQI")
 _PREFIX_BYTES = 4 + _LENGTHS.size
 _READ_BYTES = 512
@@ -48,13 +48,13 @@ class Frame(NamedTuple):
 
     json: bytes
     checksum: bytes
-    """Of the record: it covers the header and the body's own checksum."""
+    """Checksum of the record: it covers the header and the checksum of the body."""
     offset: int
-    """Of the body."""
+    """Offset of the body in the file."""
     n_bytes: int
-    """Of the body."""
+    """Bytes of the body."""
     crc: int
-    """Of the body."""
+    """Checksum of the body."""
 
     @property
     def end(self) -> int:

@@ -46,7 +46,7 @@ class Vocabulary:
         self._tokens = tokens
         self._special = frozenset(special)
         self._pieces: dict[int, Piece] = {}
-        """Of tokens that are whole characters."""
+        """Texts of tokens that are whole characters."""
         self.known = bool(tokens)
 
     @classmethod
@@ -99,7 +99,7 @@ class Vocabulary:
         return out
 
     def _piece(self, token_id: int) -> Piece:
-        """By itself."""
+        """Text of one token alone."""
         raw, special = self.bytes_of(token_id), token_id in self._special
         try:
             piece = Piece(raw.decode(), "", special)
