@@ -211,7 +211,7 @@ class Actor:
             try:
                 self._handle(event)
             except (WireError, SchemaError, KeyError, TypeError) as error:
-                logger.error("a message of the replay stage is not understood and was left out: %r", error)
+                logger.error("ignored an invalid message from the replay stage: %r", error)
             self._work()
 
     def _handle(self, event: Event) -> None:

@@ -43,7 +43,7 @@ generation takes: it has at most ten times as many."""
 @contextmanager
 def gc_policy() -> Iterator[None]:
     """Inside the block what exists now is never visited, and what is new is visited more rarely. Enter it after
-    set-up; it undoes itself, for a process that goes on."""
+    set-up; it is undone at the end, for a process that continues."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

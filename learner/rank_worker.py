@@ -56,7 +56,7 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
             elif command != "heartbeat":
                 _HANDLERS[command](trainer, facts, rows, scores)
         except Interrupted:
-            log.info("rank %d gave up %s: the learner is stopping", group.rank, command)
+            log.info("rank %d cancelled %s: the learner is stopping", group.rank, command)
 
 
 class ShardWriter:

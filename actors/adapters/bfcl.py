@@ -67,7 +67,7 @@ class BFCL(Environment):
         return BFCLEpisode(self, self.row(task))
 
     def row(self, task: Task) -> Row:
-        """Seed ``i`` stands for row ``i`` of the category, modulo their number."""
+        """Seed ``i`` is row ``i`` of the category, modulo their number."""
         all_rows = rows(self.category)
         return all_rows[task.seed % len(all_rows)]
 

@@ -44,7 +44,7 @@ class Process:
                 self.main._gateway.java_process.kill()
                 raise TimeoutError(
                     f"a Java process did not answer for {CALL_SECONDS_MAX:g} s and was ended; its games are lost, "
-                    "the next one gets a new process"
+                    "the next game gets a new process"
                 )
         self._since = time.monotonic()
         try:

@@ -41,7 +41,7 @@ class TextArena(Environment):
     game: str = "GuessTheNumber-v0"
     """An id of TextArena without ``-train`` or ``-raw``. Tested: see docs/ENVIRONMENTS.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the game that replace those that its id stands for, for example ``{max_turns: 20}``."""
+    """Keyword arguments of the game, which override those of its id, for example ``{max_turns: 20}``."""
     loss_pays: float | None = Field(default=None, ge=-100, le=100)
     """Replacement for a negative reward (often an invalid move, -1). None: the reward as it is."""
 

@@ -150,7 +150,7 @@ class Batching(ContinuousBatchingManager):
 
 
 class _Router:
-    """Stands for transformers' OutputRouter: one callback on the event loop for all results of a step."""
+    """Replaces transformers' OutputRouter: one callback on the event loop for all results of a step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[GenerationOutput]], None]) -> None:
         self.loop = loop

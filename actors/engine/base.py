@@ -124,7 +124,7 @@ class PausableTimeout:
             scope.deadline = float("inf")
 
     def woke(self) -> None:
-        """All limits go on. Harmless when they do."""
+        """Let all limits run again; no effect if they do."""
         if not self.asleep:
             return
         self._asleep_since = None

@@ -95,7 +95,7 @@ class EngineClient:
     ) -> Generation:
         before = await self.weight_version()
         if before is None:
-            raise EngineUnavailable(f"engine {self._url} has weights that nobody stamped")
+            raise EngineUnavailable(f"engine {self._url} has weights without a version stamp")
         body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters, **self._named}
         if cache_salt:
             body["cache_salt"] = cache_salt
@@ -103,7 +103,7 @@ class EngineClient:
         accepted = self._accepted(status, answer)
         after = await self.weight_version()
         if after is None or after < before:
-            raise EngineUnavailable(f"engine {self._url} was restarted under a request")
+            raise EngineUnavailable(f"engine {self._url} was restarted during a request")
         return read_completion(self._url, accepted, sampling.max_tokens, self._vocabulary, before)
 
     async def weight_version(self) -> int | None:

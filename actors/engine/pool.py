@@ -46,7 +46,7 @@ class EnginePool:
         patience: PausableTimeout | None = None,
     ) -> None:
         if not engines:
-            raise ConfigurationError("there is no engine: set engine.replicas or engine.urls")
+            raise ConfigurationError("expected at least one engine, got none: set engine.replicas or engine.urls")
         self._engines: Mapping[str, Engine] = {engine.name: engine for engine in engines}
         if len(self._engines) != len(engines):
             raise ConfigurationError(f"engine.urls names an engine twice: {[e.name for e in engines]}")

@@ -144,13 +144,13 @@ def _version_spans(engine: str, spans: Any, length: int) -> tuple[VersionSpan, .
         if end > start:
             version = read_version(engine, label)
             if version is None:
-                raise EngineUnavailable(f"engine {engine} sampled with weights that nobody stamped: it was restarted")
+                raise EngineUnavailable(f"engine {engine} sampled with weights without a version stamp: it was restarted")
             try:
                 out.append(VersionSpan(start, end, version))
             except SchemaError as error:
                 raise _fault(engine, "version spans of the data model", str(error)) from error
             if len(out) > 1 and out[-2].policy_version > version:
-                raise _fault(engine, "versions that never go back", _short(spans))
+                raise _fault(engine, "versions that never decrease", _short(spans))
         at = end
     if at != length:
         raise _fault(engine, f"weight_versions that tile 0..{length}", _short(spans))

@@ -50,7 +50,7 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
                     f"{where}: entry point {name} ({point.value}) failed to load: {error!r}"
                 ) from error
     raise ConfigurationError(
-        f"{where}: no {what} is called {name!r}; there are {', '.join(names(group, built_in))}; "
+        f"{where}: there is no {what} {name!r}; there are {', '.join(names(group, built_in))}; "
         "or give module:Name or path/file.py:Name"
     )
 
@@ -123,7 +123,7 @@ def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], options_ke
 
 
 def _fault(error: ErrorDetails) -> str:
-    """One fault of the options. What a class's own check says stands for itself."""
+    """Message for one fault of the options. The message of a class's own check is used unchanged."""
     if not error["loc"] and error["type"] in ("value_error", "assertion_error"):
         return str(error["msg"]).partition(", ")[2]
     return f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']} (got {error['input']!r})"

@@ -1,4 +1,4 @@
-"""Finds the branch that a call of an agent program goes on from. A pure state machine: no task, no socket, no clock.
+"""Finds the branch that a call of an agent program continues. A pure state machine: no task, no socket, no clock.
 
 A call states a whole conversation. Where it continues a branch (messages are compared as
 structures, the policy's reply as it was returned), the tokens of that branch stay as they are and only what the
@@ -123,7 +123,7 @@ class ChatRecorder:
         return call
 
     def _branch_of_messages(self, keys: tuple[Key, ...], tools: bytes) -> _Branch | None:
-        """The branch with the longest history that ``keys`` goes on from; the oldest of equals."""
+        """The branch with the longest history that ``keys`` continues; the oldest of equals."""
         found: _Branch | None = None
         for branch in self._branches.values():
             if branch.keys is None or branch.taken or branch.tools != tools:

@@ -74,7 +74,7 @@ class ProgramEpisode(AgentEpisode):
     ) -> TrajectoryStatus:
         """Status of the ended episode. Raises where there is nothing to score."""
         if failure is not None and session.report is not None:
-            logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
+            logger.info("the program of %s failed after its report, which is kept: %s", self.game.key, failure)
             failure = None
         if report is not None and report.error is not None:
             failure = PlugInError(PROGRAM, "Told", report.error, session.stderr)
@@ -322,7 +322,7 @@ class ProgramLoop(AgentLoop):
                 raise PlugInTimeout(
                     PROGRAM,
                     "LeaseExpired",
-                    f"the program that took the task was not heard of for {self.lease_seconds:g} s (lease_seconds)",
+                    f"the program that took the task has been silent for {self.lease_seconds:g} s (lease_seconds)",
                 )
             with anyio.move_on_after(left):
                 await session.reported.wait()

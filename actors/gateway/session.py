@@ -2,7 +2,7 @@
 
 *Consumes* requests of the gateway; *produces* their answers and the turns of one trajectory. A call *waits* for the
 engine and ends when the session does. At a limit a program gets an error in OpenAI's form that clients do not send
-again (400); the session stays open, because a program may go on with a shorter history.
+again (400); the session stays open, because a program may continue with a shorter history.
 """
 
 from __future__ import annotations

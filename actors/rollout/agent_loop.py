@@ -121,7 +121,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to a reply. Without ``done`` and ``limit`` the policy goes on after ``messages``."""
+    """Answer to a reply. Without ``done`` and ``limit`` the policy continues after ``messages``."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0

@@ -57,7 +57,7 @@ class MemoryClient:
             if self._waiting.get(order_id) is answer:
                 del self._waiting[order_id]
         if answer.header is None:
-            raise PeerGone("the replay stage was lost before it answered")
+            raise PeerGone("the connection to the replay stage was lost before its answer")
         return decode_lessons(answer.header)
 
     def connected(self) -> None:
@@ -73,7 +73,7 @@ class MemoryClient:
         """LESSONS came; too late for one who gave up."""
         order_id = header.get("order_id")
         if not isinstance(order_id, str):
-            raise WireError(f"LESSONS header is not understood: expected order_id as text, got {order_id!r}")
+            raise WireError(f"invalid LESSONS header: expected order_id as text, got {order_id!r}")
         answer = self._waiting.get(order_id)
         if answer is not None:
             answer.header = header
@@ -188,7 +188,7 @@ class MemoryPrompter:
         except (TimeoutError, PlugInTimeout):
             return "timeout", []
         except AfterplayError as error:
-            logger.warning("order %s goes on without lessons: %s", order_id, error)
+            logger.warning("order %s continues without lessons: %s", order_id, error)
             return "error", []
         return ("found" if found else "none"), found
 

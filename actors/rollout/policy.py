@@ -106,7 +106,7 @@ class Policy:
         self._metrics.tokens_total.labels(kind="prompt").inc(len(prompt_ids))
         if generation.finish_reason is FinishReason.ABORT:
             self._discard(generation)
-            raise EngineUnavailable(f"engine {engine.name} gave a request up (finish_reason abort)")
+            raise EngineUnavailable(f"engine {engine.name} aborted a request (finish_reason abort)")
         oldest, newest = generation.version_spans[0].policy_version, generation.version_spans[-1].policy_version
         if oldest < version_min:
             self._discard(generation)

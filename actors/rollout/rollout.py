@@ -14,7 +14,7 @@ ABORTED        the caller ended it
 =============  ================================================================================================
 
 The agent loop (:mod:`actors.rollout.agent_loop`) decides what happens between completions: the environment answers,
-tools do, or an agent program goes on. Every turn of a COMPLETE or TRUNCATED trajectory was answered: a completion
+tools do, or an agent program continues. Every turn of a COMPLETE or TRUNCATED trajectory was answered: a completion
 that a time limit separated from its answer is dropped and its tokens are counted as discarded.
 ``rewards["environment"]`` is the undiscounted sum of the rewards of all turns; ``reward`` stays None until the
 trajectory is scored, and an ERROR has neither.

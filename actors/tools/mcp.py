@@ -192,7 +192,7 @@ class _Remote(Tool):
         self.name = f"{server.prefix}{tool.name}"
         if NAME_PATTERN.fullmatch(self.name) is None:
             raise ConfigurationError(
-                f"MCP server {server.where}: a tool is called {self.name!r}; leave it out by allow"
+                f"MCP server {server.where}: a tool is called {self.name!r}; exclude it with allow"
             )
         self.description = tool.description or ""
         self.parameters = _either(tool, "input_schema", "inputSchema") or {"type": "object"}

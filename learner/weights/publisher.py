@@ -196,7 +196,7 @@ def write_adapters(adapters: Adapters, folder: Path, tensors: Mapping[str, Tenso
 
 
 def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, metrics: LearnerMetrics) -> Publisher:
-    """Files, or vLLM's own transfer where ``engine.weight_transfer`` says so.
+    """Files, or vLLM's own transfer if ``engine.weight_transfer`` selects it.
 
     Raises :class:`pipeline.errors.ConfigurationError` when the transfer needs something that is not there.
     """

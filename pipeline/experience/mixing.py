@@ -2,7 +2,7 @@
 
 A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them replay groups, where ``factor`` is
 the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not take
-the tasks that could be replayed; one that finds nothing valid is made up for by a later admission of the batch. The
+the tasks that could be replayed. If one finds no valid task, a later admission of the batch replaces it. The
 guard lowers ``factor`` while the effective sample size of replayed tokens is below its floor.
 """
 

@@ -5,7 +5,7 @@
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
 * SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
   drain longer than ``supervisor.drain_seconds_max``, ends the process at once;
-* the exit code says how it ended (:class:`ExitCode`).
+* the exit code is one of :class:`ExitCode`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ExitCode(IntEnum):
 
 @dataclass(slots=True)
 class Status:
-    """Current activity of a role, in words."""
+    """Current activity of a role, as text."""
 
     state: str = "starting"
     waiting_for: str = ""

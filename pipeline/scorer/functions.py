@@ -222,7 +222,7 @@ class Call:
         if seconds > HELD_SECONDS_MAX and not self._warned_held:
             self._warned_held = True
             log.warning(
-                "%s held the event loop of the replay stage for %.1f s: await what takes long, make it a plain def, or "
+                "%s blocked the event loop of the replay stage for %.1f s: await slow operations, make it a plain def, or "
                 "set worker: true for it", self.name, seconds,
             )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A wrong or missing answer of the policy is 0.0. A payload that cannot be graded with raises, so the trajectory has no
 reward. ``exact``, ``contains``, ``number`` and ``choice`` take time linear in the reply; ``regex``, ``json_schema`` and
-``math`` can take for ever on some replies and run in worker processes, which the scorer ends. The time limits of
+``math`` may never return on some replies and run in worker processes, which the scorer can end. The time limits of
 math-verify are off, because they are alarms of the process and raise outside a main thread.
 """
 

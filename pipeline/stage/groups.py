@@ -337,7 +337,7 @@ class Groups:
         if failures < self._config.groups.attempts_max:
             self.want(group, order.key.slot)
         else:
-            log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
+            log.warning("group %s: slot %d failed %d times; the group is cancelled", group.group_id, order.key.slot,
                         failures)  # fmt: skip
             self.given_up.append(group)
             self.backoff.failed(self._clock.now)

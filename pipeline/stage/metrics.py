@@ -1,6 +1,6 @@
 """Tables from the core's counters, observations and state to the replay stage's metrics.
 
-Totals go on over restarts: they are those of the journal.
+Totals survive restarts, because they come from the journal.
 """
 
 from __future__ import annotations

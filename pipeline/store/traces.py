@@ -1,4 +1,4 @@
-"""Traces: rollouts with what the learner saw at their sampled tokens. Files are append-only, bounded in bytes, and
+"""Traces: rollouts with the learner's values at their sampled tokens. Files are append-only, bounded in bytes, and
 readable while they are written.
 
 ``NAME-00000003.traces`` is a file of records (:mod:`pipeline.transport.frames`): the header is what a list shows, with
@@ -32,7 +32,7 @@ FloatArray = npt.NDArray[np.floating]
 
 
 class Flag(IntFlag):
-    """Treatment of a token by the loss."""
+    """How the loss treated a token."""
 
     SEEN = 1
     """A row of the update held it."""
@@ -92,7 +92,7 @@ def _half(values: FloatArray) -> bytes:
     return np.where(np.isfinite(values), finite, np.float32(np.nan)).astype(FLOAT).tobytes()
 
 
-KIND = frames.FileKind("traces", 2, "a file of traces", "delete it, it is only there to look at")
+KIND = frames.FileKind("traces", 2, "a file of traces", "delete it; only afterplay show reads it")
 SUFFIX = ".traces"
 FILES = 8
 """Files that the allowed bytes are divided among: so much is lost at once when the oldest goes."""
@@ -104,7 +104,7 @@ _TRAJECTORY_FRAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One rollout as it was kept."""
+    """One stored rollout."""
 
     frames: Frames
     """Payload frames of :mod:`pipeline.transport.codec`."""
@@ -143,7 +143,7 @@ class TraceEntry:
             return None
         except (WireError, ValueError) as error:
             raise StoreError(
-                f"{self.path} is damaged at byte {self.frame.offset} ({error}): delete it, it is only there to look at"
+                f"{self.path} is damaged at byte {self.frame.offset} ({error}): delete it; only afterplay show reads it"
             ) from error
 
 

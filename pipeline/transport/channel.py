@@ -1,7 +1,7 @@
 """The base of hub and link: the interface of a wire, a bounded mailbox of events, and the detection of silent peers.
 
 A *wire* moves multipart messages: over ZeroMQ sockets, or in memory in tests. A wire never waits. It says ``None`` or
-``False`` instead, and fires its :class:`Broadcast` whenever trying again may help.
+``False`` instead, and fires its :class:`Broadcast` when a retry may succeed.
 """
 
 from __future__ import annotations

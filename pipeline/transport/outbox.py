@@ -1,4 +1,4 @@
-"""Outbox of finished items that are not acknowledged yet. Pure; owns no socket and no clock."""
+"""Outbox: finished items that are not acknowledged yet. Pure; owns no socket and no clock."""
 
 from __future__ import annotations
 
