@@ -21,7 +21,7 @@ SLACK = 1e-9
 
 
 class Mixing:
-    """Counters of the batch being admitted, the latch of the start, credit for retests and rescues.
+    """State of mixing: counters of the batch being admitted, whether replay has begun, credit for retests and rescues.
 
     ``batch``: groups of every batch.
     """
@@ -111,7 +111,7 @@ class Mixing:
 
 
 class DeferredTasks:
-    """Draws fresh tasks, not twice in a batch where that can be helped, and keeps what was drawn in vain.
+    """Draws fresh tasks, avoiding repeats in a batch. A drawn task that cannot be used yet is kept for later.
 
     A task whose group was cancelled comes back once: were it to come back each time, one whose rollouts
     always fail would keep others out for ever.

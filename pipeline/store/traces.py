@@ -48,7 +48,7 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Arrays ``[S]``; NaN where nothing is known.
+    """The learner's values as arrays ``[S]``; NaN if unknown.
 
     Stored as float16. log π is stored as its difference from log μ, so that the ratio keeps its three digits however
     unlikely the token was.
