@@ -58,7 +58,9 @@ class TextWorldExpress(Environment):
 
     def __post_init__(self) -> None:
         if self.compact and (self.game not in COMPACT or "includeDoors=0" not in self.params.replace(" ", "")):
-            raise ValueError(f"compact: expected game coin with params includeDoors=0, got {self.game} with {self.params!r}")
+            raise ValueError(
+                f"compact: expected game coin with params includeDoors=0, got {self.game} with {self.params!r}"
+            )
         library = package("textworld_express")
         self._pool = Pool(library.TextWorldExpressEnv, self.jvms, alone=self.game in ALONE, heap_mib=self.heap_mib)
 

@@ -144,7 +144,9 @@ def _version_spans(engine: str, spans: Any, length: int) -> tuple[VersionSpan, .
         if end > start:
             version = read_version(engine, label)
             if version is None:
-                raise EngineUnavailable(f"engine {engine} sampled with weights without a version stamp: it was restarted")
+                raise EngineUnavailable(
+                    f"engine {engine} sampled with weights without a version stamp: it was restarted"
+                )
             try:
                 out.append(VersionSpan(start, end, version))
             except SchemaError as error:

@@ -165,8 +165,8 @@ def write(name: str, folder: Path) -> list[Path]:
     """
     if len(name) > 40 or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ConfigurationError(
-            "expected a name of at most 40 lower-case letters, digits and single underscores that begins with a letter, "
-            f"got {name!r}"
+            "expected a name of at most 40 lower-case letters, digits and single underscores that begins with a "
+            f"letter, got {name!r}"
         )
     if name in names():
         raise ConfigurationError(f"there is already an environment {name!r} (afterplay env list): choose another name")

@@ -233,7 +233,9 @@ def join(process: ProcessRank, config: LearnerConfig, store: Store | None = None
             timeout=timedelta(seconds=config.ranks_timeout_seconds),
         )
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(f"rank {process.rank} of {process.world_size} could not connect to the others: {error}") from error
+        raise TrainingError(
+            f"rank {process.rank} of {process.world_size} could not connect to the others: {error}"
+        ) from error
     return device
 
 

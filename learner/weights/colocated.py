@@ -222,7 +222,7 @@ class ColocatedKeeper(EngineKeeper):
                     self.state.live, self._asleep = None, False
                     await self.control.sleep(self._level)
                     if not await self.control.is_sleeping():
-                        raise EngineProtocolError(f"expected {url} to be asleep after /sleep, but /is_sleeping is false")
+                        raise EngineProtocolError(f"expected {url} to sleep after /sleep, but /is_sleeping is false")
         except (TimeoutError, EngineError) as error:
             why = str(error) or f"took longer than publish.timeout_seconds={self._timeout_seconds:g}"
             self._device.woke(url)

@@ -95,9 +95,7 @@ def play(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="With --engine: most tokens of one reply.")
     ] = 256,
-    expert: Annotated[
-        bool, typer.Option("--expert", help="Let the environment's expert play, if it has one.")
-    ] = False,
+    expert: Annotated[bool, typer.Option("--expert", help="Let the environment's expert play, if it has one.")] = False,
     config: Annotated[
         Path | None,
         typer.Option(

@@ -55,9 +55,7 @@ def show(
         str | None,
         typer.Option(metavar="N|A-B", help="From the evaluation after N updates, or after A to B (0-: all)."),
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="From this split: train, or a held-out one such as eval.")
-    ] = None,
+    split: Annotated[str | None, typer.Option(help="From this split: train, or a held-out one such as eval.")] = None,
     reward_min: Annotated[float | None, typer.Option(help="With a reward of at least this.")] = None,
     reward_max: Annotated[float | None, typer.Option(help="With a reward of at most this.")] = None,
     task: Annotated[
@@ -94,9 +92,7 @@ def show(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per line; with tokens for TRAJECTORY and --print.")
     ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
 ) -> None:
     """List the rollouts of a run, print them, or write them to an HTML page.
 
@@ -142,9 +138,7 @@ def show(
     )
     listing = reader.listing(filters, sort.value, reverse, limit or (PAGE_LIMIT if html else LIST_LIMIT))
     if trajectory is not None and not listing.rows:
-        raise ConfigurationError(
-            f"expected a trajectory of {run}, got {trajectory}: afterplay show {run} lists them"
-        )
+        raise ConfigurationError(f"expected a trajectory of {run}, got {trajectory}: afterplay show {run} lists them")
     # A pipe has no width: use a wide console so that nothing is truncated.
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH)
     if html is not None:

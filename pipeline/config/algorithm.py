@@ -101,7 +101,7 @@ class MaskConfig(Section):
             raise ValueError("importance.masks: a mask without low and high rejects nothing: set one of them")
         if self.high is not None and self.high <= self.low:
             raise ValueError(
-                f"importance.masks: high ({self.high}) must be above low ({self.low}): otherwise every token is rejected"
+                f"importance.masks: high ({self.high}) must be above low ({self.low}): else all tokens are rejected"
             )
         return self
 

@@ -310,8 +310,8 @@ def _read_removed(data: dict[str, Any], sources: _Sources) -> list[str]:
 
 
 def _read_moved(data: dict[str, Any], sources: _Sources) -> list[str]:
-    """Move the values of the keys of ``MOVED`` to their new keys, with a warning; returns an error message for each that
-    cannot be moved."""
+    """Move the values of the keys of ``MOVED`` to their new keys, with a warning; returns an error message for each
+    that cannot be moved."""
     problems = []
     for old, places in MOVED.items():
         section, key = old.split(".")

@@ -222,8 +222,8 @@ class Call:
         if seconds > HELD_SECONDS_MAX and not self._warned_held:
             self._warned_held = True
             log.warning(
-                "%s blocked the event loop of the replay stage for %.1f s: await slow operations, make it a plain def, or "
-                "set worker: true for it", self.name, seconds,
+                "%s blocked the event loop of the replay stage for %.1f s: await slow operations, make it a plain def, "
+                "or set worker: true for it", self.name, seconds,
             )  # fmt: skip
 
     def _abandon(self) -> None:

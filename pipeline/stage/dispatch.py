@@ -101,7 +101,7 @@ class Dispatch:
         """Weights with ``updates`` updates are live as ``policy_version``: this is what admits new groups."""
         if policy_version < self._batches.policy_version:
             log.warning(
-                "VERSION %d after %d: ignored, because versions only increase", policy_version, self._batches.policy_version
+                "VERSION %d after %d is ignored: versions only increase", policy_version, self._batches.policy_version
             )
             return
         self._batches.policy_version, self._batches.live = policy_version, updates

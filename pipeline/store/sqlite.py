@@ -66,7 +66,7 @@ class Database:
         version, application = struct.unpack_from(">I", header, 60)[0], struct.unpack_from(">I", header, 68)[0]
         if application != self.application_id:
             raise StoreError(
-                f"expected {path} to be a {self.noun} of Afterplay, got an SQLite file of another program. {self.remedy}"
+                f"expected {path} to be a {self.noun} of Afterplay, got that of another program. {self.remedy}"
             )
         if version != self.version:
             age = "an older" if version < self.version else "a newer"

@@ -29,7 +29,9 @@ class JsonlRows(Rows):
             for path in files:
                 self._files.append(path.open("rb"))
                 if self._files[-1].peek(2)[:2] == b"\x1f\x8b":
-                    raise ConfigurationError(f"expected JSONL in {path}, got a gzip file: decompress it (gunzip -k {path})")
+                    raise ConfigurationError(
+                        f"expected JSONL in {path}, got a gzip file: decompress it (gunzip -k {path})"
+                    )
         except OSError as error:
             self.close()
             raise ConfigurationError(f"expected to read {path}, got: {error.strerror or error}") from error

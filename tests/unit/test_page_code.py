@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -21,10 +21,13 @@ from pipeline.cli.app import app
 from pipeline.cli.experience import START
 from pipeline.config import RunConfig
 from pipeline.config.load import dump_yaml, load, loads, model_at, parse_yaml
+from pipeline.tasks.source import TaskSource
 from tests.unit.test_pages import PAGES, has
 
 ROOT = Path(__file__).parents[2]
 CLI = typer.main.get_command(app)
+USAGE = typer.BadParameter.__mro__[1]
+"""Base of the errors of wrong arguments."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,9 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             names |= given()
     monkeypatch.setitem(sys.modules, "page", type(sys)("page"))
     exec(code, names)
+    for value in names.values():
+        if isinstance(value, TaskSource):
+            value.close()
 
 
 # Commands
@@ -147,13 +153,12 @@ PROGRAMS = {"afterplay", "make", "python", "python3", "pytest", "torchrun"}
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command, without comments, variables before it, and the rest of a pipe."""
+    """The words of each command, without comments and without variables before it."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
-        line = re.sub(r"\s#\s.*$|^#.*$", "", line.strip().removeprefix("$ "))
-        for part in re.split(r"\s(?:&&|;|\|\|?)\s", line):
-            words = shlex.split(part)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words = words[1:]
+        reader = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars="|&;")
+        reader.whitespace_split = True
+        for operator, part in itertools.groupby(reader, key=lambda word: set(word) <= set("|&;")):
+            words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, () if operator else part))
             if words:
                 yield [words[0].rpartition("/")[2], *words[1:]]
 
@@ -183,7 +188,7 @@ def check(words: list[str], *, whole: bool) -> None:
 
 
 def check_afterplay(command: Any, words: list[str], *, whole: bool) -> None:
-    while isinstance(command, click.Group) or hasattr(command, "commands"):
+    while hasattr(command, "commands"):
         if not words or words[0] in ("-h", "--help"):
             return
         if words[0] not in command.commands and START in command.commands:
@@ -191,7 +196,7 @@ def check_afterplay(command: Any, words: list[str], *, whole: bool) -> None:
         assert words[0] in command.commands, f"expected one of {sorted(command.commands)}, got {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
     options = {name: p for p in command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*words, ""]):
         if not re.fullmatch(r"-[a-z]|--[a-z-]+", word) or word == "--help":
             continue
         assert word in options, f"expected one of {sorted(options)}, got {word!r}"
@@ -203,8 +208,8 @@ def check_afterplay(command: Any, words: list[str], *, whole: bool) -> None:
     if whole and "…" not in words and "..." not in words:
         try:
             command.make_context(command.name, list(words))
-        except click.ClickException as error:
-            raise AssertionError(error.format_message()) from error
+        except USAGE as error:
+            raise AssertionError(str(error)) from error
 
 
 def check_python(words: list[str], *, whole: bool) -> None:

@@ -16,7 +16,10 @@ from pipeline.config import RunConfig
 from pipeline.config.base import Choice
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES = sorted(
+    {str(page.relative_to(ROOT)) for pages in ("*.md", "docs/*.md") for page in ROOT.glob(pages)} - {"CHANGELOG.md"}
+)
+"""A change log names what was removed."""
 FOLDERS = "pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
 COUNTERS = {"groups.equal_kept"}
 """Names of the ledger that look like keys of the run file."""

@@ -112,7 +112,8 @@ def test_a_section_of_a_run_file_is_played_with_its_data(monkeypatch, tmp_path):
     for seed in (0, 7, 27):
         score, lines = typed(monkeypatch, "42", name="asked", seed=seed, run_file=path)
         assert lines[0] == ("user", f"What is {seed % 20}? Be brief.")
-        assert score == 0.0 and lines[-1] == ("note", "the score does not include number: the scorer runs only in a run")
+        assert score == 0.0
+        assert lines[-1] == ("note", "the score does not include number: the scorer runs only in a run")
     with pytest.raises(ConfigurationError, match=r"environments of .* \(asked\), got 'other'"):
         typed(monkeypatch, "42", name="other", run_file=path)
 
