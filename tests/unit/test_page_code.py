@@ -140,7 +140,10 @@ UNCHECKED = {
     "cd": "changes the folder",
     "curl": "asks a running server",
     "docker": "needs a container engine; tests/unit/grafana reads the compose files",
+    "done": "ends a loop of the shell",
+    "for": "begins a loop of the shell",
     "git": "needs the address of the repository",
+    "grep": "reads the output of a command",
     "jq": "reads the output of a command",
     "kubectl": "needs a cluster",
     "mkdir": "makes a folder",
@@ -153,12 +156,12 @@ PROGRAMS = {"afterplay", "make", "python", "python3", "pytest", "torchrun"}
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command, without comments and without variables before it."""
-    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+    """The words of each command, without comments and without what a shell may put before it."""
+    for line in re.sub(r"\$\(\(.*?\)\)", "0", re.sub(r"\\\n\s*", " ", text)).splitlines():
         reader = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars="|&;")
         reader.whitespace_split = True
         for operator, part in itertools.groupby(reader, key=lambda word: set(word) <= set("|&;")):
-            words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, () if operator else part))
+            words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=|do$").match, () if operator else part))
             if words:
                 yield [words[0].rpartition("/")[2], *words[1:]]
 
@@ -220,7 +223,8 @@ def check_python(words: list[str], *, whole: bool) -> None:
             return check_afterplay(CLI, arguments, whole=whole)
         own = ROOT / module.replace(".", "/")
         if not own.with_suffix(".py").exists() and not own.is_dir():
-            assert importlib.util.find_spec(module.partition(".")[0]) is not None, module
+            package = module.partition(".")[0]
+            assert not (ROOT / package).exists() and importlib.util.find_spec(package) is not None, module
             assert all((ROOT / word).exists() for word in arguments if word.startswith("tests/")), arguments
             return None
         sources = list(own.glob("*.py")) if own.is_dir() else [own.with_suffix(".py")]
@@ -252,11 +256,15 @@ def test_commands_among_text_are_understood(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_sentences_exist(page: str) -> None:
-    """`` `afterplay …` ``, `` `make …` `` and `` `python -m …` `` in running text; arguments may be left out."""
+    """`` `afterplay …` ``, `` `make …` `` and `` `python -m …` `` in running text. Arguments may be omitted; ``a|b`` is a
+    choice."""
     text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for span in re.findall(r"(?<!`)`((?:afterplay|make|python -m|python3 -m) [^`]*)`(?!`)", text):
-        for words in commands(" ".join(span.split())):
-            check([word for word in words if word not in ("…", "...")], whole=False)
+        choice = re.search(r"\w+(\|\w+)+", span)
+        for option in choice[0].split("|") if choice else [""]:
+            line = span.replace(choice[0], option) if choice else span
+            for words in commands(" ".join(line.split())):
+                check([word for word in words if word not in ("…", "...")], whole=False)
 
 
 def test_a_command_that_no_program_understands_is_refused() -> None:
