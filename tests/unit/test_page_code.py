@@ -157,7 +157,7 @@ PROGRAMS = {"afterplay", "make", "python", "python3", "pytest", "torchrun"}
 
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command, without comments and without what a shell may put before it."""
-    for line in re.sub(r"\$\(\(.*?\)\)", "0", re.sub(r"\\\n\s*", " ", text)).splitlines():
+    for line in re.sub(r"\$\(\(.*?\)\)|\$\w+", "0", re.sub(r"\\\n\s*", " ", text)).splitlines():
         reader = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars="|&;")
         reader.whitespace_split = True
         for operator, part in itertools.groupby(reader, key=lambda word: set(word) <= set("|&;")):
@@ -256,8 +256,7 @@ def test_commands_among_text_are_understood(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_sentences_exist(page: str) -> None:
-    """`` `afterplay …` ``, `` `make …` `` and `` `python -m …` `` in running text. Arguments may be omitted; ``a|b`` is a
-    choice."""
+    """`` `afterplay …` ``, `` `make …` `` and `` `python -m …` `` in sentences. Arguments may be omitted; ``a|b`` is a choice."""
     text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for span in re.findall(r"(?<!`)`((?:afterplay|make|python -m|python3 -m) [^`]*)`(?!`)", text):
         choice = re.search(r"\w+(\|\w+)+", span)
