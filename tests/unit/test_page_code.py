@@ -256,7 +256,7 @@ def test_commands_among_text_are_understood(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_sentences_exist(page: str) -> None:
-    """`` `afterplay …` ``, `` `make …` `` and `` `python -m …` `` in sentences. Arguments may be omitted; ``a|b`` is a choice."""
+    """``afterplay``, ``make`` and ``python -m`` in code spans. Arguments may be omitted; ``a|b`` is a choice."""
     text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for span in re.findall(r"(?<!`)`((?:afterplay|make|python -m|python3 -m) [^`]*)`(?!`)", text):
         choice = re.search(r"\w+(\|\w+)+", span)
