@@ -364,7 +364,7 @@ class Actor:
 
 
 class _Hello(Mapping[str, Any]):
-    """The header of HELLO, true at the moment it is sent."""
+    """The header of HELLO, computed when it is sent."""
 
     _KEYS = ("role", "name", "schema_version", "slots", "splits", "holding")
 

@@ -1,6 +1,6 @@
-"""The actor process: builds its parts from the run file, serves until it is stopped, then drains.
+"""The actor process: builds its parts from the run file, serves until stopped, then drains.
 
-A full collection of Python's garbage collector visits every object that could be in a cycle, and no rollout goes on
+A full collection of Python's garbage collector visits every object that could be in a cycle, and no rollout continues
 meanwhile. The objects of set-up (modules, the tokenizer, the configuration: 105,000, or 229,000 with torch) would be
 visited each time and never freed, for 60 to 190 ms of CPU on a busy machine. So they are frozen after set-up
 (``gc.freeze``), which saves a tenth of a turn's CPU, and the collector runs seven times more rarely. It stays on: a

@@ -1,7 +1,7 @@
 """Rank 0 of several: starts the other ranks, sends them heartbeats, notices when one is lost, and ends them.
 
 With ``learner.ranks`` the other ranks are child processes on this machine, so that the supervisor watches, stops and
-restarts one learner process. Under torchrun they are there already.
+restarts one learner process. Under torchrun they already exist.
 
 *consumes* ends of children and errors of connections; *produces* heartbeats, and :class:`TrainingError` for the role
 when a rank is lost; *waits for* nothing else. A lost rank ends the learner within ``LOSS_SECONDS``: the supervisor

@@ -1,6 +1,6 @@
 """Traces of some trajectories of every update, with the learner's values of each token (``traces.trained``).
 
-Uses values that the update has computed already, and never stops the learner: where the disk refuses, tracing ends with
+Uses values that the update has already computed. It never stops the learner: on a disk error, tracing ends with
 a warning.
 """
 

@@ -1,4 +1,4 @@
-"""``babyai``: levels of minigrid's BabyAI as text. The 7 x 7 view in words, actions as words.
+"""``babyai``: levels of minigrid's BabyAI as text. The 7 x 7 view and the actions are words.
 
 The view is what the package gives the agent (no look behind walls). A level's own limit on steps ends the game.
 """
@@ -23,7 +23,7 @@ _DOOR_STATES = ("open", "closed", "locked")
 
 @dataclass(config=STRICT_OPTIONS)
 class BabyAI(Environment):
-    """Reach the goal of a BabyAI level (minigrid) by words like ``left`` and ``forward``; a reached goal pays 1.0."""
+    """Reach the goal of a BabyAI level (minigrid) with words like ``left`` and ``forward``. The goal has reward 1.0."""
 
     splits = held_out(10**9)
 

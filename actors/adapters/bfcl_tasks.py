@@ -96,7 +96,7 @@ def schemas(class_name: str) -> tuple[dict[str, Any], ...]:
 
 
 class Simulators:
-    """The simulators of one episode: what the calls change."""
+    """The simulators of one episode, whose state the calls change."""
 
     def __init__(self, row: Row, long_context: bool) -> None:
         constants = importlib.import_module(_CONSTANTS)

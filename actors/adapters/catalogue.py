@@ -1,4 +1,4 @@
-"""The adapters by name with their requirements, and what several of them share: splits of seeds, private random states,
+"""The adapters by name with their requirements, and code that several of them share: splits of seeds, random states,
 and a test of how long a start takes."""
 
 from __future__ import annotations

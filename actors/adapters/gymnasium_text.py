@@ -31,7 +31,7 @@ from pipeline.schema import Message, Task
 
 @dataclass(config=STRICT_OPTIONS)
 class Gymnasium(Environment):
-    """Any Gymnasium environment; you say how an observation reads and what the actions are called."""
+    """Any Gymnasium environment, with your description of observations and your names of actions."""
 
     splits = held_out(10**9)
 

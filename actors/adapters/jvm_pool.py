@@ -1,8 +1,8 @@
 """Java processes of TextWorldExpress, shared by many games.
 
 The package starts one process (120 MB, more later) for each of its environments; a process can hold any number of
-games though. Calls into one process are made one at a time. Games whose Java code keeps state outside of the game get a
-process to themselves.
+games. Calls into one process are made one at a time. Games whose Java code keeps state outside of the game get a
+separate process.
 """
 
 from __future__ import annotations

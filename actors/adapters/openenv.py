@@ -25,7 +25,7 @@ CLOSE_SECONDS_MAX = 1.0
 
 
 class OpenEnvError(Exception):
-    """The server answered with an error, or with something that is not the protocol."""
+    """The server answered with an error, or violated the protocol."""
 
 
 @dataclass(config=STRICT_OPTIONS)

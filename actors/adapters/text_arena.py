@@ -1,7 +1,7 @@
 """``textarena``: the single-player games of TextArena, many turns of plain text.
 
-The games draw from Python's global ``random`` and seed it. Every episode has a random state of its own, which
-replaces the global one while a method of the game runs, so an episode neither disturbs nor is disturbed by another one.
+The games draw from Python's global ``random`` and seed it. Every episode has its own random state, which
+replaces the global one while a method of the game runs, so episodes do not affect each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers' continuous batching with what a server needs.
+"""transformers' continuous batching, extended for a server.
 
 Results go to the event loop, the prefix cache forgets old weights, a dead sampling thread is reported.
 One background thread (of transformers) samples; everything here that touches its state runs inside

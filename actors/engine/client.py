@@ -3,7 +3,7 @@
 ``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the
 client goes over to ``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET
 /weight_info``, read before and after each request. If the version changed under the request, the boundary is unknown
-and all its tokens get the older version: staleness is never understated.
+and all its tokens get the older version, so that staleness is never underestimated.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ CACHE_PROBE_EVERY = 5
 
 
 class NoEngineFit(EngineUnavailable):
-    """No engine became fit in time. Not worth another try: the wait was the try."""
+    """No engine became fit in time. There is no retry, because the request has already waited."""
 
 
 class EnginePool:

@@ -1,8 +1,8 @@
-"""Finds plug-ins by their name in the run file, built in or somebody else's, and builds the lesson source of
+"""Finds plug-ins by their name in the run file, built in or from other packages, and builds the lesson source of
 ``lessons.source``.
 
 A name is a built-in one, an entry point, ``module:name`` or ``path/file.py:name``. One that cannot be found or built is
-a :class:`ConfigurationError` that names the key of the run file and what would have worked.
+a :class:`ConfigurationError` that names the key of the run file and the valid choices.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A call states a whole conversation. Where it continues a branch (messages are co
 structures, the policy's reply as it was returned), the tokens of that branch stay as they are and only what the
 template adds is tokenised. Where it does not (the program rewrote its history, began another conversation, or asks
 twice from the same point), a new branch begins with the whole prompt as context. While a call is under way its branch
-is taken: another call from the same point becomes a branch of its own. A call that fails gives its branch back.
+is reserved: another call from the same point becomes a separate branch. A call that fails releases its branch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChatReply:
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A branch, and the keys by which its next call is recognised."""
+    """A branch, and the keys that identify its next call."""
 
     tip: BranchTip
     ids: tuple[int, ...]

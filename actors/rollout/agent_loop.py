@@ -20,7 +20,7 @@ A complete loop that asks the policy to check itself once before the environment
             return Answer.of(await self.game.step(reply))
 
 An episode that asks for completions in another order, or several at a time, overrides :meth:`AgentEpisode.run`.
-What a loop returns is checked: it may be the user's own.
+The return values of a loop are checked, because it may be the user's.
 """
 
 from __future__ import annotations

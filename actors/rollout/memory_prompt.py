@@ -1,4 +1,4 @@
-"""Prompts with lessons: asks for them, and puts them into the first message of the user.
+"""Prompts with lessons: searches for lessons and adds them to the first user message.
 
 With ``train_mode: discard`` the training row is the same rollout under the prompt without lessons, which is followed as
 a :class:`CounterfactualPrompt`. Group and slot alone decide which rollouts get lessons and which of these are trained
@@ -30,13 +30,13 @@ from pipeline.transport.protocol import Kind, Link, WireMessage
 
 
 class MemorySource(Protocol):
-    """Somewhere that lessons are found. May take for ever, and may raise anything: the caller has a limit."""
+    """A source of lessons. It may hang or raise any error; the caller limits its time."""
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]: ...
 
 
 class MemoryClient:
-    """RECALL and LESSONS of one link. The actor tells it what came and when the connection was lost."""
+    """RECALL and LESSONS of one link. The actor passes it answers and the loss of the connection."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""Completions for one order, on whatever engine can give them."""
+"""Completions for one order, from any engine that is fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.schema import FinishReason, Order
 
 
 class Policy:
-    """Samples the completions of one order, and knows which engines did."""
+    """Samples the completions of one order, and records the engines that did."""
 
     def __init__(
         self,

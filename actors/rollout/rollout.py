@@ -7,9 +7,9 @@ under a timeout.
 How it ends:
 
 =============  ================================================================================================
-COMPLETE       the environment (or the agent loop) said done
+COMPLETE       the environment or the agent loop ended the episode
 TRUNCATED      a limit on turns, tokens, context or time, after at least one turn that was answered
-ERROR          anything failed, or a limit came before the first answered turn: there is nothing to score
+ERROR          something failed, or a limit was reached before the first answered turn: nothing can be scored
 ABORTED        the caller ended it
 =============  ================================================================================================
 

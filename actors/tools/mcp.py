@@ -2,7 +2,7 @@
 
 One connection for each actor, owned by :meth:`MCP.serve`: opened when the actor starts, pinged, and opened again (the
 process started again) when it breaks or three calls in a row get no answer. A call that was under way then fails
-with that message; it is never made twice. Works with mcp 1.x and 2.x, some of whose names differ.
+with that message; it is never repeated. Works with mcp 1.x and 2.x.
 """
 
 from __future__ import annotations

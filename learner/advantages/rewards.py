@@ -1,6 +1,6 @@
 """Rewards before estimation: by token or turn, overlong penalty, the user's own shaping, normalisation.
 
-The trajectories themselves keep their rewards: reports, the pool and the bias audit tell what the scorer gave.
+The trajectories themselves keep their rewards: reports, the pool and the bias audit use those of the scorer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints: the full state from which a learner resumes as if it had never stopped.
+"""Checkpoints: the full state of a learner. Resuming from one equals never having stopped.
 
 ::
 

@@ -24,7 +24,7 @@ from pipeline.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class ClipRange:
-    """Bounds of a ratio, ``[1 - low, 1 + high]``; other losses say what they measure."""
+    """Bounds of a ratio, ``[1 - low, 1 + high]``; other losses define their own meaning."""
 
     low: float
     high: float

@@ -80,7 +80,7 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatch:
-    """An update with skipped steps: what ``Trainer.step`` was given, to look at and to try again."""
+    """An update with skipped steps: the arguments of ``Trainer.step``, for inspection and repetition."""
 
     update: int
     policy_version: int

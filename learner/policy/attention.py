@@ -1,4 +1,4 @@
-"""Attention of packed rows (:mod:`learner.data.packing`): each run's queries see its own row and nothing else.
+"""Attention of packed rows (:mod:`learner.data.packing`): each run's queries attend only to their own row.
 
 On a GPU in half precision one call of torch's variable-length flash attention does all runs (its causal mask is aligned
 to the last key, as runs that begin later than their keys need it); elsewhere one call of scaled dot-product attention

@@ -6,8 +6,8 @@
        ▲                   │
        └─────withdraw──────┘
 
-An engine counts as asleep only when it said so after the request. One that is down may be starting again, and then
-takes memory: it blocks the grant like one that is awake. One that comes up while the learner has the device (an
+An engine counts as asleep only when it reported that after the request. One that is down may be starting again and
+taking memory: it blocks the grant like one that is awake. One that starts while the learner has the device (an
 *intruder*) is put to sleep at once; training continues.
 
 Invariants, property-tested: the learner is granted the device only in a moment when all engines are asleep; no engine

@@ -68,7 +68,7 @@ class VllmTransferLoader:
 
 
 class _Weights:
-    """vLLM's ``WeightSource``: whatever tensors are set, one after another, on the GPU."""
+    """vLLM's ``WeightSource``: the tensors that are set, one after another, on the GPU."""
 
     def __init__(self) -> None:
         self.tensors: Mapping[str, Tensor] = {}

@@ -90,7 +90,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Cause that ended an episode which did not end by itself."""
+    """Cause of an episode that failed or was aborted."""
 
     boundary: str
     """Place of the failure: ``environment step``, ``engine``, ``renderer``, ``agent loop``, ``actor``."""

@@ -1,7 +1,7 @@
 """Calls of user functions: awaited, in a thread, or in a worker process; always with a limit on their time.
 
-A call ends in a number or in a :class:`ScoreFailure` for each trajectory; it never raises for what user code does. A
-coroutine that holds the event loop for long between two waits is warned about.
+A call returns a number or a :class:`ScoreFailure` for each trajectory; errors of user code are never raised. A
+coroutine that blocks the event loop for long is reported with a warning.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ Outcome = float | ScoreFailure
 
 
 class _TookTooLong(Exception):
-    """The function did; a ``TimeoutError`` of its own is something that it raised."""
+    """The function exceeded its time limit. A ``TimeoutError`` that it raises itself is an ordinary error."""
 
 
 class Call:

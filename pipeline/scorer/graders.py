@@ -3,7 +3,7 @@
 A wrong or missing answer of the policy is 0.0. A payload that cannot be graded with raises, so the trajectory has no
 reward. ``exact``, ``contains``, ``number`` and ``choice`` take time linear in the reply; ``regex``, ``json_schema`` and
 ``math`` may never return on some replies and run in worker processes, which the scorer can end. The time limits of
-math-verify are off, because they are alarms of the process and raise outside a main thread.
+math-verify are off, because they use signals, which work only in a main thread.
 """
 
 from __future__ import annotations

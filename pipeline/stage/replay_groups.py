@@ -59,7 +59,7 @@ class UpdateReport:
 
 
 class ReplayGroups:
-    """One fact about a trajectory is its terminal state, another is whether the pool holds it."""
+    """Plans replay groups and saves successes. A trajectory's terminal state does not depend on the pool."""
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ class BufferIndex:
 
 
 class UnitDraws:
-    """Draw ``i`` depends on nothing but seed, stream and ``i``, so it fits into every record."""
+    """Random draws. Draw ``i`` depends only on seed, stream and ``i``, so the state is one number."""
 
     def __init__(self, seed: int, stream: int, count: int = 0) -> None:
         self.seed, self.stream, self.count = seed, stream, count

@@ -1,4 +1,4 @@
-"""Payloads of stored trajectories: reference counts, which free what nobody needs, and a cache of the newest."""
+"""Payloads of stored trajectories: reference counts, which free unused ones, and a cache of the newest."""
 
 from __future__ import annotations
 

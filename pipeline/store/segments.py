@@ -2,8 +2,8 @@
 
 A segment is a file of records (:mod:`pipeline.transport.frames`). The first has no body and says which generation of
 the buffer the segment belongs to; each of the others is one trajectory, with everything in its header that the index
-needs. So what was added after the last checkpoint is found by reading the headers that follow it. A record that a dying
-process left half written is dropped; damage anywhere else is an error.
+needs. So trajectories added after the last checkpoint are found by reading the headers after it. A record that a dying
+process wrote only in part is dropped; damage anywhere else is an error.
 
 :class:`BackgroundWriter` *consumes* records and *produces* handles that are done once a record is durable, with one
 ``fdatasync`` for everything that came meanwhile (group commit). *waits for*: the disk. *unblocked by*:

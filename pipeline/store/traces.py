@@ -4,7 +4,7 @@ readable while they are written.
 ``NAME-00000003.traces`` is a file of records (:mod:`pipeline.transport.frames`): the header is what a list shows, with
 the ``update`` that trained the trajectory (-1: none); the parts, compressed, are the frames of
 :mod:`pipeline.transport.codec`, and the arrays of :class:`SeenTokens` where a learner saw it. The oldest file goes when
-there are more bytes than allowed. A record that a dying process left half written ends a file; the next writer cuts it
+there are more bytes than allowed. A record that a dying process wrote only in part ends a file; the next writer cuts it
 off.
 
 S: the sampled tokens of one trajectory, in order of turns.
