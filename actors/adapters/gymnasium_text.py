@@ -68,8 +68,7 @@ class Gymnasium(Environment):
         words = {word.lower() for word in self.actions}
         if self._parse is None and not (discrete and len(self.actions) == len(words) == int(space.n)):
             raise ValueError(
-                f"expected a different word for each action of {space}, or a parse function; "
-                f"got actions={self.actions}"
+                f"expected a different word for each action of {space}, or a parse function; got actions={self.actions}"
             )
         self._first = int(space.start) if discrete else 0
         self.blocking = takes_long(lambda: self.start(Task("gymnasium/1", "gymnasium", 1)).close())

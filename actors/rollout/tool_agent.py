@@ -301,6 +301,4 @@ def _require_different(ready: Sequence[Ready], where: str) -> None:
     names = [tool.name for tool in ready]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigurationError(
-            f"{where}: expected tools with different names, got twice: {', '.join(twice)}"
-        )
+        raise ConfigurationError(f"{where}: expected tools with different names, got twice: {', '.join(twice)}")

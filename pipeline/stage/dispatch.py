@@ -126,9 +126,7 @@ class Dispatch:
         ]
         if strange:
             self._journal.count(Count.LEARNER_CONSUMED_UNKNOWN, len(strange))
-            log.warning(
-                "update %d was made from unplanned groups: %s", update, list(map(group_id, strange))
-            )
+            log.warning("update %d was made from unplanned groups: %s", update, list(map(group_id, strange)))
         if update >= self._batches.consumed:
             placed = [self._records[n] for n, u in self._batches.placed.items() if u == update]
             for group in placed:
