@@ -63,8 +63,8 @@ FLUSH_SECONDS_MAX = 1.5
 
 
 async def main(ctx: RoleContext) -> None:
-    """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for what the person who started us can
-    mend."""
+    """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for errors that the user can
+    fix."""
     config = ctx.config
     metrics = ActorMetrics(ctx.registry, environments=tuple(config.environments))
     ctx.report("starting", "the tokenizer")

@@ -121,7 +121,7 @@ class RankZero:
             self._note(_describe({rank: end}))
 
     def _gone(self, wait_seconds: float = 0.0) -> str:
-        """The children that have ended, in words, waiting at most so long for the first; empty when none has."""
+        """Description of the children that have ended; waits for the first at most this long. Empty if none has."""
         ends = {rank: child.end for rank, child in self._children.items()}
         futures.wait(ends.values(), wait_seconds, futures.FIRST_COMPLETED)
         return _describe({rank: end for rank, end in ends.items() if end.done()})

@@ -154,7 +154,7 @@ def choose_version(progress: LearnerProgress, recorded: int, written: list[int])
     """Version under which the weights are published first (PROTOCOL.md, "Resuming").
 
     ``recorded`` is the newest that the replay stage has, ``written`` the versions with a weight folder: an engine may
-    have served one of those although nobody announced it. A version names one set of weights for ever, so versions
+    have served one of those although nobody announced it. A version always names the same weights, so versions
     newer than the restored one are skipped.
 
     >>> choose_version(LearnerProgress(), -1, [])

@@ -24,7 +24,7 @@
     ├── TrainingError           the learner cannot make a step from this batch
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 
-Each message says what was expected, what came, and what to do.
+Each message has what was expected, what came, and the remedy.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class BabyAI(Environment):
     quick_pays_more: bool = False
     """Pay what the package pays, ``1 - 0.9 * steps / limit``, and not 1.0."""
     unknown_pays: float = Field(default=0.0, ge=-1, le=0)
-    """Reward of a reply that is no action. Below 0 it teaches the words to a policy that knows nothing."""
+    """Reward of a reply that is not an action. Below 0 it teaches the words to an untrained policy."""
     compact: bool = False
     """Few words a message and no instructions, for tiny models with a tokenizer of words."""
 

@@ -162,7 +162,7 @@ def _schema(value: Any) -> Any:
 
 
 def _check(value: Any, name: str = "") -> None:
-    """Refuse arguments that would make a simulator compute for ever. Raises :class:`ValueError`."""
+    """Refuse arguments with which a simulator would never return. Raises :class:`ValueError`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _check(item, str(key))

@@ -57,7 +57,7 @@ class Process:
         self.main._gateway.detach(java_object)
 
     def forget(self) -> None:
-        """Connect to it no more. py4j would still tell a dead process about every object that is collected."""
+        """Close the connection: py4j would otherwise report every collected object to a dead process."""
         self.main._gateway._gateway_client.is_connected = False
 
 

@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     async def weight_version(self) -> int | None:
-        """Policy version of the weights it has now; None when nobody has stamped it since it started."""
+        """Policy version of the current weights; None if they were not stamped since the start."""
         ...
 
     async def health(self) -> None:

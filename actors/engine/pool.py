@@ -90,7 +90,7 @@ class EnginePool:
         self._metrics.sticky_sessions.set(self.router.n_sessions)
 
     def failed(self, engine: str, error: EngineError) -> None:
-        """A request failed at ``engine``: nobody is sent there until a probe has found it well."""
+        """A request failed at ``engine``: no request is sent there until a probe succeeds."""
         if self.router.mark(engine, alive=False, problem=str(error)):
             logger.warning("%s", error)
             self._announce()

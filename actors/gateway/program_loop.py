@@ -194,7 +194,7 @@ class ProgramLoop(AgentLoop):
     token_env: str | None = None
     """Environment variable with the token that ``POST /sessions`` wants as ``Authorization: Bearer``. None: none."""
     lease_seconds: float = Field(default=300.0, gt=0, le=86_400)
-    """An external program that is not heard of for so long has failed."""
+    """Seconds of silence after which an external program has failed."""
     grace_seconds: float = Field(default=10.0, gt=0, le=600)
     """Time for a program to end once the time of its episode is over and its calls are refused; at most a tenth of
     it."""

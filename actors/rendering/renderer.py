@@ -129,7 +129,7 @@ class Renderer:
         return Conversation(tuple(messages), text, ids, ids, 0, tuple(tools))
 
     def restart(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
-        """The next branch, which begins with a history that somebody rewrote."""
+        """The next branch, which begins with a rewritten history."""
         return replace(self.start(messages, conversation.tools), branch=conversation.branch + 1)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class CounterfactualPrompt:
         return cls(conversation, {0: conversation.prompt_ids})
 
     def sampled(self, n_tokens: int) -> None:
-        """The turn sampled so many tokens."""
+        """Record that the turn sampled this number of tokens."""
         self.longest = max(self.longest, len(self.conversation.prompt_ids) + n_tokens)
 
     def follow(

@@ -64,7 +64,7 @@ class MemoryClient:
         self._connected = True
 
     def lost(self) -> None:
-        """The connection is gone: nobody will answer."""
+        """The connection is lost: pending searches get no answer."""
         self._connected = False
         for answer in self._waiting.values():
             answer.came.set()

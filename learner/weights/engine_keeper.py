@@ -2,7 +2,7 @@
 
 *consumes* targets (the newest replaces older ones) and the version that the engine reports; *produces* ``state``, and
 an attempt for every new target and whenever the engine reports another version; *waits for* a new target, or the next
-look at the engine. It blocks nobody: an engine that is down or slow only lags.
+probe of the engine. An engine that is down or slow only lags; it blocks nothing else.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class DeferredTasks:
     """Draws fresh tasks, avoiding repeats in a batch. A drawn task that cannot be used yet is kept for later.
 
     A task whose group was cancelled comes back once: were it to come back each time, one whose rollouts
-    always fail would keep others out for ever.
+    always fail would keep others out permanently.
     """
 
     def __init__(self, environments: Collection[str], state: Mapping[str, Any] | None = None) -> None:

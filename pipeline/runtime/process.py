@@ -38,7 +38,7 @@ from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS_MAX = 60.0
-"""A main loop without an iteration for so long is reported as stuck (``/healthz`` answers 503)."""
+"""A main loop without an iteration for this long is reported as stuck (``/healthz`` answers 503)."""
 LAG_PROBE_SECONDS = 0.5
 """Period of the measurements of the event loop's delay."""
 BLOCKED_SECONDS_MAX = 1.0

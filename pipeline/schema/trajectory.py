@@ -98,7 +98,7 @@ class Failure:
     """Class name of the error, or a short reason."""
     message: str
     details: str = ""
-    """Traceback as text, kept for the person who has to mend it."""
+    """Traceback as text, for debugging."""
 
 
 @dataclass(frozen=True, slots=True)

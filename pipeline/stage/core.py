@@ -179,7 +179,7 @@ class StageCore:
             self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
 
     def corrupt(self, peer: str, reason: str) -> None:
-        """Bytes from ``peer`` that are no message at all."""
+        """Count and log an invalid message from ``peer``."""
         log.warning("%s sent an invalid message: %s", peer, reason)
         self.journal.count(Count.MESSAGES_CORRUPT)
 

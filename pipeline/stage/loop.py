@@ -30,7 +30,7 @@ from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Event, EventKind
 
 IDLE_SECONDS_MAX = 5.0
-"""The loop comes round at least so often (heartbeat)."""
+"""Longest time between two iterations (heartbeat)."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ class PoolEntry:
     trajectory_id: str
     task: Task
     saved: int
-    """Number of the save: the order of entries. Rises for ever."""
+    """Number of the save, which orders entries. It only increases."""
     reward: float
     n_turns: int
     n_tokens: int

@@ -52,7 +52,7 @@ class PayloadRefCounts:
 
     @property
     def held(self) -> set[int]:
-        """``row_id`` of all that somebody needs."""
+        """``row_id`` of all payloads with a holder."""
         return set(self._holders)
 
     def __contains__(self, row_id: int) -> bool:

@@ -90,7 +90,7 @@ class Drop(StrEnum):
     UNKNOWN = "unknown"
     """No such order was ever issued here."""
     CORRUPT = "corrupt"
-    """Its bytes are no trajectory, or not the one that was ordered."""
+    """The bytes are not a valid trajectory, or not the ordered one."""
     SCHEMA = "schema"
     """Its values break the data model, or it has another schema version."""
     REPLACED = "replaced"

@@ -190,11 +190,11 @@ class HeldSegments:
         self._live.update(dict.fromkeys(segments, 0))
 
     def add(self, segment: int, trajectories: int = 1) -> None:
-        """So many more (or, negative, fewer) live trajectories are in the segment."""
+        """Add to the number of live trajectories in the segment (negative: subtract)."""
         self._live[segment] += trajectories
 
     def remove_empty(self, directory: Path, reader: SegmentReader, current: int) -> None:
-        """Remove the files of segments before ``current`` that nobody needs."""
+        """Remove the files of segments before ``current`` that are not needed."""
         needed = self.checkpointed | self.saving
         for segment, live in list(self._live.items()):
             if live == 0 and segment < current and segment not in needed:

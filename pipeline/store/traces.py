@@ -95,7 +95,7 @@ def _half(values: FloatArray) -> bytes:
 KIND = frames.FileKind("traces", 2, "a file of traces", "delete it; only afterplay show reads it")
 SUFFIX = ".traces"
 FILES = 8
-"""Files that the allowed bytes are divided among: so much is lost at once when the oldest goes."""
+"""Files that the allowed bytes are divided among. The oldest is deleted as a whole."""
 _NAME = re.compile(r"(.+)-(\d{8})\.traces")
 _LEVEL = 1
 """zlib's quickest: token ids shrink to a third, and a learner waits for it."""

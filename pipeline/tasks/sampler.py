@@ -36,7 +36,7 @@ class DrawOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The next task. Its id is known at once; the task of a data set is read when somebody wants it."""
+    """The next task. Its id is known at once; a row of a data set is read on demand."""
 
     task_id: str
     task: Callable[[], Task]

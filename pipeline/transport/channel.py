@@ -197,7 +197,7 @@ class Mailbox:
 class Silence:
     """Detects silent peers. Time in which this process could not receive does not count.
 
-    When we ourselves did not listen (a blocked event loop, a full mailbox), that time counts for nobody: a process
+    When this process did not listen (a blocked event loop, a full mailbox), that time does not count: a process
     that was stopped for a minute must read what waits in its socket before it declares everyone else dead.
     """
 

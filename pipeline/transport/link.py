@@ -1,4 +1,4 @@
-"""The link over any wire: says HELLO, sends heartbeats, and reconnects by itself.
+"""The link over any wire: says HELLO, sends heartbeats, and reconnects.
 
 Its state of the connection is pure and owns no socket.
 """

@@ -32,7 +32,7 @@ class Piece:
     """One token as it is shown."""
 
     text: str
-    """Text that becomes readable with it; empty where it only begins or goes on with a character."""
+    """Text that becomes readable with it; empty if it only begins or continues a character."""
     part: str = ""
     """Its bytes in hexadecimal where it is not whole characters by itself."""
     special: bool = False
