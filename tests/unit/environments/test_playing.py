@@ -123,7 +123,7 @@ def test_what_cannot_be_played_says_why(monkeypatch, tmp_path):
         typed(monkeypatch, engine="http://127.0.0.1:9")
     with pytest.raises(ConfigurationError, match="expected the folder of a model"):
         typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path / "none")
-    with pytest.raises(ConfigurationError, match="one player"):
+    with pytest.raises(ConfigurationError, match="either --expert or --engine"):
         typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path, expert=True)
 
 

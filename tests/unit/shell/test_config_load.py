@@ -141,8 +141,8 @@ def test_a_dumped_configuration_loads_as_an_equal_one(options, name, rate, seed,
 
 def test_show_documents_every_key_that_has_documentation():
     text = show(RunConfig())
-    assert "# Learner updates." in text
-    assert "# By name; the name is Task.environment and the env label of metrics." in text
+    assert "# Length of the run, in updates of the learner." in text
+    assert "# Environments by name. The name is Task.environment and the env label of metrics." in text
 
 
 def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_named(text):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"{port} to be free, got a port in use"):
+        with pytest.raises(ConfigurationError, match=f"{port} to be free, but it is in use"):
             resolve(loads(text.format(port)))
 
 
