@@ -211,7 +211,7 @@ class Actor:
             try:
                 self._handle(event)
             except (WireError, SchemaError, KeyError, TypeError) as error:
-                logger.error("a message of the replay stage is not understood and was left out: %r", error)
+                logger.error("ignored an invalid message from the replay stage: %r", error)
             self._work()
 
     def _handle(self, event: Event) -> None:
@@ -364,7 +364,7 @@ class Actor:
 
 
 class _Hello(Mapping[str, Any]):
-    """The header of HELLO, true at the moment it is sent."""
+    """The header of HELLO, computed when it is sent."""
 
     _KEYS = ("role", "name", "schema_version", "slots", "splits", "holding")
 

@@ -1,6 +1,6 @@
-"""The actor process: builds its parts from the run file, serves until it is stopped, then drains.
+"""The actor process: builds its parts from the run file, serves until stopped, then drains.
 
-A full collection of Python's garbage collector visits every object that could be in a cycle, and no rollout goes on
+A full collection of Python's garbage collector visits every object that could be in a cycle, and no rollout continues
 meanwhile. The objects of set-up (modules, the tokenizer, the configuration: 105,000, or 229,000 with torch) would be
 visited each time and never freed, for 60 to 190 ms of CPU on a busy machine. So they are frozen after set-up
 (``gc.freeze``), which saves a tenth of a turn's CPU, and the collector runs seven times more rarely. It stays on: a
@@ -43,7 +43,7 @@ generation takes: it has at most ten times as many."""
 @contextmanager
 def gc_policy() -> Iterator[None]:
     """Inside the block what exists now is never visited, and what is new is visited more rarely. Enter it after
-    set-up; it undoes itself, for a process that goes on."""
+    set-up; it is undone at the end, for a process that continues."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -63,8 +63,8 @@ FLUSH_SECONDS_MAX = 1.5
 
 
 async def main(ctx: RoleContext) -> None:
-    """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for what the person who started us can
-    mend."""
+    """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for errors that the user can
+    fix."""
     config = ctx.config
     metrics = ActorMetrics(ctx.registry, environments=tuple(config.environments))
     ctx.report("starting", "the tokenizer")

@@ -22,7 +22,7 @@ Python has it. The goal is below 1 ms of CPU a turn and below 50 ms of lag at 1,
 ``--peer verl`` runs the same turns with the same texts and latency in verl's own ``ToolAgentLoop``, in a process of
 its own (:mod:`benchmarks.actor_scale_verl` says what is measured there), and prints its rows below. verl wants other
 versions of torch's and transformers' packages than Afterplay has, so ``AFTERPLAY_VERL_PYTHON`` may name the interpreter
-that has it; without verl the rows are left out and a line says so. verl has no loop in which an environment answers
+that has it; without verl the rows are omitted and a line reports it. verl has no loop in which an environment answers
 every reply.
 """
 

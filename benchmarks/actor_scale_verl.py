@@ -1,7 +1,7 @@
 """verl's ``ToolAgentLoop`` under the load of :mod:`benchmarks.actor_scale`, in an interpreter that has verl (0.9.1).
 
 Not started by hand: ``python -m benchmarks.actor_scale --peer verl`` gives it the texts on standard input and reads a
-line of JSON for each size from standard output. Measured is verl's own class, made anew for each episode as verl
+line of JSON for each size from standard output. Measured is verl's own class, created for each episode as verl
 does, in one event loop, with a client of the engine that answers after the fixed latency; its function tool is async
 and answers at once. Left out in verl's favour: Ray (a call to the load balancer and one to the engine for each turn),
 hydra's making of the loop, and the padding of each result to tensors. Afterplay's rows have their own counterparts of

@@ -41,7 +41,7 @@ class Load:
     """Growth of the resident set while all episodes were in progress, for each of them."""
     turns: int
     tokens: float
-    """Of an episode, everything counted."""
+    """All tokens of an episode."""
 
 
 Play = Callable[[int], Awaitable[tuple[int, int]]]

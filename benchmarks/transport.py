@@ -240,7 +240,7 @@ def measure(name: str, n: int) -> tuple[float, float]:
 
 
 class _Mark:
-    """Stands for the pipe; notes when the producer said it was done."""
+    """Replaces the pipe; records when the producer reported its end."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -102,7 +102,7 @@ def _check_ranks(config: RunConfig) -> None:
         raise ConfigurationError("learner.optimizer adamw_8bit is for one rank: set adamw, or learner.ranks: 1")
     if learner.lora.rank and learner.reference.refresh_every is not None:
         raise ConfigurationError(
-            "learner.reference.refresh_every with learner.lora is for one rank: leave one of them out, or set "
+            "learner.reference.refresh_every with learner.lora is for one rank: omit one of them, or set "
             "learner.ranks: 1"
         )
 

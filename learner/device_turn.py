@@ -1,11 +1,11 @@
 """The learner's side of a GPU that it shares with the engines (``engine.colocate``).
 
-*consumes* the loop's wish to train; *produces* a device that nobody else uses, with the learner's models on it; *waits
+*consumes* the loop's request to train; *produces* exclusive use of the device, with the learner's models on it; *waits
 for* the engines to fall asleep; *unblocked by* their keepers.
 
 With offloading, models and optimizer state move between the device and host memory in place. A parameter stays the same
 object, and so does each tensor of an optimizer's state: only the memory behind it changes, so that optimizer, average
-and adapters need not be told. Nothing may compute while they are in host memory.
+and adapters keep their references. Nothing may compute while they are in host memory.
 """
 
 from __future__ import annotations

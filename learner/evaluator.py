@@ -1,4 +1,4 @@
-"""Stand-in for the learner during ``afterplay eval``: weights that do not change.
+"""Replaces the learner during ``afterplay eval``: publishes weights that do not change.
 
 *consumes* EVALUATION; *produces* the version stamp in the engines, one VERSION and a BYE; *waits for* the result. It
 loads no model: the engines were started with the model folder of the checkpoint and only need its version.

@@ -251,7 +251,7 @@ class LearnerLoop:
                 with anyio.move_on_after(5.0):
                     await session.changed()
         if waiting.cancelled_caught:
-            log.warning("the last weights were not evaluated in time: the run ends without it")
+            log.warning("the last weights were not evaluated in time: the run ends without their evaluation")
 
     async def _finish(self) -> None:
         updates = self._trainer.updates

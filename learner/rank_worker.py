@@ -41,7 +41,8 @@ Handler = Callable[[Trainer, Mapping[str, Any], tuple[Row, ...], TokenScores], A
 
 
 def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], None]) -> None:
-    """Execute the commands of rank 0 until it ends the work. ``image`` takes part in a checkpoint of so many updates.
+    """Execute the commands of rank 0 until it ends the work. ``image`` takes part in a checkpoint after
+    its number of updates.
 
     Raises :class:`TrainingError` when rank 0 is gone.
     """
@@ -56,7 +57,7 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
             elif command != "heartbeat":
                 _HANDLERS[command](trainer, facts, rows, scores)
         except Interrupted:
-            log.info("rank %d gave up %s: the learner is stopping", group.rank, command)
+            log.info("rank %d cancelled %s: the learner is stopping", group.rank, command)
 
 
 class ShardWriter:

@@ -1,7 +1,7 @@
 """Rank 0 of several: starts the other ranks, sends them heartbeats, notices when one is lost, and ends them.
 
 With ``learner.ranks`` the other ranks are child processes on this machine, so that the supervisor watches, stops and
-restarts one learner process. Under torchrun they are there already.
+restarts one learner process. Under torchrun they already exist.
 
 *consumes* ends of children and errors of connections; *produces* heartbeats, and :class:`TrainingError` for the role
 when a rank is lost; *waits for* nothing else. A lost rank ends the learner within ``LOSS_SECONDS``: the supervisor
@@ -99,8 +99,8 @@ class RankZero:
         self._close(wait_seconds=0 if gone else END_SECONDS)
 
     def _start_children(self, config: RunConfig, port: int) -> None:
-        """They read their run file from stdin, and meet rank 0 at ``port``. Stdin closes when this process dies, which
-        ends a child also where it was not registered with the reaper yet."""
+        """Start the other ranks, which read their run file from stdin and meet rank 0 at ``port``. Stdin closes when
+        this process dies, which ends a child also if it was not registered with the reaper yet."""
         run_file, size = config.model_dump_json().encode() + b"\n", config.learner.ranks
         for rank in range(1, size):
             command = [sys.executable, "-m", "learner.rank_worker", str(rank), str(size), str(port)]
@@ -121,7 +121,7 @@ class RankZero:
             self._note(_describe({rank: end}))
 
     def _gone(self, wait_seconds: float = 0.0) -> str:
-        """The children that have ended, in words, waiting at most so long for the first; empty when none has."""
+        """Description of the children that have ended; waits for the first at most this long. Empty if none has."""
         ends = {rank: child.end for rank, child in self._children.items()}
         futures.wait(ends.values(), wait_seconds, futures.FIRST_COMPLETED)
         return _describe({rank: end for rank, end in ends.items() if end.done()})

@@ -95,7 +95,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                 await writer.idle()
             if waiting.cancelled_caught:
                 log.warning(
-                    "the checkpoint of %s updates was not durable in time: the one before stays", writer.writing
+                    "the checkpoint of %s updates was not written in time: the previous one is kept", writer.writing
                 )
 
         async def heartbeat() -> None:
@@ -125,7 +125,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                 await loop.run(initial=start.checkpoint is None)
                 await best.settle()
             except* Interrupted:
-                log.info("gave up the step that was under way: the process is stopping")
+                log.info("cancelled the unfinished step: the process is stopping")
                 await until_saved()
         tasks.cancel_scope.cancel()
 
@@ -154,7 +154,7 @@ def choose_version(progress: LearnerProgress, recorded: int, written: list[int])
     """Version under which the weights are published first (PROTOCOL.md, "Resuming").
 
     ``recorded`` is the newest that the replay stage has, ``written`` the versions with a weight folder: an engine may
-    have served one of those although nobody announced it. A version names one set of weights for ever, so versions
+    have served one of those although nobody announced it. A version always names the same weights, so versions
     newer than the restored one are skipped.
 
     >>> choose_version(LearnerProgress(), -1, [])

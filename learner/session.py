@@ -209,7 +209,7 @@ class LearnerSession:
             if isinstance(error, WireError | TrainingError):
                 raise
             raise WireError(
-                f"{message.kind} from the replay stage is not understood: {type(error).__name__}: {error}"
+                f"{message.kind} from the replay stage is invalid: {type(error).__name__}: {error}"
             ) from error
 
     def _plan(self, header: Mapping[str, Any]) -> None:
@@ -220,7 +220,7 @@ class LearnerSession:
                 f"{plan.group_id}: learner and replay stage must read the same run file"
             )
         if update < self.progress.updates:
-            log.warning("%s is planned for update %d, which is made already: ignored", plan.group_id, update)
+            log.warning("%s is planned for update %d, which is already done: ignored", plan.group_id, update)
             return
         self.assembler.plan(plan, update)
 

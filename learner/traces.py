@@ -1,6 +1,6 @@
 """Traces of some trajectories of every update, with the learner's values of each token (``traces.trained``).
 
-Uses values that the update has computed already, and never stops the learner: where the disk refuses, tracing ends with
+Uses values that the update has already computed. It never stops the learner: on a disk error, tracing ends with
 a warning.
 """
 
@@ -53,7 +53,7 @@ class Tracer:
                     frames = encode_trajectory(trajectories[i])
                     self._writer.append(index, frames, tokens.of(i, trajectories[i]), report.update)
         except (OSError, SchemaError) as error:
-            log.warning("traces of trained trajectories are kept no longer: %s", error)
+            log.warning("stopped writing traces of trained trajectories: %s", error)
             self.close()
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def tracing(config: TracesConfig, directory: Path, seed: int, updates: int) -> I
         try:
             tracer = Tracer(TraceWriter(directory, NAME, config.bytes_max, updates), config.trained, seed)
         except OSError as error:
-            log.warning("traces of trained trajectories are not kept: %s", error)
+            log.warning("no traces of trained trajectories are written: %s", error)
     try:
         yield tracer
     finally:

@@ -3,7 +3,7 @@
 ::
 
     AfterplayError
-    ├── ConfigurationError      the run file or an option is wrong; the person who started us can mend it
+    ├── ConfigurationError      the run file or an option is wrong; the user can fix it
     ├── SchemaError             a value does not satisfy the data model (raised when it is built)
     ├── WireError               bytes from a peer cannot be understood
     │   ├── LimitExceeded       ... because they are larger than a declared limit
@@ -24,7 +24,7 @@
     ├── TrainingError           the learner cannot make a step from this batch
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 
-Each message says what was expected, what came, and what to do.
+Each message has what was expected, what came, and the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from contextlib import contextmanager
 
 
 class AfterplayError(Exception):
-    """Root of the tree. Catch it to tell our own refusals from bugs."""
+    """Root of the tree. Everything else that is raised is a bug."""
 
 
 class ConfigurationError(AfterplayError):

@@ -1,6 +1,7 @@
 """``alfworld``: household tasks of ALFWorld as text, from the game files that ``alfworld-download`` fetches.
 
-Written after alfworld 0.4.2 and textworld 1.6 and tested against stand-ins for both: their data could not be had.
+Written for alfworld 0.4.2 and textworld 1.6, and tested against stand-ins for both, because their data was not
+available.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(config=STRICT_OPTIONS)
 class AlfWorld(Environment):
-    """Household tasks in text (ALFWorld); a finished task pays 1.0. Needs the game files."""
+    """Household tasks in text (ALFWorld). A finished task has reward 1.0. Needs the game files."""
 
     blocking = True
 

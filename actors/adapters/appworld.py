@@ -1,9 +1,9 @@
 """``appworld``: tasks of AppWorld, solved by writing Python that calls the APIs of nine simulated apps.
 
 AppWorld needs pydantic 1, so it runs in an environment of its own, as its server (``appworld serve environment --port
-8700``). A server holds one world at a time: give as many servers as episodes run at once. The policy's
-code is executed there, never here. Written after the routes of appworld 0.1.3 and tested against a stand-in: its data
-could not be had.
+8700``). A server has one world at a time: start as many servers as episodes run at once. The policy's
+code is executed there, never here. Written for the routes of appworld 0.1.3, and tested against a stand-in, because its
+data was not available.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Task: {instruction}"""
 
 @dataclass(config=STRICT_OPTIONS)
 class AppWorldTasks(Environment):
-    """Tasks in a simulated world of apps, solved by code (AppWorld); all tests passed pays 1.0. Needs its servers."""
+    """Tasks in a simulated world of apps, solved by code (AppWorld). Reward 1.0 if all tests pass. Needs servers."""
 
     blocking = True
 

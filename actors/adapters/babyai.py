@@ -1,4 +1,4 @@
-"""``babyai``: levels of minigrid's BabyAI as text. The 7 x 7 view in words, actions as words.
+"""``babyai``: levels of minigrid's BabyAI as text. The 7 x 7 view and the actions are words.
 
 The view is what the package gives the agent (no look behind walls). A level's own limit on steps ends the game.
 """
@@ -23,7 +23,7 @@ _DOOR_STATES = ("open", "closed", "locked")
 
 @dataclass(config=STRICT_OPTIONS)
 class BabyAI(Environment):
-    """Reach the goal of a BabyAI level (minigrid) by words like ``left`` and ``forward``; a reached goal pays 1.0."""
+    """Reach the goal of a BabyAI level (minigrid) with words like ``left`` and ``forward``. The goal has reward 1.0."""
 
     splits = held_out(10**9)
 
@@ -34,7 +34,7 @@ class BabyAI(Environment):
     quick_pays_more: bool = False
     """Pay what the package pays, ``1 - 0.9 * steps / limit``, and not 1.0."""
     unknown_pays: float = Field(default=0.0, ge=-1, le=0)
-    """Reward of a reply that is no action. Below 0 it teaches the words to a policy that knows nothing."""
+    """Reward of a reply that is not an action. Below 0 it teaches the words to an untrained policy."""
     compact: bool = False
     """Few words a message and no instructions, for tiny models with a tokenizer of words."""
 

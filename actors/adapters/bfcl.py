@@ -1,7 +1,7 @@
 """``bfcl``: multi-turn tool use of the Berkeley Function Calling Leaderboard.
 
 The user asks several things one after the other. The policy answers with calls (``<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>``, as many as it likes) and sees what they return; a reply without a call ends the user's turn, which
+{...}}</tool_call>``, any number of them) and gets their results; a reply without a call ends the user's turn, which
 is then judged by the benchmark's own check.
 """
 
@@ -34,7 +34,7 @@ the user asked for, reply without a call. The functions:"""
 
 @dataclass(config=STRICT_OPTIONS)
 class BFCL(Environment):
-    """Multi-turn tool use on simulated file systems, cars, travel agencies ... (BFCL v4); a solved task pays 1.0."""
+    """Multi-turn tool use on simulated file systems, cars, travel agencies (BFCL v4). A solved task has reward 1.0."""
 
     splits = MappingProxyType({"train": tuple(i for i in range(200) if i % 5), "eval": tuple(range(0, 200, 5))})
     """Ours: the benchmark has none. Every category has the same 200 tasks, changed; the split is the same in each."""
@@ -67,7 +67,7 @@ class BFCL(Environment):
         return BFCLEpisode(self, self.row(task))
 
     def row(self, task: Task) -> Row:
-        """Seed ``i`` stands for row ``i`` of the category, modulo their number."""
+        """Seed ``i`` is row ``i`` of the category, modulo their number."""
         all_rows = rows(self.category)
         return all_rows[task.seed % len(all_rows)]
 

@@ -96,7 +96,7 @@ def schemas(class_name: str) -> tuple[dict[str, Any], ...]:
 
 
 class Simulators:
-    """The simulators of one episode: what the calls change."""
+    """The simulators of one episode, whose state the calls change."""
 
     def __init__(self, row: Row, long_context: bool) -> None:
         constants = importlib.import_module(_CONSTANTS)
@@ -162,7 +162,7 @@ def _schema(value: Any) -> Any:
 
 
 def _check(value: Any, name: str = "") -> None:
-    """Refuse arguments that would make a simulator compute for ever. Raises :class:`ValueError`."""
+    """Refuse arguments with which a simulator would never return. Raises :class:`ValueError`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _check(item, str(key))

@@ -1,6 +1,6 @@
-"""``big_sums``: arithmetic with numbers that are too long for the head, and a calculator to do it with.
+"""``big_sums``: arithmetic with large numbers, and a calculator as a tool.
 
-As little stories, the sums also ask which operation is meant.
+As short word problems, they also require to recognise the operation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The adapters by name with their requirements, and what several of them share: splits of seeds, private random states,
+"""The adapters by name with their requirements, and code that several of them share: splits of seeds, random states,
 and a test of how long a start takes."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def package(name: str, *modules: str) -> Any:
     if adapter.module is None:
         raise ConfigurationError(f"the environment {name} has no package that could be imported here")
     if adapter.missing is not None:
-        raise ConfigurationError(f"the environment {name} needs something that is not installed: {adapter.missing}")
+        raise ConfigurationError(f"the environment {name} is missing an installation: {adapter.missing}")
     try:
         for module in modules:
             importlib.import_module(module)

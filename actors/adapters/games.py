@@ -2,8 +2,8 @@
 
 ``arithmetic``    small sums, with feedback and another attempt after a wrong answer
 ``number_guess``  find a hidden number; the environment answers only higher or lower
-``passcode``      locks whose codes can only be found by trying; short codes are easy, long ones succeed rarely
-``program``       tasks for agent programs that judge themselves (docs/GATEWAY.md), without rules of its own
+``passcode``      locks whose codes can only be found by trial; short codes are easy, long ones rarely succeed
+``program``       tasks for agent programs that compute their own reward (docs/GATEWAY.md)
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _INTEGER = re.compile(r"\d+")
 
 @dataclass(config=STRICT_OPTIONS)
 class NumberGuess(Environment):
-    """Guess a number in ``low`` to ``high`` in at most ``turns`` turns; a solved game pays 1.0."""
+    """Guess a number in ``low`` to ``high`` in at most ``turns`` turns. A solved game has reward 1.0."""
 
     low: int = Field(default=0, ge=0, le=10**9)
     high: int = Field(default=15, ge=0, le=10**9)
@@ -188,7 +188,7 @@ class PasscodeEpisode(Episode):
 
 @dataclass(config=STRICT_OPTIONS)
 class Program(Environment):
-    """The task's payload goes to the program as it is; its ``prompt``, where it has one, is also the first message."""
+    """Passes the task's payload to the program unchanged. Its ``prompt``, if it has one, is also the first message."""
 
     loop = "program"
 

@@ -31,7 +31,7 @@ from pipeline.schema import Message, Task
 
 @dataclass(config=STRICT_OPTIONS)
 class Gymnasium(Environment):
-    """Any Gymnasium environment; you say how an observation reads and what the actions are called."""
+    """Any Gymnasium environment, with your description of observations and your names of actions."""
 
     splits = held_out(10**9)
 
@@ -68,8 +68,7 @@ class Gymnasium(Environment):
         words = {word.lower() for word in self.actions}
         if self._parse is None and not (discrete and len(self.actions) == len(words) == int(space.n)):
             raise ValueError(
-                f"expected a word of its own for each action of {space}, or a parse function; "
-                f"got actions={self.actions}"
+                f"expected a different word for each action of {space}, or a parse function; got actions={self.actions}"
             )
         self._first = int(space.start) if discrete else 0
         self.blocking = takes_long(lambda: self.start(Task("gymnasium/1", "gymnasium", 1)).close())

@@ -1,8 +1,8 @@
 """Java processes of TextWorldExpress, shared by many games.
 
 The package starts one process (120 MB, more later) for each of its environments; a process can hold any number of
-games though. Calls into one process are made one at a time. Games whose Java code keeps state outside of the game get a
-process to themselves.
+games. Calls into one process are made one at a time. Games whose Java code keeps state outside of the game get a
+separate process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Process:
                 self.main._gateway.java_process.kill()
                 raise TimeoutError(
                     f"a Java process did not answer for {CALL_SECONDS_MAX:g} s and was ended; its games are lost, "
-                    "the next one gets a new process"
+                    "the next game gets a new process"
                 )
         self._since = time.monotonic()
         try:
@@ -57,7 +57,7 @@ class Process:
         self.main._gateway.detach(java_object)
 
     def forget(self) -> None:
-        """Connect to it no more. py4j would still tell a dead process about every object that is collected."""
+        """Close the connection: py4j would otherwise report every collected object to a dead process."""
         self.main._gateway._gateway_client.is_connected = False
 
 

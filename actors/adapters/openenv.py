@@ -25,7 +25,7 @@ CLOSE_SECONDS_MAX = 1.0
 
 
 class OpenEnvError(Exception):
-    """The server answered with an error, or with something that is not the protocol."""
+    """The server answered with an error, or violated the protocol."""
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -37,7 +37,7 @@ class OpenEnv(Environment):
     urls: tuple[str, ...] = Field(default=("ws://127.0.0.1:8000",), min_length=1)
     """Servers (``ws://host:port`` or ``http://host:port``), taken in turn."""
     action: dict[str, Any] = Field(default_factory=lambda: {"message": "{reply}"})
-    """The action of a step. ``{reply}`` in a text stands for the reply of the policy; a value that is exactly
+    """The action of a step. ``{reply}`` in a text is replaced by the policy's reply; a value that is exactly
     ``{json}`` for the JSON object in the reply."""
     observation: str | None = None
     """Key of the observation that the policy reads. None: all of it as JSON, without ``metadata``."""

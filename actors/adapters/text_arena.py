@@ -1,7 +1,7 @@
 """``textarena``: the single-player games of TextArena, many turns of plain text.
 
-The games draw from Python's global ``random`` and seed it. Every episode has a random state of its own, which
-replaces the global one while a method of the game runs, so an episode neither disturbs nor is disturbed by another one.
+The games draw from Python's global ``random`` and seed it. Every episode has its own random state, which
+replaces the global one while a method of the game runs, so episodes do not affect each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TextArena(Environment):
     game: str = "GuessTheNumber-v0"
     """An id of TextArena without ``-train`` or ``-raw``. Tested: see docs/ENVIRONMENTS.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the game that replace those that its id stands for, for example ``{max_turns: 20}``."""
+    """Keyword arguments of the game, which override those of its id, for example ``{max_turns: 20}``."""
     loss_pays: float | None = Field(default=None, ge=-100, le=100)
     """Replacement for a negative reward (often an invalid move, -1). None: the reward as it is."""
 

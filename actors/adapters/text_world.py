@@ -49,7 +49,7 @@ class TextWorldExpress(Environment):
     """Few words a message, one word an action (``north``, ``take``) and no instructions, for tiny models with a
     tokenizer of words. ``coin`` without doors only."""
     impossible_pays: float = Field(default=0.0, ge=-1, le=0)
-    """Reward of a reply that is no possible action. Below 0 it teaches them to a policy that knows nothing."""
+    """Reward of a reply that is not a possible action. Below 0 it teaches the actions to an untrained policy."""
     jvms: int = Field(default=1, ge=1, le=64)
     """Java processes. ``sorting`` needs one for each episode that runs at once, the other games share them."""
     heap_mib: int = Field(default=256, ge=64, le=65_536)
@@ -58,7 +58,9 @@ class TextWorldExpress(Environment):
 
     def __post_init__(self) -> None:
         if self.compact and (self.game not in COMPACT or "includeDoors=0" not in self.params.replace(" ", "")):
-            raise ValueError(f"compact: tells coin with params: includeDoors=0, not {self.game} with {self.params!r}")
+            raise ValueError(
+                f"compact: expected game coin with params includeDoors=0, got {self.game} with {self.params!r}"
+            )
         library = package("textworld_express")
         self._pool = Pool(library.TextWorldExpressEnv, self.jvms, alone=self.game in ALONE, heap_mib=self.heap_mib)
 

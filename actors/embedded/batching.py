@@ -1,4 +1,4 @@
-"""transformers' continuous batching with what a server needs.
+"""transformers' continuous batching, extended for a server.
 
 Results go to the event loop, the prefix cache forgets old weights, a dead sampling thread is reported.
 One background thread (of transformers) samples; everything here that touches its state runs inside
@@ -150,7 +150,7 @@ class Batching(ContinuousBatchingManager):
 
 
 class _Router:
-    """Stands for transformers' OutputRouter: one callback on the event loop for all results of a step."""
+    """Replaces transformers' OutputRouter: one callback on the event loop for all results of a step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[GenerationOutput]], None]) -> None:
         self.loop = loop

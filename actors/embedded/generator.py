@@ -137,7 +137,7 @@ class Generator:
                 f"{len(self._waiting)} requests are in flight, the engine takes {self.options.queue_max}: try again",
             )
         if request.request_id in self._waiting:
-            raise Refused(400, f"request_id {request.request_id!r} is in flight already")
+            raise Refused(400, f"request_id {request.request_id!r} is already in flight")
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self.versions.begin(request.request_id)
@@ -162,7 +162,7 @@ class Generator:
 
         def resume() -> None:
             if self._rest.asleep:
-                raise Refused(400, "resume: the engine sleeps, wake it up")
+                raise Refused(400, "resume: the engine is asleep: wake it up first")
             self._release()
 
         await self._in_control(resume)
@@ -218,7 +218,7 @@ class Generator:
 
         def load() -> None:
             if WEIGHTS in self._rest.asleep:
-                raise Refused(400, "reload_weights: the weights sleep, wake tags=weights first")
+                raise Refused(400, "reload_weights: the weights are asleep: wake tags=weights first")
             with self._batching.frozen():
                 load_weights(self._model, folder)
                 self._rest.discarded = False

@@ -14,7 +14,7 @@ import orjson
 from actors.embedded.options import EngineOptions
 
 GREEDY_TEMPERATURE = 1e-6
-"""Stands for temperature 0: after it the most likely token has all the probability (log-probability 0)."""
+"""Temperature used for 0: it gives the most likely token all the probability (log-probability 0)."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1, None),
@@ -82,7 +82,7 @@ class Bounds:
                 404, f"The model {request['model']!r} does not exist: this engine serves {self.options.served_name!r}"
             )
         if request.get("stream"):
-            raise Refused(400, "stream: the embedded engine does not stream; leave it out")
+            raise Refused(400, "stream: the embedded engine does not stream: omit it")
         sampling = request.get("sampling_params")
         if not isinstance(sampling, dict):
             raise Refused(400, "expected sampling_params to be a JSON object")
@@ -122,7 +122,7 @@ class Bounds:
             if name in _USED or name in _IGNORED:
                 continue
             if name not in _NEUTRAL:
-                raise Refused(400, f"sampling_params.{name}: not known to the embedded engine")
+                raise Refused(400, f"sampling_params.{name}: unknown to the embedded engine")
             if value not in _NEUTRAL[name]:
                 raise Refused(
                     400, f"sampling_params.{name}={value!r}: the embedded engine supports only {_NEUTRAL[name][0]!r}"
@@ -182,7 +182,7 @@ class VersionRecord:
     def begin(self, request_id: str) -> None:
         """Start recording. Raises ValueError for an id that is in flight."""
         if request_id in self._marks:
-            raise ValueError(f"request {request_id!r} is in flight already")
+            raise ValueError(f"request {request_id!r} is already in flight")
         self._marks[request_id] = [(0, self.current)]
 
     def stamp(self, version: str, sampled: Mapping[str, int]) -> None:

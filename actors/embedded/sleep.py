@@ -1,8 +1,8 @@
-"""Releases the memory of an engine for its sleep and restores it afterwards. Everything runs while sampling is held.
+"""Releases the memory of an engine for its sleep and restores it afterwards. Sampling is held meanwhile.
 
 Levels as vLLM's: 1 keeps the weights in host memory, 2 discards them; both release the KV cache. vLLM computes the
 context of unfinished requests again; here the blocks that they hold are copied to host memory, so that they continue
-where they were, as after a pause.
+unchanged, as after a pause.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The interface of an inference engine to the agent loops, satisfied by the HTTP client and the stub of the tests, and
-time limits that stand still while the engines sleep (``engine.colocate: sleep``).
+time limits that pause while the engines sleep (``engine.colocate: sleep``).
 
-A sleeping engine is not slow and not dead: the learner has the device. Requests, episodes and waits that go on
-meanwhile have the time that they had left when it fell asleep.
+A sleeping engine is neither slow nor dead: the learner has the device. Requests, episodes and waits that continue
+meanwhile keep the time that they had left when it fell asleep.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     async def weight_version(self) -> int | None:
-        """Policy version of the weights it has now; None when nobody has stamped it since it started."""
+        """Policy version of the current weights; None if they were not stamped since the start."""
         ...
 
     async def health(self) -> None:
@@ -124,7 +124,7 @@ class PausableTimeout:
             scope.deadline = float("inf")
 
     def woke(self) -> None:
-        """All limits go on. Harmless when they do."""
+        """Let all limits run again; no effect if they do."""
         if not self.asleep:
             return
         self._asleep_since = None
@@ -135,7 +135,7 @@ class PausableTimeout:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A generation and who made it."""
+    """A generation and the engine that made it."""
 
     generation: Generation
     engine: str

@@ -3,7 +3,7 @@
 ``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the
 client goes over to ``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET
 /weight_info``, read before and after each request. If the version changed under the request, the boundary is unknown
-and all its tokens get the older version: staleness is never understated.
+and all its tokens get the older version, so that staleness is never underestimated.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EngineClient:
     ) -> Generation:
         before = await self.weight_version()
         if before is None:
-            raise EngineUnavailable(f"engine {self._url} has weights that nobody stamped")
+            raise EngineUnavailable(f"engine {self._url} has weights without a version stamp")
         body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters, **self._named}
         if cache_salt:
             body["cache_salt"] = cache_salt
@@ -103,7 +103,7 @@ class EngineClient:
         accepted = self._accepted(status, answer)
         after = await self.weight_version()
         if after is None or after < before:
-            raise EngineUnavailable(f"engine {self._url} was restarted under a request")
+            raise EngineUnavailable(f"engine {self._url} was restarted during a request")
         return read_completion(self._url, accepted, sampling.max_tokens, self._vocabulary, before)
 
     async def weight_version(self) -> int | None:

@@ -29,7 +29,7 @@ CACHE_PROBE_EVERY = 5
 
 
 class NoEngineFit(EngineUnavailable):
-    """No engine became fit in time. Not worth another try: the wait was the try."""
+    """No engine became fit in time. There is no retry, because the request has already waited."""
 
 
 class EnginePool:
@@ -46,7 +46,7 @@ class EnginePool:
         patience: PausableTimeout | None = None,
     ) -> None:
         if not engines:
-            raise ConfigurationError("there is no engine: set engine.replicas or engine.urls")
+            raise ConfigurationError("expected at least one engine, got none: set engine.replicas or engine.urls")
         self._engines: Mapping[str, Engine] = {engine.name: engine for engine in engines}
         if len(self._engines) != len(engines):
             raise ConfigurationError(f"engine.urls names an engine twice: {[e.name for e in engines]}")
@@ -90,7 +90,7 @@ class EnginePool:
         self._metrics.sticky_sessions.set(self.router.n_sessions)
 
     def failed(self, engine: str, error: EngineError) -> None:
-        """A request failed at ``engine``: nobody is sent there until a probe has found it well."""
+        """A request failed at ``engine``: no request is sent there until a probe succeeds."""
         if self.router.mark(engine, alive=False, problem=str(error)):
             logger.warning("%s", error)
             self._announce()

@@ -1,11 +1,11 @@
-"""Reads what an engine answered. Pure; believes nothing.
+"""Parses and validates the answers of an engine. Pure.
 
-Every fault is an :class:`EngineProtocolError` that names the engine, what was expected and what came. Policy versions
+Every fault is an :class:`EngineProtocolError` with the engine, the expected and the actual value. Policy versions
 are labels: a decimal number is a policy version; ``default`` (vLLM's label before the first stamp) is *no* version.
-An engine says ``default`` when it was just started or restarted: its weights are then those of its folder, which are
+An engine reports ``default`` after a start or restart: its weights are then those of its folder, which are
 version 0 only if the learner has not resumed from something else. So unstamped engines are not routed to, and tokens
-that bear ``default`` all the same (the engine restarted under the request) raise :class:`EngineUnavailable`: the
-request is made again.
+that are labelled ``default`` (the engine restarted during the request) raise :class:`EngineUnavailable`: the
+request is repeated.
 """
 
 from __future__ import annotations
@@ -144,13 +144,15 @@ def _version_spans(engine: str, spans: Any, length: int) -> tuple[VersionSpan, .
         if end > start:
             version = read_version(engine, label)
             if version is None:
-                raise EngineUnavailable(f"engine {engine} sampled with weights that nobody stamped: it was restarted")
+                raise EngineUnavailable(
+                    f"engine {engine} sampled with weights without a version stamp: it was restarted"
+                )
             try:
                 out.append(VersionSpan(start, end, version))
             except SchemaError as error:
                 raise _fault(engine, "version spans of the data model", str(error)) from error
             if len(out) > 1 and out[-2].policy_version > version:
-                raise _fault(engine, "versions that never go back", _short(spans))
+                raise _fault(engine, "versions that never decrease", _short(spans))
         at = end
     if at != length:
         raise _fault(engine, f"weight_versions that tile 0..{length}", _short(spans))

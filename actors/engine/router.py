@@ -87,7 +87,7 @@ class RouterStatistics:
 
 
 class Router:
-    """See the module."""
+    """Places sessions on engines (see the module)."""
 
     def __init__(self, engines: Iterable[str], sessions_max: int) -> None:
         self.engines = {name: EngineState(name) for name in engines}

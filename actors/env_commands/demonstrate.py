@@ -1,7 +1,6 @@
-"""Written conversations as the token ids that a policy would have been given, and would have had to sample.
+"""``afterplay env demonstrate``: an expert's episodes as demonstrations, and their messages as token ids.
 
-``afterplay env demonstrate``: an expert's episodes as the lines that ``afterplay replay import`` and
-``loss.supervised`` read.
+``afterplay replay import`` and ``loss.supervised`` read the file.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from pipeline.schema import Message, Task
 def render(renderer: Renderer, messages: Sequence[Message]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(context ids, completion ids) of each assistant message; completions end with the template's end-of-turn token.
 
-    Raises :class:`SchemaError` for a conversation that does not alternate as a policy would see it: it begins with
-    another role, ends with the assistant, and there are never two assistant messages in a row.
+    Raises :class:`SchemaError` for a conversation that begins with the assistant, does not end with the assistant, or
+    has two assistant messages in a row.
     """
     roles = [message.role for message in messages]
     twice = any(a == b == "assistant" for a, b in pairwise(roles))
     if not roles or roles[0] == "assistant" or roles[-1] != "assistant" or twice:
         raise SchemaError(
-            "expected messages that begin with another role, end with the assistant and never have it twice in a row, "
-            f"got {roles}"
+            "expected messages that begin with another role than assistant, end with assistant and never have it twice "
+            f"in a row, got the roles {roles}"
         )
     ends = [i for i, role in enumerate(roles) if role == "assistant"]
     conversation = renderer.start(messages[: ends[0]])
@@ -49,16 +48,16 @@ def render(renderer: Renderer, messages: Sequence[Message]) -> list[tuple[tuple[
             after = renderer.extend(conversation, completion, Completed(text, completion[-1]), new)
             if after.branch != conversation.branch:
                 raise SchemaError(
-                    "the chat template changes earlier turns when the conversation goes on: give token ids instead"
+                    "the chat template changes earlier turns when the conversation continues: give token ids instead"
                 )
             conversation = after
     return turns
 
 
 class Demonstrator:
-    """Renders with the tokenizer of a prepared model folder, loaded when it is first needed.
+    """Renders conversations with the tokenizer of a prepared model folder, which is loaded on first use.
 
-    Raises :class:`ConfigurationError` when there is none.
+    Raises :class:`ConfigurationError` if there is no such folder.
     """
 
     def __init__(self, folder: Path, chat_template: str | None, trust_remote_code: bool) -> None:
@@ -73,10 +72,11 @@ class Demonstrator:
 
 def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Iterable[int], path: Path) -> tuple[int, int]:
     """Write one line for each of ``seeds`` that the expert solves; ``section`` is the environment's name in the run
-    file. Returns how many were written and how many were given up. ``path`` is written whole or not at all.
+    file. Returns the numbers of written and of unsolved episodes. ``path`` is written completely or not at all.
 
-    Raises :class:`ConfigurationError` for options that do not fit, an environment without an expert, or a path that
-    cannot be written."""
+    Raises :class:`ConfigurationError` for wrong options, an environment without an expert, or a path that cannot be
+    written.
+    """
     host = EnvironmentHost(section, EnvironmentConfig(name=name, options=options, step_seconds_max=600))
     part = path.with_name(f"{path.name}.part")
     written = left_out = 0
@@ -106,7 +106,7 @@ def _lines(host: EnvironmentHost, section: str, seeds: Iterable[int]) -> Iterato
 
 
 async def _line(host: EnvironmentHost, task: Task, replies: list[str]) -> dict[str, Any] | None:
-    """The episode of ``replies``; None where they earn nothing."""
+    """The episode of ``replies``; None if its reward is not above 0."""
     game = await host.start(task)
     messages: list[Message] = list(game.messages)
     score = 0.0

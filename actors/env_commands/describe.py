@@ -1,4 +1,4 @@
-"""The list of environments, and the description of one: options, documentation, the start of an example."""
+"""``afterplay env list`` and ``show``: the list of environments; options, documentation and an example of one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Entry:
     """``built in``, ``adapter`` or ``installed`` (an entry point of another package)."""
     summary: str
     missing: str | None
-    """Instructions to follow first; None: it can be used."""
+    """Installation that is missing, with instructions; None: the environment is ready."""
     server: str | None = None
-    """Server that has to run elsewhere."""
+    """Server that the environment needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Option:
     name: str
     kind: str
     default: str
-    """``required`` where there is none."""
+    """``required`` if there is no default."""
     doc: str
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """All about one environment."""
+    """Description of one environment."""
 
     entry: Entry
     doc: str
@@ -59,17 +59,17 @@ class Details:
     example: tuple[tuple[str, str], ...]
     """Role and text of the first messages of an example task."""
     trouble: str | None
-    """Reason why there is no example."""
+    """Error that prevented an example; None: there is one."""
 
 
 def entries() -> list[Entry]:
-    """Everything that a run file can name without a colon."""
+    """All environments with a short name: built in, adapters and installed."""
     installed = {point.name for point in entry_points(group=GROUP)} - set(BUILT_IN)
     return [entry(name) for name in sorted({*BUILT_IN, *installed})]
 
 
 def entry(name: str) -> Entry:
-    """The entry of one environment; one that cannot be imported says so instead of what it is."""
+    """The entry of one environment. If it cannot be imported, ``missing`` has the error."""
     kind = "adapter" if name in ADAPTERS else "built in" if name in BUILT_IN else "installed"
     adapter = ADAPTERS.get(name)
     missing, server = (adapter.missing, adapter.server) if adapter is not None else (None, None)
@@ -81,10 +81,11 @@ def entry(name: str) -> Entry:
 
 
 def details(name: str, options: Mapping[str, Any], seed: int = 0) -> Details:
-    """All about ``name``, with the example of the task with ``seed``.
+    """Description of ``name``, with the task of ``seed`` as the example.
 
-    A failure in building or starting it is described in ``trouble``. Raises :class:`ConfigurationError` for a name
-    that does not exist."""
+    An error while building or starting the environment is put into ``trouble``. Raises :class:`ConfigurationError` for
+    an unknown name.
+    """
     cls = find(name)
     example: tuple[tuple[str, str], ...] = ()
     trouble: str | None = None
@@ -109,14 +110,14 @@ def details(name: str, options: Mapping[str, Any], seed: int = 0) -> Details:
 
 
 def shown(message: Message) -> str:
-    """Its text, and its tool calls where it has some."""
+    """Text of a message, followed by its tool calls."""
     calls = message.extra.get("tool_calls") or ()
     stated = [json.dumps(call.get("function", call), ensure_ascii=False) for call in calls if isinstance(call, Mapping)]
     return "\n".join([*([message.content] if message.content else []), *(f"calls {call}" for call in stated)])
 
 
 def end_environment(host: EnvironmentHost) -> None:
-    """Let the environment free what it holds, if it has something to free."""
+    """Call the environment's ``close`` if it has one."""
     close = getattr(host.environment, "close", None)
     if callable(close):
         close()

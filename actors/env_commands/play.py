@@ -1,7 +1,7 @@
-"""``afterplay env play``: one episode of an environment, or of a section of a run file with its loop and data.
+"""``afterplay env play``: plays one episode of an environment, or of a section of a run file with its loop and data.
 
-The replies come from the user at the terminal, from an engine, or from the environment's expert. The episode runs as in
-an actor: in the agent loop that the environment or the run file asks for, with its tools.
+The replies come from the user at the terminal, an engine, or the environment's expert. The episode runs as in an actor:
+in the agent loop that the environment or the run file selects, with its tools.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class NewMessages:
     opening: Opening
     """Start of the conversation."""
     reply: Message | None = None
-    """The last reply with its tool calls apart, where it had some."""
+    """The last reply with parsed tool calls, if it had any."""
 
 
 Speak = Callable[[NewMessages], Awaitable[Reply | None]]
-"""Chooses the next reply to the new messages; None: the player leaves."""
+"""Chooses the reply to new messages; None: the player leaves."""
 
 
 class Typed:
-    """Stands in for :class:`Renderer` where somebody types: no template, so tool calls are read in the hermes form,
-    and answers are shown as they are."""
+    """Replaces :class:`Renderer` when a user types. There is no chat template, so tool calls are read in the hermes
+    format."""
 
     template = ""
     tokenizer = None
@@ -72,7 +72,7 @@ class Typed:
 
 
 def typing() -> Speak:
-    """Replies from standard input; a line that ends with a backslash goes on. The end of the input leaves."""
+    """Replies from standard input. A line that ends with a backslash continues; end of input leaves."""
     lines = Lines()
 
     async def speak(_: NewMessages) -> Reply | None:
@@ -157,11 +157,11 @@ class Subject:
     config: EnvironmentConfig
     run_seed: int = 0
     notes: tuple[str, ...] = ()
-    """Remarks on what the score leaves out."""
+    """Notes on parts of the reward that the score does not include."""
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], run_file: Path | None) -> Subject:
-        """``options`` go over those of the section. Raises :class:`ConfigurationError`."""
+        """``options`` override those of the section. Raises :class:`ConfigurationError`."""
         if run_file is None:
             config = EnvironmentConfig(name=name, options=dict(options), step_seconds_max=STEP_SECONDS_MAX)
             return cls(name, config)
@@ -172,15 +172,15 @@ class Subject:
                 f"expected one of the environments of {run_file} ({', '.join(run.environments)}), got {name!r}"
             )
         parts = [part.known_as for part in run.scorer.parts if part.applies_to(name)]
-        notes = (f"the scorer adds {', '.join(parts)}, which only a run computes",) if parts else ()
+        notes = (f"the score does not include {', '.join(parts)}: the scorer runs only in a run",) if parts else ()
         config = section.model_copy(
             update={"options": {**section.options, **options}, "step_seconds_max": STEP_SECONDS_MAX}
         )
         return cls(name, config, run.run.seed, notes)
 
     def task(self, seed: int) -> Task:
-        """The task with ``seed``; where tasks are rows, the one at position ``seed`` of what is trained on (of the
-        first split where nothing is)."""
+        """The task with ``seed``. If tasks are rows of data: the row at position ``seed`` of the training split, or of
+        the first split if there is none."""
         if self.config.tasks_from is None:
             return Task(f"{self.section}/{seed}", self.section, seed)
         source = open_source(self.section, self.config, self.run_seed)
@@ -192,7 +192,7 @@ class Subject:
 
 
 Show = Callable[[str, str], None]
-"""Print one line of talk: who says it, and what."""
+"""Prints one line, with the role that it comes from."""
 
 
 def play(
@@ -209,14 +209,15 @@ def play(
     expert: bool = False,
     run_file: Path | None = None,
 ) -> float | None:
-    """Play the task with ``seed`` and return its score, or None where the player left before the end.
+    """Play the task with ``seed`` and return its score, or None if the player left before the end.
 
     ``run_file``: ``name`` is a section of its environments, with that section's options, agent loop and data.
-    Raises :class:`ConfigurationError` for wrong options and :class:`PlugInError` where the environment fails."""
+    Raises :class:`ConfigurationError` for wrong options and :class:`PlugInError` if the environment fails.
+    """
     if engine is not None and model is None:
-        raise ConfigurationError("--engine needs --model: the folder with the tokenizer of what it serves")
+        raise ConfigurationError("--engine needs --model, the folder with the tokenizer of the served model")
     if expert and engine is not None:
-        raise ConfigurationError("expected one player, got --expert and --engine")
+        raise ConfigurationError("expected either --expert or --engine, got both")
     subject = Subject.of(name, options, run_file)
     renderer = Typed() if model is None else Renderer(*load_tokenizer(_folder(model)))
     host = EnvironmentHost(subject.section, subject.config)
@@ -253,15 +254,15 @@ def play(
 async def episode(
     host: EnvironmentHost, task: Task, turns_max: int, speak: Speak, show: Show, loop: AgentLoop
 ) -> float | None:
-    """Run one episode and print every message. Returns the score, or None where the player left."""
+    """Run one episode and print every message. Returns the score, or None if the player left."""
     metrics, started = ActorMetrics(CollectorRegistry()), TaskOwner()
     game = HostedGame(f"play/{task.task_id}", task, host, await host.start(task), metrics, started)
     try:
         agent = loop.begin(game)
         if type(agent).run is not AgentEpisode.run:
             raise ConfigurationError(
-                f"environments.{host.section}: {type(loop).__name__} asks for completions itself: afterplay env play "
-                "cannot answer it. Start it with an engine, as a run does"
+                f"environments.{host.section}: {type(loop).__name__} requests completions itself, which afterplay env "
+                "play does not support: use it in a run"
             )
         try:
             return await _turns(agent, turns_max, speak, show)
@@ -305,7 +306,7 @@ def _end(answer: Answer, score: float) -> str:
 
 
 def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines that describe the tools and their parameters."""
+    """One line for each tool with its parameters, and one that shows how to call them."""
     functions = [tool["function"] for tool in tools]
     lines = []
     for function in functions:
@@ -318,28 +319,27 @@ def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def expert_replies(environment: Any, task: Task) -> list[str]:
-    """Replies that solve the task, from an environment that knows them. Raises :class:`ConfigurationError` where it has
-    no ``expert(task)``."""
+    """The replies of the environment's expert. Raises :class:`ConfigurationError` if it has no ``expert(task)``."""
     return [str(reply) for reply in expert_of(environment)(task)]
 
 
 def expert_of(environment: Any) -> Callable[[Task], Sequence[str]]:
-    """Raises :class:`ConfigurationError` where there is none."""
+    """The environment's ``expert``. Raises :class:`ConfigurationError` if it has none."""
     expert = getattr(environment, "expert", None)
     if not callable(expert):
-        raise ConfigurationError(f"{type(environment).__name__} has no expert(task): it cannot show how it is played")
+        raise ConfigurationError(f"{type(environment).__name__} has no expert(task), which --expert needs")
     return cast("Callable[[Task], Sequence[str]]", expert)
 
 
 def _folder(model: Path) -> Path:
-    """Raises :class:`ConfigurationError` for what is no folder: it would be looked for on the hub."""
+    """``model`` if it is a folder; anything else would be looked up on the hub. Raises :class:`ConfigurationError`."""
     if not model.is_dir():
         raise ConfigurationError(f"--model: expected the folder of a model (runs/NAME/model), got {model}")
     return model
 
 
 def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in it: an episode fails for one reason."""
+    """The first error of a group: an episode fails for one reason."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,4 @@
-"""``afterplay env new``: a plug-in package that works, to be changed into one's own."""
+"""``afterplay env new``: writes a working plug-in package to edit."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ COLOURS = ("red", "green", "blue")
 
 @dataclass(config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
 class {cls}(Environment):
-    """Mix a colour from drops; a right mixture pays 1.0."""
+    """Mix a colour from drops. The right mixture has reward 1.0."""
 
     splits = {{"train": range(10**9), "eval": range(10**9, 2 * 10**9)}}
 
     drops: int = Field(default=3, ge=1, le=20)
-    """Drops in a mixture, and turns to mix it."""
+    """Drops in a mixture, which is also the number of turns."""
 
     def start(self, task: Task) -> {cls}Episode:
         # Everything random comes from the seed of the task: a group must start from the same state.
@@ -153,22 +153,25 @@ environments:
     max_turns: 8
 ```
 
-`afterplay_{name}/environment.py` is all there is to change. `start` makes one episode of a task, `step` answers one
-reply; docstrings under options are shown by `afterplay env show`.
+Edit `afterplay_{name}/environment.py`. `start` makes one episode of a task, `step` answers one reply. `afterplay env
+show` prints the docstrings under options.
 """
 
 
 def write(name: str, folder: Path) -> list[Path]:
-    """Write the package into ``folder`` (made, or empty) and return its files. Raises :class:`ConfigurationError`."""
+    """Write the package into ``folder``, which must be empty or missing, and return its files.
+
+    Raises :class:`ConfigurationError`.
+    """
     if len(name) > 40 or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ConfigurationError(
-            "expected a name of at most 40 small letters, digits and single _ between them that begins with a letter, "
-            f"got {name!r}"
+            "expected a name of at most 40 lower-case letters, digits and single underscores that begins with a "
+            f"letter, got {name!r}"
         )
     if name in names():
-        raise ConfigurationError(f"an environment is called {name!r} already: afterplay env list shows them")
+        raise ConfigurationError(f"there is already an environment {name!r} (afterplay env list): choose another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(f"{folder} is there already and not empty: give another --folder")
+        raise ConfigurationError(f"expected an empty or missing folder, got {folder}: choose another --folder")
     words = {"name": name, "dashed": name.replace("_", "-"), "cls": "".join(w.capitalize() for w in name.split("_"))}
     files = {
         "pyproject.toml": _PYPROJECT,

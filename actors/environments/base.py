@@ -2,10 +2,10 @@
 
 An :class:`Environment` is built once per actor from the options of its section; :meth:`Environment.start` makes one
 :class:`Episode` per order, and the episode owns all state of that one rollout. Every method may be ``def`` or ``async
-def``. A plain ``def`` runs on the event loop, so it must return within a millisecond, or the section says ``blocking:
+def``. A plain ``def`` runs on the event loop, so it must return within a millisecond, or the section sets ``blocking:
 true`` and it runs in a thread.
 
-A complete environment, in a file that nobody else has to know::
+A complete environment, in one file::
 
     from dataclasses import dataclass
     from actors.environments import Environment, Episode, Reply, Step

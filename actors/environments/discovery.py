@@ -2,7 +2,7 @@
 
 A name is ``arithmetic`` (built in), ``babyai`` (an adapter to a package), an entry point of the group
 ``afterplay.environments``, ``module:Class``, or ``path/file.py:Class``. One that cannot be found or built is a
-:class:`ConfigurationError` that names the section and what would have worked.
+:class:`ConfigurationError` that names the section and the valid choices.
 """
 
 from __future__ import annotations

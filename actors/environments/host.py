@@ -1,10 +1,10 @@
-"""Runs one environment section for the agent loop: sync or async, inline or in threads, timed, and never trusted.
+"""Runs one environment section for the agent loop: sync or async, inline or in threads, with checks and time limits.
 
-Everything that plug-in code raises, returns wrongly or takes too long for becomes a :class:`PlugInError` with the
+Errors, wrong results and timeouts of plug-in code become a :class:`PlugInError` with the
 boundary ``environment start``, ``environment step`` or ``environment close``, and a message that names the section.
 
 Blocking environments have threads of their own. anyio's worker threads are joined at exit, so one hung environment
-would keep the process alive for ever, and an abandoned call frees its slot at once, so hung calls would pile up. The
+would keep the process alive forever, and an abandoned call frees its slot at once, so hung calls would pile up. The
 threads here are daemons, and a hung call keeps its slot.
 """
 

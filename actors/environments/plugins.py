@@ -1,8 +1,8 @@
-"""Finds plug-ins by their name in the run file, built in or somebody else's, and builds the lesson source of
+"""Finds plug-ins by their name in the run file, built in or from other packages, and builds the lesson source of
 ``lessons.source``.
 
 A name is a built-in one, an entry point, ``module:name`` or ``path/file.py:name``. One that cannot be found or built is
-a :class:`ConfigurationError` that names the key of the run file and what would have worked.
+a :class:`ConfigurationError` that names the key of the run file and the valid choices.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
                     f"{where}: entry point {name} ({point.value}) failed to load: {error!r}"
                 ) from error
     raise ConfigurationError(
-        f"{where}: no {what} is called {name!r}; there are {', '.join(names(group, built_in))}; "
+        f"{where}: there is no {what} {name!r}; there are {', '.join(names(group, built_in))}; "
         "or give module:Name or path/file.py:Name"
     )
 
@@ -123,7 +123,7 @@ def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], options_ke
 
 
 def _fault(error: ErrorDetails) -> str:
-    """One fault of the options. What a class's own check says stands for itself."""
+    """Message for one fault of the options. The message of a class's own check is used unchanged."""
     if not error["loc"] and error["type"] in ("value_error", "assertion_error"):
         return str(error["msg"]).partition(", ")[2]
     return f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']} (got {error['input']!r})"

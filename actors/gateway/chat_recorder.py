@@ -1,10 +1,10 @@
-"""Finds the branch that a call of an agent program goes on from. A pure state machine: no task, no socket, no clock.
+"""Finds the branch that a call of an agent program continues. A pure state machine: no task, no socket, no clock.
 
 A call states a whole conversation. Where it continues a branch (messages are compared as
 structures, the policy's reply as it was returned), the tokens of that branch stay as they are and only what the
 template adds is tokenised. Where it does not (the program rewrote its history, began another conversation, or asks
 twice from the same point), a new branch begins with the whole prompt as context. While a call is under way its branch
-is taken: another call from the same point becomes a branch of its own. A call that fails gives its branch back.
+is reserved: another call from the same point becomes a separate branch. A call that fails releases its branch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChatReply:
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A branch, and the keys by which its next call is recognised."""
+    """A branch, and the keys that identify its next call."""
 
     tip: BranchTip
     ids: tuple[int, ...]
@@ -123,7 +123,7 @@ class ChatRecorder:
         return call
 
     def _branch_of_messages(self, keys: tuple[Key, ...], tools: bytes) -> _Branch | None:
-        """The branch with the longest history that ``keys`` goes on from; the oldest of equals."""
+        """The branch with the longest history that ``keys`` continues; the oldest of equals."""
         found: _Branch | None = None
         for branch in self._branches.values():
             if branch.keys is None or branch.taken or branch.tools != tools:

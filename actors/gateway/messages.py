@@ -1,4 +1,4 @@
-"""Messages and tools of a call, as a chat template takes them; keys that tell whether two messages are the same;
+"""Messages and tools of a call, in the form for a chat template; keys that identify equal messages;
 answers other than 200, in OpenAI's form. Pure."""
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class ProgramEpisode(AgentEpisode):
     ) -> TrajectoryStatus:
         """Status of the ended episode. Raises where there is nothing to score."""
         if failure is not None and session.report is not None:
-            logger.info("the program of %s failed after its report, which stands: %s", self.game.key, failure)
+            logger.info("the program of %s failed after its report, which is kept: %s", self.game.key, failure)
             failure = None
         if report is not None and report.error is not None:
             failure = PlugInError(PROGRAM, "Told", report.error, session.stderr)
@@ -194,7 +194,7 @@ class ProgramLoop(AgentLoop):
     token_env: str | None = None
     """Environment variable with the token that ``POST /sessions`` wants as ``Authorization: Bearer``. None: none."""
     lease_seconds: float = Field(default=300.0, gt=0, le=86_400)
-    """An external program that is not heard of for so long has failed."""
+    """Seconds of silence after which an external program has failed."""
     grace_seconds: float = Field(default=10.0, gt=0, le=600)
     """Time for a program to end once the time of its episode is over and its calls are refused; at most a tenth of
     it."""
@@ -322,7 +322,7 @@ class ProgramLoop(AgentLoop):
                 raise PlugInTimeout(
                     PROGRAM,
                     "LeaseExpired",
-                    f"the program that took the task was not heard of for {self.lease_seconds:g} s (lease_seconds)",
+                    f"the program that took the task has been silent for {self.lease_seconds:g} s (lease_seconds)",
                 )
             with anyio.move_on_after(left):
                 await session.reported.wait()

@@ -116,7 +116,7 @@ class GenerateRequest:
 
 @dataclass(slots=True)
 class _Reader:
-    """The parameters of one request, and what was left out of them."""
+    """The parameters of one request, and those that were ignored."""
 
     body: Mapping[str, Any]
     rules: ParameterRules

@@ -38,7 +38,7 @@ IGNORED = "X-Afterplay-Ignored"
 
 
 class Gateway:
-    """One server. Who connects before it serves waits. Raises :class:`ConfigurationError` when the address is taken."""
+    """One server. Early connections wait. Raises :class:`ConfigurationError` if the address is in use."""
 
     def __init__(
         self,

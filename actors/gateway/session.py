@@ -1,8 +1,8 @@
 """One session: the calls of one program, bounded, sampled and recorded.
 
 *Consumes* requests of the gateway; *produces* their answers and the turns of one trajectory. A call *waits* for the
-engine and ends when the session does. At a limit a program gets an error in OpenAI's form that clients do not send
-again (400); the session stays open, because a program may go on with a shorter history.
+engine and ends when the session does. At a limit a program gets an error in OpenAI's format that clients do not retry
+(400); the session stays open, because a program may continue with a shorter history.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.errors import EngineError, EngineRefused, EngineUnavailable, PlugI
 
 
 class Session:
-    """See the module. ``id`` cannot be guessed: whoever knows it may call."""
+    """One session (see the module). ``id`` is a secret that authorizes calls."""
 
     def __init__(
         self,

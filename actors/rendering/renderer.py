@@ -1,9 +1,9 @@
-"""Extends a conversation by exactly the ids that the chat template adds, or says that it cannot.
+"""Extends a conversation by exactly the ids that the chat template adds, or forks a branch if that is impossible.
 
 Let ``T(m)`` be the template's text for the messages ``m`` with the generation prompt. The engine saw ``T(m)`` and
 sampled ids whose text is ``c`` and then, perhaps, an end-of-turn token ``e``. With the assistant message ``c`` and
 the answer ``n`` of the environment, the next prompt should read ``T(m + c + n)``. If that text begins with ``T(m) +
-c`` (and, where ``e`` was sampled, goes on with ``e``), then the rest of it is what the template adds: it is tokenised
+c`` (followed by ``e`` if it was sampled), then the rest of it is what the template adds: it is tokenised
 alone and appended, and the sampled ids stay as they are. This is the *prefix property*, proved for each turn and not
 assumed for a template.
 
@@ -129,7 +129,7 @@ class Renderer:
         return Conversation(tuple(messages), text, ids, ids, 0, tuple(tools))
 
     def restart(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
-        """The next branch, which begins with a history that somebody rewrote."""
+        """The next branch, which begins with a rewritten history."""
         return replace(self.start(messages, conversation.tools), branch=conversation.branch + 1)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ A complete loop that asks the policy to check itself once before the environment
             return Answer.of(await self.game.step(reply))
 
 An episode that asks for completions in another order, or several at a time, overrides :meth:`AgentEpisode.run`.
-What a loop returns is checked: it may be the user's own.
+The return values of a loop are checked, because it may be the user's.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to a reply. Without ``done`` and ``limit`` the policy goes on after ``messages``."""
+    """Answer to a reply. Without ``done`` and ``limit`` the policy continues after ``messages``."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0

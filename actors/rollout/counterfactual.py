@@ -33,7 +33,7 @@ class CounterfactualPrompt:
         return cls(conversation, {0: conversation.prompt_ids})
 
     def sampled(self, n_tokens: int) -> None:
-        """The turn sampled so many tokens."""
+        """Record that the turn sampled this number of tokens."""
         self.longest = max(self.longest, len(self.conversation.prompt_ids) + n_tokens)
 
     def follow(
@@ -52,7 +52,7 @@ class CounterfactualPrompt:
             self.contexts[turn] = after.prompt_ids
             after = replace(after, branch=real.branch)
         elif after.branch != before.branch:
-            # the engine's prompt went on where this one would have begun a new branch: the row goes on too
+            # the engine's prompt continued where this one would have begun a new branch: the row continues too
             ids = (*before.prompt_ids, *completion_ids, *real.added_ids)
             after = replace(after, prompt_ids=ids, added_ids=real.added_ids, branch=before.branch)
         elif after.added_ids != real.added_ids:

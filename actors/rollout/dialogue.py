@@ -1,4 +1,4 @@
-"""The conversation of a rollout that goes turn by turn: its prompts, its limits and its counterfactual prompts."""
+"""The conversation of a turn-by-turn rollout: its prompts, limits and counterfactual prompts."""
 
 from __future__ import annotations
 

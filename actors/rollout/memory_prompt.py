@@ -1,4 +1,4 @@
-"""Prompts with lessons: asks for them, and puts them into the first message of the user.
+"""Prompts with lessons: searches for lessons and adds them to the first user message.
 
 With ``train_mode: discard`` the training row is the same rollout under the prompt without lessons, which is followed as
 a :class:`CounterfactualPrompt`. Group and slot alone decide which rollouts get lessons and which of these are trained
@@ -30,13 +30,13 @@ from pipeline.transport.protocol import Kind, Link, WireMessage
 
 
 class MemorySource(Protocol):
-    """Somewhere that lessons are found. May take for ever, and may raise anything: the caller has a limit."""
+    """A source of lessons. It may hang or raise any error; the caller limits its time."""
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]: ...
 
 
 class MemoryClient:
-    """RECALL and LESSONS of one link. The actor tells it what came and when the connection was lost."""
+    """RECALL and LESSONS of one link. The actor passes it answers and the loss of the connection."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -57,14 +57,14 @@ class MemoryClient:
             if self._waiting.get(order_id) is answer:
                 del self._waiting[order_id]
         if answer.header is None:
-            raise PeerGone("the replay stage was lost before it answered")
+            raise PeerGone("the connection to the replay stage was lost before its answer")
         return decode_lessons(answer.header)
 
     def connected(self) -> None:
         self._connected = True
 
     def lost(self) -> None:
-        """The connection is gone: nobody will answer."""
+        """The connection is lost: pending searches get no answer."""
         self._connected = False
         for answer in self._waiting.values():
             answer.came.set()
@@ -73,7 +73,7 @@ class MemoryClient:
         """LESSONS came; too late for one who gave up."""
         order_id = header.get("order_id")
         if not isinstance(order_id, str):
-            raise WireError(f"LESSONS header is not understood: expected order_id as text, got {order_id!r}")
+            raise WireError(f"invalid LESSONS header: expected order_id as text, got {order_id!r}")
         answer = self._waiting.get(order_id)
         if answer is not None:
             answer.header = header
@@ -188,7 +188,7 @@ class MemoryPrompter:
         except (TimeoutError, PlugInTimeout):
             return "timeout", []
         except AfterplayError as error:
-            logger.warning("order %s goes on without lessons: %s", order_id, error)
+            logger.warning("order %s continues without lessons: %s", order_id, error)
             return "error", []
         return ("found" if found else "none"), found
 

@@ -1,4 +1,4 @@
-"""``multi_turn`` and ``single_turn``: the environment alone answers the policy."""
+"""``multi_turn`` and ``single_turn``: only the environment answers the policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.schema import Task
 
 
 class MultiTurn(AgentLoop):
-    """The environment answers every reply until it says done."""
+    """The environment answers every reply until it is done."""
 
     def begin(self, game: Game) -> AgentEpisode:
         return _Dialogue(game)

@@ -1,4 +1,4 @@
-"""Completions for one order, on whatever engine can give them."""
+"""Completions for one order, from any engine that is fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.schema import FinishReason, Order
 
 
 class Policy:
-    """Samples the completions of one order, and knows which engines did."""
+    """Samples the completions of one order, and records the engines that did."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Policy:
         self._metrics.tokens_total.labels(kind="prompt").inc(len(prompt_ids))
         if generation.finish_reason is FinishReason.ABORT:
             self._discard(generation)
-            raise EngineUnavailable(f"engine {engine.name} gave a request up (finish_reason abort)")
+            raise EngineUnavailable(f"engine {engine.name} aborted a request (finish_reason abort)")
         oldest, newest = generation.version_spans[0].policy_version, generation.version_spans[-1].policy_version
         if oldest < version_min:
             self._discard(generation)

@@ -1,6 +1,6 @@
 """The turns of one rollout, in branches: token for token what the engine saw and sampled.
 
-A completion that goes on from where a branch ended adds the tokens that are new; one whose prompt does not go on from
+A completion that continues a branch adds the new tokens; one whose prompt does not continue from
 there begins a branch, with its whole prompt as context. The spans of a branch, concatenated, are what the engine saw
 and sampled; every sampled token stands in exactly one turn; branches are numbered without gaps in the order in which
 their first calls began; a call that was never finished leaves no trace.
@@ -32,7 +32,7 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BranchTip:
-    """A completed call: the end of a branch, from which another call may go on."""
+    """A completed call: the end of a branch, which another call may continue."""
 
     call: PendingCall
     completion_ids: tuple[int, ...]
@@ -110,7 +110,7 @@ class Recorder:
     def begin(
         self, conversation: Conversation, tip: BranchTip | None = None, new: Sequence[Message] = ()
     ) -> PendingCall:
-        """Begin a call that goes on from ``tip`` with ``new``, or in a new branch: at the first prompt, and where the
+        """Begin a call that continues ``tip`` with ``new``, or in a new branch: at the first prompt, and where the
         template or a loop changed the history (``conversation`` is then in a branch after that of ``tip``)."""
         if tip is None or conversation.branch:
             added_ids, added, tip = conversation.prompt_ids, conversation.messages, None

@@ -7,14 +7,14 @@ under a timeout.
 How it ends:
 
 =============  ================================================================================================
-COMPLETE       the environment (or the agent loop) said done
+COMPLETE       the environment or the agent loop ended the episode
 TRUNCATED      a limit on turns, tokens, context or time, after at least one turn that was answered
-ERROR          anything failed, or a limit came before the first answered turn: there is nothing to score
+ERROR          something failed, or a limit was reached before the first answered turn: nothing can be scored
 ABORTED        the caller ended it
 =============  ================================================================================================
 
 The agent loop (:mod:`actors.rollout.agent_loop`) decides what happens between completions: the environment answers,
-tools do, or an agent program goes on. Every turn of a COMPLETE or TRUNCATED trajectory was answered: a completion
+tools do, or an agent program continues. Every turn of a COMPLETE or TRUNCATED trajectory was answered: a completion
 that a time limit separated from its answer is dropped and its tokens are counted as discarded.
 ``rewards["environment"]`` is the undiscounted sum of the rewards of all turns; ``reward`` stays None until the
 trajectory is scored, and an ERROR has neither.

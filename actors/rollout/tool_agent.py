@@ -3,7 +3,7 @@
 Calls are read from the text of the sampled tokens by the parser that the model's template asks for. The calls of one
 turn run at once, up to ``max_parallel_calls``; their answers are appended in call order as messages of the role
 ``tool``, which the chat template puts into words. Errors in a call are reported to the policy and counted; the
-episode goes on. An episode that reaches a limit while it is still calling tools is TRUNCATED with the rewards that it
+episode continues. An episode that reaches a limit while it is still calling tools is TRUNCATED with the rewards that it
 had so far, and is never called finished.
 """
 
@@ -105,7 +105,7 @@ class ToolAgent(AgentLoop):
     max_user_turns: int | None = Field(default=None, ge=1)
     """Times the policy is answered, by tools or by the environment. None: no limit of its own."""
     max_tool_response_length: int = Field(default=4096, ge=1, le=1_000_000)
-    """Longest answer of one call, in ``tool_response_unit``; the rest is cut away and a mark says so."""
+    """Longest answer of one call, in ``tool_response_unit``; the rest is cut off and marked as missing."""
     tool_response_unit: Literal["characters", "tokens"] = "characters"
     tool_response_cut: Literal["left", "right", "middle"] = "middle"
     """The side that is cut away: errors stand at the end of an output, headings at its beginning."""
@@ -253,7 +253,7 @@ class ToolAgentEpisode(AgentEpisode):
         return Answer(messages, sum(d.reward for d in done), signals=_signals(done), parsed_reply=parsed_reply)
 
     def _limited(self, answer: Answer) -> Answer:
-        """Apply the loop's own limits to an answer that would go on."""
+        """Apply the loop's own limits to an answer after which the episode would continue."""
         if answer.done:
             return answer
         self._answers += 1
@@ -301,6 +301,4 @@ def _require_different(ready: Sequence[Ready], where: str) -> None:
     names = [tool.name for tool in ready]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigurationError(
-            f"{where}: expected each tool to have a name of its own, got twice: {', '.join(twice)}"
-        )
+        raise ConfigurationError(f"{where}: expected tools with different names, got twice: {', '.join(twice)}")

@@ -4,7 +4,7 @@ A :class:`Tool` is built once per actor (a tool of the run file) or once per epi
 ``create`` and ``release`` frame one episode; state of that episode belongs under its ``episode_key``. All three
 have a time limit, and calls of one turn may run at the same time.
 
-A complete tool, in a file that nobody else has to know::
+A complete tool, in one file::
 
     from actors.tools import Tool, ToolError, ToolResult
 
@@ -55,7 +55,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 
 class ToolError(Exception):
-    """A message to the policy: the call was wrong, or the tool cannot do that. It is no failure of the tool."""
+    """A message to the policy: the call was wrong or cannot be done. It does not count as a failure of the tool."""
 
 
 @dataclass(frozen=True, slots=True)

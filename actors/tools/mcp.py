@@ -2,7 +2,7 @@
 
 One connection for each actor, owned by :meth:`MCP.serve`: opened when the actor starts, pinged, and opened again (the
 process started again) when it breaks or three calls in a row get no answer. A call that was under way then fails
-with that message; it is never made twice. Works with mcp 1.x and 2.x, some of whose names differ.
+with that message; it is never repeated. Works with mcp 1.x and 2.x.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class _Remote(Tool):
         self.name = f"{server.prefix}{tool.name}"
         if NAME_PATTERN.fullmatch(self.name) is None:
             raise ConfigurationError(
-                f"MCP server {server.where}: a tool is called {self.name!r}; leave it out by allow"
+                f"MCP server {server.where}: a tool is called {self.name!r}; exclude it with allow"
             )
         self.description = tool.description or ""
         self.parameters = _either(tool, "input_schema", "inputSchema") or {"type": "object"}

@@ -50,7 +50,7 @@ class Python(Tool):
     """Variables that take more are dropped, with a message to the policy."""
     bubblewrap: Literal["auto", "always", "never"] = "auto"
     """Use of ``bwrap`` around the workers, a second wall around the sandbox. auto: where it works (many containers
-    forbid it; a warning says so). always: where it does not work is an error."""
+    forbid it, with a warning). always: where it does not work is an error."""
 
     name = "python"
     description = (

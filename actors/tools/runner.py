@@ -3,7 +3,7 @@
 *Consumes* parsed calls; *produces* one :class:`Done` for each, in call order. *Waits* for tools, each under its limit;
 at most ``parallel_max`` calls of a turn run at once. No error of a tool is raised here, cancellation apart: failures
 are counted, and the newest tracebacks stay in memory. Long answers are truncated to a length in characters or tokens,
-with a mark where something is missing.
+with a mark at the cut.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ NAMES_SHOWN_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A tool with what was read from it once."""
+    """A tool with its cached properties."""
 
     tool: Tool
     schema: Mapping[str, Any]
@@ -313,7 +313,7 @@ class EpisodeTools:
 
 
 class _WrongValue(Exception):
-    """A tool returned something that is no result."""
+    """A tool returned a wrong type."""
 
 
 def _checked(result: Any) -> ToolResult:

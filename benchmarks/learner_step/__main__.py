@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
              "num_key_value_heads": 2},
 }  # fmt: skip
-"""Of SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B, all with a vocabulary of 49,152 and tied embeddings."""
+"""Shapes of SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B, all with a vocabulary of 49,152 and tied embeddings."""
 
 
 def write_model(shape: str, layers: int | None, folder: Path) -> None:

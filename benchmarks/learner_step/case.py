@@ -22,7 +22,7 @@ class Case:
     response: int
     """Median length of a response (log-normal, sigma 1: a long tail)."""
     longest: int
-    """Of a row; longer ones are cut."""
+    """Longest row; longer ones are cut."""
     steps: int
     """Timed, after one that is not."""
     tokens_per_microbatch: int

@@ -53,7 +53,7 @@ class Measured:
     peak_mib: float
     """During the timed steps, weights and optimizer included: resident memory, or memory of the GPU."""
     tokens: int
-    """Of the rows, prompts included, padding not."""
+    """Tokens of the rows, with prompts and without padding."""
     sampled: int
     stages: dict[str, float]
     """Seconds of the learner's last step by stage."""

@@ -14,5 +14,5 @@ cost is every token that its engine sampled and its replay stage received up to 
 dropped, rescued and not yet trained trajectories and of retests. Prompt tokens are not counted.
 
 A finished run is one JSON file in ``DIRECTORY/results`` and is not made again; ``results.json``, ``results.md`` and
-``replay_efficiency.png`` are written from all of them each time.
+``replay_efficiency.png`` are rebuilt from all of them each time.
 """

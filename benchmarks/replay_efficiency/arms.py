@@ -49,7 +49,7 @@ class Job:
     overrides: tuple[str, ...]
     """Everything that differs from the run file."""
     fingerprint: str
-    """Of the complete configuration and the protocol, directory and name left out."""
+    """Hash of the complete configuration and the protocol, without directory and name."""
     run_file: str = ""
     """The complete configuration as YAML: a run file that is edited meanwhile changes nothing."""
 

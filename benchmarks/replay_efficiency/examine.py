@@ -36,7 +36,7 @@ class Play:
     """One play that has not ended."""
 
     number: int
-    """Of its task."""
+    """Index of its task."""
     episode: Episode
     conversation: Conversation
     turns: int = 0

@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 
 def median(values: Sequence[float]) -> float:
-    """Of numbers that may be infinite; nan of none."""
+    """Median of numbers that may be infinite; nan if there are none."""
     return statistics.median(values) if values else math.nan
 
 
@@ -61,7 +61,7 @@ def by_arm(results: Sequence[Result]) -> dict[str, dict[int, Result]]:
 
 
 def ratios(results: Sequence[Result], arm: str) -> list[float]:
-    """Of ``arm`` to ``off``, for the seeds that both have."""
+    """Ratios of ``arm`` to ``off``, for the seeds that both have."""
     arms = by_arm(results)
     base = arms.get(OFF, {})
     return [ratio(r, base[seed]) for seed, r in sorted(arms[arm].items()) if seed in base]

@@ -1,4 +1,4 @@
-"""CPO: groups that all failed learn from how likely their tokens are once the prompt holds a hint.
+"""CPO: failed groups learn from the likelihood of their tokens when the prompt has a hint.
 
 Dimensions: G trajectories of a group, S trained tokens.
 """

@@ -94,7 +94,8 @@ def maxrl(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
     """
     if returns_G.min() < 0:
         raise TrainingError(
-            f"expected returns >= 0 for the estimator maxrl, got {returns_G}: leave out penalties, or take another"
+            f"expected returns >= 0 for the estimator maxrl, got {returns_G}: remove penalties, or choose another "
+            "estimator"
         )
     return np.asarray((returns_G - returns_G.mean()) / (float(returns_G.mean()) + config.epsilon))
 

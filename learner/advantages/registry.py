@@ -25,7 +25,7 @@ class Entry:
 
     estimate: Estimator
     needs: frozenset[str] = frozenset()
-    """Of :data:`SCORES`."""
+    """Names from :data:`SCORES`."""
 
 
 ESTIMATORS: dict[str, Entry] = {

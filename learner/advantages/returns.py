@@ -1,7 +1,7 @@
 """Estimators from the returns of single tokens: GAE, REINFORCE++, ReMax.
 
 The next state of a token is that before the trajectory's next trained token, whatever context lies between (an answer
-of a tool, the chat template, a new branch): the context is nothing that the policy chose, so no discount falls on it
+of a tool, the chat template, a new branch): the policy did not choose the context, so it is not discounted
 and no return stops at it. After the last trained token of a trajectory the value is 0, also where a limit ended it: the
 limits are part of the task.
 """

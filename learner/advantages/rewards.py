@@ -1,6 +1,6 @@
 """Rewards before estimation: by token or turn, overlong penalty, the user's own shaping, normalisation.
 
-The trajectories themselves keep their rewards: reports, the pool and the bias audit tell what the scorer gave.
+The trajectories themselves keep their rewards: reports, the pool and the bias audit use those of the scorer.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _by_user(
     for before, after in zip(scored, out, strict=True):
         changed = [f.name for f in fields(ScoredTrajectory) if getattr(before, f.name) is not getattr(after, f.name)]
         if not MAY_CHANGE.issuperset(changed):
-            raise TrainingError(f"expected the reward shaping {path} to change only rewards, it changed {changed}")
+            raise TrainingError(f"expected the reward shaping {path} to change only rewards, but it changed {changed}")
     return out
 
 

@@ -8,7 +8,7 @@
 
 *consumes* EVALUATION messages and finished writes; *produces* that folder; *waits for* any change of the session. A
 kill at any moment leaves the one before or the new one. Which is best is decided by the replay stage
-(``evaluation.keep_best``), and it says so again after every connection.
+(``evaluation.keep_best``), which repeats its decision after every connection.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class BestKeeper:
         newest = find_checkpoints(self._root)
         if newest and newest[0] > checkpoint_path(self._root, best["updates"]):
             log.warning(
-                "the best weights are those of %d updates, but their checkpoint is gone (a kill came before it was "
-                "durable): %s stays what it was", best["updates"], self._root / BEST,
+                "the best weights are those of %d updates, but their checkpoint does not exist (the learner was killed "
+                "before it was durable): %s is unchanged", best["updates"], self._root / BEST,
             )  # fmt: skip
             self._kept = best
 

@@ -1,4 +1,4 @@
-"""Checkpoints: the full state from which a learner resumes as if it had never stopped.
+"""Checkpoints: the full state of a learner. Resuming from one equals never having stopped.
 
 ::
 
@@ -89,7 +89,7 @@ class CheckpointImage:
 def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     """Copies of everything that a checkpoint holds. Raises :class:`TrainingError` in the middle of an update."""
     if trainer.mid_update:
-        raise TrainingError("expected the weights of whole updates, got a part of one: nothing is saved")
+        raise TrainingError("expected the weights of complete updates, got an unfinished one: nothing is saved")
     with trainer.policy.ranks.together("image", facts={"updates": state.updates}):
         return _image(trainer, state)
 
@@ -173,7 +173,7 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
     """Optimizer, counters, random state and the parts beside the policy; the policy itself is loaded by whoever made
     ``trainer``: from ``path / "model"``, or with adapters from the initial model and ``adapter_folder(path)``.
 
-    A part that the checkpoint does not have, because it was switched on since, begins anew. Raises
+    A part that the checkpoint lacks, because it was switched on later, starts from its initial state. Raises
     :class:`StoreError` when a part belongs to another model.
     """
     state = read_state(path)
@@ -187,7 +187,7 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
         if name in saved:
             load(saved[name])
         else:
-            log.warning("%s holds no %s: it begins anew", path, name)
+            log.warning("%s has no %s: it starts from its initial state", path, name)
     set_random_state(saved["random"])
     trainer.updates = state.updates
     return state

@@ -49,7 +49,7 @@ def write_skipped(folder: Path, batch: SkippedBatch) -> Path | None:
     except OSError as error:
         log.warning("the batch of a skipped step was not written out: %s", error)
         return None
-    log.warning("not finite in update %d (%s): its batch is in %s", batch.update + 1, _words(batch), path)
+    log.warning("a value in update %d is not finite (%s): its batch is in %s", batch.update + 1, _words(batch), path)
     return path
 
 

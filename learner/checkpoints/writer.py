@@ -71,7 +71,7 @@ class CheckpointWriter:
             self._metrics.checkpoint_duration_seconds.observe(seconds)
             self._metrics.checkpoint_timestamp_seconds.set(time.time())
             log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
-            self.writing = None  # whoever waits for this checkpoint is told by the next line
+            self.writing = None  # the next line wakes tasks that wait for this checkpoint
             await self._durable(image.updates)
             self._become_idle()
 

@@ -54,7 +54,7 @@ def load_demonstrations(
     to train or is of another tokenizer.
     """
     if not file.is_file():
-        raise ConfigurationError(f"expected a file of demonstrations, got {file}, which is none")
+        raise ConfigurationError(f"expected a file of demonstrations, got {file}, which is not a file")
     model = config.model
     render = render or load_main(RENDERER)(model_folder, model.chat_template, model.trust_remote_code)
     vocabulary = _vocabulary(model_folder)
@@ -92,7 +92,7 @@ def _trajectories(file: Path, render: Render, limits: Limits) -> Iterator[Trajec
         try:
             trajectory = decode_trajectory(portable.frames, limits)
         except AfterplayError as error:
-            raise StoreError(f"{file} holds a trajectory that is not understood: {error}") from error
+            raise StoreError(f"{file} contains an invalid trajectory: {error}") from error
         reward = portable.marks.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise StoreError(f"{file}: expected {trajectory.trajectory_id} with its reward, got {reward!r}")

@@ -1,4 +1,4 @@
-"""Sequence packing with shared prefixes: rows end to end without padding, a common prefix only once.
+"""Sequence packing with shared-prefix deduplication: rows end to end, without padding.
 
 Dimensions: N tokens laid, K keys read, R runs, H heads, D head size.
 

@@ -202,7 +202,7 @@ def process_rank(config: LearnerConfig, environment: dict[str, str] | None = Non
         raise ConfigurationError(f"expected RANK below WORLD_SIZE, got {rank} of {size}: start the learner by torchrun")
     if size > 1 and config.ranks not in (1, size):
         raise ConfigurationError(
-            f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: under torchrun leave learner.ranks out"
+            f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: omit learner.ranks under torchrun"
         )
     return ProcessRank(rank, size, local)
 
@@ -233,7 +233,9 @@ def join(process: ProcessRank, config: LearnerConfig, store: Store | None = None
             timeout=timedelta(seconds=config.ranks_timeout_seconds),
         )
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(f"rank {process.rank} of {process.world_size} did not meet the others: {error}") from error
+        raise TrainingError(
+            f"rank {process.rank} of {process.world_size} could not connect to the others: {error}"
+        ) from error
     return device
 
 

@@ -29,7 +29,7 @@ def cross_entropy(logprobs_S: Tensor, mask_S: Tensor, share: float) -> Tensor:
 
 
 def is_imported(row: Row) -> bool:
-    """True if the row is a demonstration that the replay stage delivered: nobody recorded log μ of it."""
+    """True if the row is a demonstration from the replay stage without recorded log μ."""
     return row.replayed and not row.recorded
 
 

@@ -24,7 +24,7 @@ from pipeline.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class ClipRange:
-    """Bounds of a ratio, ``[1 - low, 1 + high]``; other losses say what they measure."""
+    """Bounds of a ratio, ``[1 - low, 1 + high]``; other losses define their own meaning."""
 
     low: float
     high: float
@@ -157,7 +157,7 @@ class LossRules:
 
     policy: PolicyLoss
     options: PolicyOptions | dict[str, Any]
-    """Those of the chosen loss in ``loss.policy``; of a user's own its ``options``."""
+    """Options of the loss in ``loss.policy``; for a user's own loss, its ``options``."""
     fresh: ClipRange
     off: ClipRange
     """For off-policy tokens (replayed, or guided)."""

@@ -28,7 +28,7 @@ from learner.losses.base import LossRules, RowSums, log_ratio
 from learner.observability.statistics import Weights
 
 REASONS = ("", "ratio_cap", "sequence_mask", "geometric_mask", "any_token_mask")
-"""Why a token was rejected, by its code in ``Correction.reasons``; code 0: it was not."""
+"""Reasons for rejecting a token, by the code in ``Correction.reasons``; code 0: not rejected."""
 _CODES = {"token": 1, "sequence": 2, "geometric": 3, "any_token": 4}
 
 

@@ -23,7 +23,7 @@ is one of
     fresh (guided ones too)         μ, or in the decoupled form π_prox
 
 Of a shaped token the gradient is ``-A f'(ρ) ρ ∇log π`` with ``f'(x) x = β x / (x + β)²``: for π_old = 1 largest where
-π = β, so that improbable tokens of a demonstration are learned instead of those that are certain already.
+π = β, so that improbable tokens of a demonstration are learned instead of those that are already certain.
 
 ``weight`` is the token's share of the whole optimizer step (:func:`learner.data.microbatch.token_weights`), so that
 micro-batches add up.

@@ -80,7 +80,7 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatch:
-    """An update with skipped steps: what ``Trainer.step`` was given, to look at and to try again."""
+    """An update with skipped steps: the arguments of ``Trainer.step``, for inspection and repetition."""
 
     update: int
     policy_version: int
@@ -106,7 +106,7 @@ class StepReport:
     grad_norm: float
     """Global norm before clipping, of the last optimizer step; 0 where no token had an advantage."""
     learning_rate: float
-    """Of the last optimizer step, with the guard's factor."""
+    """Learning rate of the last optimizer step, including the guard's factor."""
     optimizer_steps: int
     """Steps really applied: fewer than epochs × minibatches where one was skipped."""
     nonfinite: dict[NonFinite, int]
@@ -127,7 +127,7 @@ class StepReport:
     supervised_loss: float = 0.0
     """Mean cross-entropy over supervised tokens before the step, nats, without its weight; 0 without any."""
     supervised_tokens: int = 0
-    """Of the last optimizer step."""
+    """Supervised tokens of the last optimizer step."""
     overlong: int = 0
     """Trajectories whose reward lost the overlong penalty."""
     kl_coefficient: float = 0.0

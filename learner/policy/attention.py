@@ -1,4 +1,4 @@
-"""Attention of packed rows (:mod:`learner.data.packing`): each run's queries see its own row and nothing else.
+"""Attention of packed rows (:mod:`learner.data.packing`): each run's queries attend only to their own row.
 
 On a GPU in half precision one call of torch's variable-length flash attention does all runs (its causal mask is aligned
 to the last key, as runs that begin later than their keys need it); elsewhere one call of scaled dot-product attention
@@ -221,7 +221,7 @@ def choose_form(
 
 
 def _unsupported(model: Any) -> str | None:
-    """Why the attention of this model cannot be exchanged; None: it can."""
+    """Reason for which the attention of this model cannot be replaced; None: it can."""
     config, name = model.config.get_text_config(), type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not take its attention from transformers' interface"

@@ -132,7 +132,7 @@ class FrozenCopy:
 
 
 class AskedElsewhere:
-    """Used on ranks other than 0 where the reference is a server: rank 0 asks it and sends the scores with the rows."""
+    """Reference on ranks other than 0 if it is a server: rank 0 queries it and sends the scores with the rows."""
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """Zeros, which nothing reads."""

@@ -1,4 +1,4 @@
-"""The critic: a value of the state before each sampled token, learned from the estimator's returns.
+"""The critic: estimates the value of the state before each sampled token, trained on the estimator's returns.
 
 The state before a token is the hidden state at the position that predicts it, so values and log-probs are aligned by
 the same indices. Dimensions: S sampled tokens of a micro-batch, H hidden size.

@@ -68,7 +68,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW with moments stored in bfloat16, and arithmetic in float32.
 
     bfloat16 has 8 significant bits: with β₂ = 0.999 one step changes the second moment by less than half of its last
-    bit, so that rounding to nearest would keep it for ever. Stochastic rounding is right in expectation; it draws from
+    bit, so that rounding to nearest would never change it. Stochastic rounding is right in expectation; it draws from
     torch's global generator, whose state is in the checkpoint. The first moment changes by a tenth, so the nearest
     number does.
     """

@@ -1,1 +1,1 @@
-"""Published weights on their way to the engines."""
+"""Publication of weights to the engines."""

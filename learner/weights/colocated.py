@@ -6,8 +6,8 @@
        ▲                   │
        └─────withdraw──────┘
 
-An engine counts as asleep only when it said so after the request. One that is down may be starting again, and then
-takes memory: it blocks the grant like one that is awake. One that comes up while the learner has the device (an
+An engine counts as asleep only when it reported that after the request. One that is down may be starting again and
+taking memory: it blocks the grant like one that is awake. One that starts while the learner has the device (an
 *intruder*) is put to sleep at once; training continues.
 
 Invariants, property-tested: the learner is granted the device only in a moment when all engines are asleep; no engine
@@ -125,7 +125,7 @@ class SharedDevice:
     ) -> None:
         self.arbiter = DeviceArbiter(engines)
         self.troubles: dict[str, str] = {}
-        """Why an engine does not fall asleep."""
+        """Reasons for which engines do not fall asleep."""
         self._metrics = metrics
         self._now = now
         self._changed = anyio.Event()
@@ -204,7 +204,7 @@ class ColocatedKeeper(EngineKeeper):
         self._device = device
         self._level = sleep_level
         self._asleep = False
-        """It was put to sleep by this process and not woken since."""
+        """True if this process put the engine to sleep and has not woken it since."""
         device.subscribe(self.look_soon)
 
     async def _look(self, target: Target | None) -> None:
@@ -222,7 +222,7 @@ class ColocatedKeeper(EngineKeeper):
                     self.state.live, self._asleep = None, False
                     await self.control.sleep(self._level)
                     if not await self.control.is_sleeping():
-                        raise EngineProtocolError(f"expected {url} to sleep after /sleep, but it says that it does not")
+                        raise EngineProtocolError(f"expected {url} to sleep after /sleep, but /is_sleeping is false")
         except (TimeoutError, EngineError) as error:
             why = str(error) or f"took longer than publish.timeout_seconds={self._timeout_seconds:g}"
             self._device.woke(url)

@@ -2,7 +2,7 @@
 
 *consumes* targets (the newest replaces older ones) and the version that the engine reports; *produces* ``state``, and
 an attempt for every new target and whenever the engine reports another version; *waits for* a new target, or the next
-look at the engine. It blocks nobody: an engine that is down or slow only lags.
+probe of the engine. An engine that is down or slow only lags; it blocks nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Target:
     folder: Path
     """Hugging Face folder with these weights."""
     initial: bool = False
-    """They are the weights that the engines were started with: an unstamped engine needs only the stamp."""
+    """True for the weights that the engines were started with: an unstamped engine then needs only the stamp."""
     tensors: Mapping[str, Tensor] | None = None
     """The same weights in memory, for loaders that do not read files."""
 
@@ -99,10 +99,11 @@ class EngineState:
     attempted: int = -1
     """Newest version that was tried, with success or not."""
     trouble: str = "not asked yet"
-    """Why it does not serve the newest version; empty when it does."""
+    """Reason for which the engine does not serve the newest version; empty if it does."""
     loads: int = 0
     lagging: bool = False
-    """It took longer than a publication waits: no publication waits for it until it serves the newest version."""
+    """The engine was slower than a publication waits. Publications do not wait for it until it serves the newest
+    version."""
     failures: int = 0
     load_seconds: float = 0.0
     """Pause to resume of the last load."""

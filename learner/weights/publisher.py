@@ -147,7 +147,7 @@ class Publisher:
         return tuple(url for url, keeper in self.keepers.items() if keeper.state.live == version)
 
     def trouble(self) -> dict[str, str]:
-        """Why an engine does not serve the newest version, by engine."""
+        """Reasons for which engines do not serve the newest version, by engine."""
         return {url: keeper.state.trouble for url, keeper in self.keepers.items() if keeper.state.trouble}
 
     def _publication(self, version: int, seconds: float, n_bytes: int) -> Publication:
@@ -196,7 +196,7 @@ def write_adapters(adapters: Adapters, folder: Path, tensors: Mapping[str, Tenso
 
 
 def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, metrics: LearnerMetrics) -> Publisher:
-    """Files, or vLLM's own transfer where ``engine.weight_transfer`` says so.
+    """Files, or vLLM's own transfer if ``engine.weight_transfer`` selects it.
 
     Raises :class:`pipeline.errors.ConfigurationError` when the transfer needs something that is not there.
     """

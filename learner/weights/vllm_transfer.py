@@ -6,7 +6,7 @@ by vLLM's trainer-side classes; pause, stamp and resume stay with the keeper. Ne
 and GPUs on both sides.
 
 One transfer group per engine, so an engine that dies takes only its own group with it. A broadcast whose peer died
-cannot be cancelled: its thread is left behind and the group is made anew.
+cannot be cancelled: its thread is abandoned and a new group is created.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VllmTransferLoader:
 
 
 class _Weights:
-    """vLLM's ``WeightSource``: whatever tensors are set, one after another, on the GPU."""
+    """vLLM's ``WeightSource``: the tensors that are set, one after another, on the GPU."""
 
     def __init__(self) -> None:
         self.tensors: Mapping[str, Tensor] = {}

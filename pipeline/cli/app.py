@@ -1,4 +1,4 @@
-"""The ``afterplay`` commands and their help. The work is imported when a command runs, so that ``--help`` is quick."""
+"""The ``afterplay`` commands and their help. Commands import their code when they run, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def evaluate(
         str | None,
         typer.Option("--checkpoint", "-c", metavar="N|best|latest", help="The checkpoint after N updates, or by name."),
     ] = None,
-    split: Annotated[str | None, typer.Option("--split", help="Split of the tasks.")] = None,
-    tasks: Annotated[int | None, typer.Option("--tasks", min=1, help="Tasks of each environment.")] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Rollouts of each task.")] = None,
+    split: Annotated[str | None, typer.Option("--split", help="Split to evaluate on.")] = None,
+    tasks: Annotated[int | None, typer.Option("--tasks", min=1, help="Tasks per environment.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Rollouts per task.")] = None,
     greedy: Annotated[
         bool | None, typer.Option("--greedy/--sampled", help="Greedy decoding, or sampling (needed for pass@k).")
     ] = None,
     pass_at: Annotated[
-        list[int] | None, typer.Option("--pass-at", metavar="K", min=1, help="A k of pass@k. May be repeated.")
+        list[int] | None, typer.Option("--pass-at", metavar="K", min=1, help="Report pass@K. May be repeated.")
     ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value. May be repeated.")
     ] = None,
 ) -> None:
-    """Evaluate a checkpoint on held-out tasks, without training, and print a table.
+    """Evaluate a checkpoint on held-out tasks and print a table.
 
-    Options default to the section `evaluation` of the run file. Without --checkpoint a run directory is evaluated at
-    its newest checkpoint, and a run file (or a run without checkpoints) at its initial model. Starts engines, actors
-    and a replay stage of its own, in a folder below the run; a live run is not disturbed. The exit code is 0 when every
-    environment has a score, else 1.
+    Options default to the section `evaluation` of the run file. Without --checkpoint, the newest checkpoint of a run
+    directory is evaluated, or the initial model of a run file or of a run without checkpoints. The command starts its
+    own engines, actors and replay stage in a folder below the run, so a live run is not affected. The exit code is 0 if
+    every environment has a score, else 1.
 
       afterplay eval runs/tiny --checkpoint best
       afterplay eval runs/tiny --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
@@ -65,21 +65,21 @@ app = typer.Typer(
 
 [bold]Start here[/bold]
 
-  afterplay run configs/tiny.yaml             a minute on a laptop, every real process
-  afterplay run configs/quickstart.yaml       a pretrained model and a vLLM server
-  afterplay status runs/tiny                  processes, newest step and accounts
-  afterplay plot runs/tiny                    redraw its curves
-  afterplay show runs/tiny                    its rollouts, one by one, or as a page for a browser
-  afterplay eval runs/tiny --checkpoint best  how good a checkpoint is on held-out tasks
+  afterplay run configs/tiny.yaml             train a tiny random model with all processes (one minute)
+  afterplay run configs/quickstart.yaml       train a pretrained model with a vLLM server
+  afterplay status runs/tiny                  processes, newest step, and the state of every order
+  afterplay plot runs/tiny                    draw the curves
+  afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
+  afterplay eval runs/tiny --checkpoint best  evaluate a checkpoint on held-out tasks
 
-[bold]Change anything[/bold]
+[bold]Change the configuration[/bold]
 
-  afterplay config show configs/tiny.yaml     every key with its meaning
+  afterplay config show configs/tiny.yaml     print every key with its meaning
   afterplay run configs/tiny.yaml --set learner.learning_rate=1e-3 --set run.name=faster
   AFTERPLAY__RUN__SEED=7 afterplay run configs/tiny.yaml
 
-[bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (a second
-  signal, a drain that took too long) · 4 a process failed too often · 5 the run is already alive
+[bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (second
+  signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive
 """,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with all defaults.")
@@ -94,7 +94,7 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value, for example run.seed=3. May be repeated."),
 ]
-Index = Annotated[int, typer.Option("--index", "-i", min=0, help="Index of this replica, from 0.")]
+Index = Annotated[int, typer.Option("--index", "-i", min=0, help="Index of this replica, starting at 0.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")]
 
 
@@ -104,11 +104,11 @@ def run(
     sets: Sets = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: empty the run directory first.")] = False,
 ) -> None:
-    """Run FILE on this machine: all processes, until training is done.
+    """Run FILE on this machine, with all processes, until training is done.
 
-    Starts engines, actors, replay stage and learner as processes, restarts a process that dies, shows progress, and
-    writes a run directory (run.directory/run.name). The same command again resumes the run. Ctrl-C stops it cleanly
-    within ten seconds.
+    Starts engines, actors, replay stage and learner, restarts processes that die, shows progress, and writes a run
+    directory (run.directory/run.name). Rerun to resume; --fresh starts over. Ctrl-C stops the run cleanly within ten
+    seconds.
 
       afterplay run configs/tiny.yaml
       afterplay run configs/tiny.yaml --fresh --set run.total_steps=20
@@ -132,7 +132,7 @@ def engine(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 @app.command()
 def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
-    """Run one actor: takes orders from the replay stage, runs episodes, sends trajectories back.
+    """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
     afterplay actor configs/tiny.yaml --index 1 --set replay.address=tcp://127.0.0.1:5555
     """
@@ -141,7 +141,8 @@ def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 @replay_app.command(START)
 def replay(file: File, sets: Sets = None) -> None:
-    """Run the replay stage: plans rollouts, then scores, stores and groups trajectories.
+    """Run the replay stage, which plans rollouts and scores, stores and groups trajectories.
+
     Actors and learner connect to it.
 
     afterplay replay configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
@@ -154,7 +155,7 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Train on groups from the replay stage and publish new weights to the engines.
 
     With learner.ranks=N it starts N-1 more processes, which share the model and each update. torchrun can start them
-    instead, also on several machines; then omit learner.ranks.
+    instead, on one or several machines; then omit learner.ranks.
 
       afterplay learner configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
       torchrun --nproc-per-node 2 -m pipeline.cli.app learner configs/tiny.yaml
@@ -166,7 +167,7 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 @app.command(hidden=True)
 def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
-    """Run in place of the learner in `afterplay eval`: set the engines' version, wait for the result."""
+    """Run instead of the learner in `afterplay eval`: set the version of the engines and wait for the result."""
     _role("evaluator", index, "learner.evaluator:main", file, sets)
 
 
@@ -174,7 +175,7 @@ def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
 def prepare(file: File, sets: Sets = None) -> None:
     """Prepare the model folder of the run (run.directory/run.name/model) for engines and learner.
 
-    `afterplay run` does this itself; needed only when the roles are started one by one.
+    `afterplay run` does this itself. It is only needed if you start the roles one by one.
 
       afterplay prepare configs/quickstart.yaml
     """
@@ -191,9 +192,9 @@ def prepare(file: File, sets: Sets = None) -> None:
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; created if missing.")],
 ) -> None:
-    """Create CURVE keys, which every connection between machines needs.
+    """Create CURVE keys, which connections between machines require.
 
-    Copy the folder to each machine of the run and name it in the run file:
+    Copy the folder to each machine of the run and set transport.curve to it:
 
       afterplay keys keys
       afterplay replay FILE --set transport.curve=keys --set replay.address=tcp://0.0.0.0:5555
@@ -206,8 +207,7 @@ def keys(
 
 @app.command()
 def status(run_directory: Run) -> None:
-    """Show the processes, the newest step, the learner's time by stage, and the account of every order, trajectory and
-    group.
+    """Show processes, the newest step, the learner's time by stage, and the state of orders, trajectories and groups.
 
     afterplay status runs/tiny
     """
@@ -219,7 +219,7 @@ def status(run_directory: Run) -> None:
 
 @app.command()
 def plot(run_directory: Run) -> None:
-    """Draw curves.png of a run from its metrics.jsonl. Works while the run is alive.
+    """Draw curves.png from the metrics.jsonl of a run. Works while the run is alive.
 
     afterplay plot runs/tiny
     """
@@ -237,9 +237,9 @@ def plot(run_directory: Run) -> None:
 def config_check(
     file: File,
     sets: Sets = None,
-    data: Annotated[bool, typer.Option("--data", help="Also read the data of tasks_from, and show a task.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="Also read the data of tasks_from and print a task.")] = False,
 ) -> None:
-    """Check FILE and report all errors in it.
+    """Check FILE and report all its errors.
 
     afterplay config check configs/tiny.yaml --set groups.n_rollout=16
     afterplay config check configs/questions.yaml --data
@@ -286,7 +286,7 @@ def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) 
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The role has closed its resources. Finalizing the interpreter takes seconds (torch), or hangs on a thread.
+    # The role has closed its resources. Finalizing the interpreter takes seconds (torch) or hangs on a thread.
     os._exit(code)
 
 
@@ -309,7 +309,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def entry() -> None:
-    """Console script: expected errors are one message on stderr, not a traceback."""
+    """Console script. Expected errors are printed as one message on stderr, without a traceback."""
     try:
         app(prog_name="afterplay")
     except AfterplayError as error:

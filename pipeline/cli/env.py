@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Environments: list, show, play by hand, and make your own.")
+app = typer.Typer(no_args_is_help=True, help="List, show and play environments, and create your own.")
 
 _COMMANDS = "actors.env_commands"
 _COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
@@ -25,9 +25,9 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the task.")]
 
 @app.command("list")
 def list_() -> None:
-    """List every environment that a run file can name, with what has to be installed for it.
+    """List the environments that a run file can name, and what each needs installed.
 
-    Others are named in the run file as module:Class or path/file.py:Class.
+    A run file names any other environment as module:Class or path/file.py:Class.
 
       afterplay env list
     """
@@ -36,7 +36,7 @@ def list_() -> None:
 
     from pipeline.runtime.process import load_main
 
-    table = Table("name", "kind", "what it is", "ready", box=None, header_style="bold")
+    table = Table("name", "kind", "description", "ready", box=None, header_style="bold")
     for entry in load_main(f"{_COMMANDS}.describe:entries")():
         table.add_row(entry.name, entry.kind, entry.summary, entry.missing or entry.server or "yes")
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
@@ -44,7 +44,7 @@ def list_() -> None:
 
 @app.command()
 def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
-    """Show the options of an environment, what they mean, and how a task begins.
+    """Show the options of an environment, their meaning, and the start of a task.
 
     afterplay env show babyai
     afterplay env show babyai --set level=BabyAI-PickupLoc-v0 --seed 3
@@ -67,7 +67,7 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     say(typer.style("\nsplits", bold=True))
     for split, seeds in details.splits.items():
         say(f"  {split}: {seeds}")
-    say(typer.style(f"\nthe task with seed {seed} begins", bold=True))
+    say(typer.style(f"\nfirst messages of the task with seed {seed}", bold=True))
     for role, text in details.example:
         _talk(role, text)
     if details.trouble:
@@ -81,7 +81,7 @@ def play(
     name: Name,
     sets: Sets = None,
     seed: Seed = 0,
-    turns: Annotated[int, typer.Option("--turns", min=1, help="Turns at most.")] = 1000,
+    turns: Annotated[int, typer.Option("--turns", min=1, help="Stop after this number of turns.")] = 1000,
     engine: Annotated[
         str | None,
         typer.Option("--engine", metavar="URL", help="Let this engine play, for example http://127.0.0.1:8100."),
@@ -89,21 +89,25 @@ def play(
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="With --engine: folder of the model's tokenizer.")
     ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="With --engine.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="With --engine: of one reply.")] = 256,
-    expert: Annotated[
-        bool, typer.Option("--expert", help="Watch the environment's own expert, where it has one.")
-    ] = False,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="With --engine: sampling temperature.")
+    ] = 1.0,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="With --engine: most tokens of one reply.")
+    ] = 256,
+    expert: Annotated[bool, typer.Option("--expert", help="Let the environment's expert play, if it has one.")] = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="NAME is a section of this run file: its loop, its data."),
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="Use section NAME of this run file, with its loop and data."
+        ),
     ] = None,
 ) -> None:
-    """Play an episode: you type the replies (or pipe them in, one a line), or an engine or an expert does.
+    """Play one episode. The replies come from you (typed, or piped in with one per line), an engine or an expert.
 
-    A line that ends with a backslash goes on in the next; the end of the input leaves the game. Tools are called as
-    <tool_call>{"name": "...", "arguments": {...}}</tool_call>. With --config and tasks from data the seed is the place
-    of the task among those that are trained on.
+    A line that ends with a backslash continues on the next line. End of input leaves the game. Tools are called as
+    <tool_call>{"name": "...", "arguments": {...}}</tool_call>. With --config and tasks from a data set, the seed is the
+    position of the task in the training split.
 
       afterplay env play number_guess --seed 3
       printf '8\\n12\\n' | afterplay env play number_guess
@@ -131,15 +135,17 @@ def play(
 @app.command()
 def demonstrate(
     name: Name,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="JSON lines, one episode each.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The JSONL file to write.")],
     sets: Sets = None,
     first: Annotated[int, typer.Option("--first", min=0, help="Seed of the first task.")] = 0,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many tasks.")] = 100,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of tasks.")] = 100,
     section: Annotated[
-        str | None, typer.Option("--section", help="The environment's section in the run file. Default: NAME.")
+        str | None, typer.Option("--section", help="Name of the environment in the run file. Default: NAME.")
     ] = None,
 ) -> None:
-    """Write episodes of an environment's expert, for `afterplay replay import` and for loss.supervised.
+    """Write episodes of an environment's expert as demonstrations, one per line.
+
+    `afterplay replay import` and loss.supervised read the file.
 
     afterplay env demonstrate babyai --count 200 --out babyai.jsonl
     """
@@ -148,17 +154,19 @@ def demonstrate(
     written, skipped = load_main(f"{_COMMANDS}.demonstrate:demonstrate")(
         name, _options(sets), section or name, range(first, first + count), out
     )
-    typer.echo(f"{written} episodes in {out}" + (f"; the expert gave up {skipped}" if skipped else ""))
+    typer.echo(f"{written} episodes in {out}" + (f"; the expert did not solve {skipped}" if skipped else ""))
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the new environment: small letters, digits and _.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the new environment: lower-case letters, digits and _.")
+    ],
     folder: Annotated[
-        Path | None, typer.Option("--folder", metavar="DIR", help="Destination. Default: afterplay-NAME.")
+        Path | None, typer.Option("--folder", metavar="DIR", help="Folder to create. Default: afterplay-NAME.")
     ] = None,
 ) -> None:
-    """Write a plug-in package that works, with a test: an environment to change into your own.
+    """Create a working plug-in package with an example environment and a test, to edit into your own.
 
     afterplay env new colours && cd afterplay-colours && pip install -e '.[test]' && pytest
     """
@@ -167,7 +175,7 @@ def new(
     folder = folder or Path(f"afterplay-{name.replace('_', '-')}")
     for path in load_main(f"{_COMMANDS}.scaffold:write")(name, folder):
         typer.echo(str(path))
-    typer.echo(f"\nNow: cd {folder} && pip install -e '.[test]' && pytest")
+    typer.echo(f"\nNext: cd {folder} && pip install -e '.[test]' && pytest")
 
 
 def _talk(who: str, text: str) -> None:
@@ -189,5 +197,5 @@ def _options(sets: list[str] | None) -> dict[str, Any]:
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigurationError(f"--set {text}: the value is no YAML: {error}") from error
+            raise ConfigurationError(f"--set {text}: expected a YAML value, got an error: {error}") from error
     return options

@@ -37,7 +37,7 @@ def show(found: ExperienceReport, config: RunConfig, run: Path, console: Console
 
 
 def _difficulty(found: ExperienceReport, config: RunConfig, console: Console) -> None:
-    table = _table("tasks by successes of their latest fresh group", "successes", "tasks", "in the pool")
+    table = _table("tasks by successes in their latest fresh group", "successes", "tasks", "in the pool")
     pooled = [shelf.bucket for shelf in found.shelves]
     for bucket, tasks in sorted(found.buckets.items()):
         table.add_row(f"{bucket} of up to {config.groups.n_rollout}", str(tasks), str(pooled.count(bucket)))
@@ -115,18 +115,18 @@ class StartByDefault(TyperGroup):
 app = typer.Typer(
     cls=StartByDefault,
     no_args_is_help=True,
-    help="""The replay stage of a run, and the experience it has stored.
+    help="""Run the replay stage; inspect, export and import stored trajectories.
 
 [bold]Run the stage[/bold] (`afterplay run` does this itself)
 
   afterplay replay configs/tiny.yaml            the same as: afterplay replay start configs/tiny.yaml
 
-[bold]Inspect the store[/bold], of a live or ended run
+[bold]Inspect the store[/bold] of a live or finished run
 
   afterplay replay inspect runs/tiny
   afterplay replay inspect runs/tiny --json | jq .audit
 
-[bold]Move experience between runs[/bold]
+[bold]Move trajectories between runs[/bold]
 
   afterplay replay export runs/tiny pool.afterplay
   afterplay replay import runs/other pool.afterplay
@@ -143,12 +143,12 @@ Target = Annotated[
 @app.command("inspect")
 def inspect_command(
     run: Run,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Show difficulty buckets, the pool with its ages, terminal states, the guard and the bias audit.
+    """Show difficulty buckets, the pool and its ages, final states, the ESS guard and the bias audit.
 
-    Read-only; works while the run is alive. The audit compares what was sampled with what was stored, trained and
-    replayed: where their means of length, duration, reward or age differ, selection has shifted the data.
+    Read-only; works while the run is alive. The audit compares the mean length, duration, reward and age of sampled,
+    stored, trained and replayed trajectories. Differences show how selection has shifted the data.
 
       afterplay replay inspect runs/tiny
       afterplay replay inspect runs/tiny --json
@@ -169,9 +169,9 @@ def export_command(
     run: Run,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, for example pool.afterplay.")],
     compress: Annotated[bool, typer.Option("--compress/--plain", help="Compress every trajectory with zlib.")] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
-    """Write the stored trajectories of a run into one portable, checksummed file. Works while the run is alive.
+    """Write the stored trajectories of a run to one portable, checksummed file. Works while the run is alive.
 
     afterplay replay export runs/tiny pool.afterplay
     afterplay replay export runs/tiny pool.afterplay --plain --force
@@ -187,15 +187,15 @@ def export_command(
 def import_command(
     run: Target,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="An export, or demonstrations: one JSON object a line (.jsonl).")
+        Path, typer.Argument(metavar="FILE", help="An export, or demonstrations: one JSON object per line (.jsonl).")
     ],
 ) -> None:
-    """Put trajectories into the pool of a run that is not running, or has not started yet.
+    """Add trajectories to the pool of a run that is stopped or has not started yet.
 
-    FILE is read and checked to its end before anything is changed. What is stored already, failed
-    (replay.success_threshold) or belongs to a retired task is passed over; the capacity of the pool holds. The
-    trajectories are replayed like the run's own. A line of demonstrations has token ids, with log-probabilities where
-    somebody recorded them,
+    FILE is checked completely before anything is changed. Trajectories that are already stored, failed
+    (replay.success_threshold) or belong to a retired task are skipped. The capacity of the pool applies. The
+    trajectories are replayed like the run's own. A line of demonstrations has token ids, optionally with recorded
+    log-probabilities,
 
       {"environment": "arithmetic", "seed": 17, "reward": 1, "turns": [{"context_ids": [1, 2],
        "completion_ids": [3, 4], "logprobs": [-0.1, -0.2]}]}
@@ -217,27 +217,27 @@ def import_command(
 
     config, directory = open_run(run, or_file=True)
     if is_alive(directory):
-        raise ConfigurationError(f"expected a run that is not running, but {directory.path} is: stop it first")
+        raise ConfigurationError(f"expected a stopped run, but {directory.path} is running: stop it first")
     model = config.model
     demonstrator = load_main("actors.env_commands.demonstrate:Demonstrator")
     render = demonstrator(directory.model, model.chat_template, model.trust_remote_code)
     counts = Importer(config, directory, render).run(file)
     words = {
         "imported": "imported",
-        "duplicate": "stored already",
+        "duplicate": "already stored",
         "failure": "below replay.success_threshold",
         "retired": "of retired tasks, too old (replay.max_age) or without a sampled token",
     }
     typer.echo(", ".join(f"{counts[key]} {text}" for key, text in words.items() if counts[key] or key == "imported"))
     left = {key.removeprefix("left."): n for key, n in counts.items() if key.startswith("left.")}
     if left:
-        typer.echo("left the pool to make room: " + ", ".join(f"{n} ({reason})" for reason, n in left.items()))
+        typer.echo("evicted from the pool: " + ", ".join(f"{n} ({reason})" for reason, n in left.items()))
 
 
 def open_run(path: Path, *, or_file: bool = False) -> tuple[RunConfig, RunDirectory]:
-    """Configuration and directory of a run that is there; ``or_file``: ``path`` may be the run file of one that is not.
+    """Configuration and directory of an existing run.
 
-    Raises :class:`ConfigurationError`.
+    ``or_file``: ``path`` may also be the run file of a run that has not started. Raises :class:`ConfigurationError`.
     """
     from pipeline.config.load import load
     from pipeline.errors import ConfigurationError
@@ -248,8 +248,8 @@ def open_run(path: Path, *, or_file: bool = False) -> tuple[RunConfig, RunDirect
         directory = RunDirectory(config.run.path)
         if directory.config_file.exists():
             raise ConfigurationError(
-                f"the run of {path} has started: name its directory, {directory.path}, because settings may have been "
-                "given on its command line"
+                f"the run of {path} has already started: give its directory {directory.path} instead, because the run "
+                "may have been started with --set"
             )
         return config, directory
     directory = RunDirectory(path)

@@ -1,4 +1,4 @@
-"""``afterplay show``: look at the rollouts of a run."""
+"""``afterplay show``: list and print the rollouts of a run."""
 
 from __future__ import annotations
 
@@ -46,22 +46,20 @@ class ColourBy(StrEnum):
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")],
     trajectory: Annotated[
-        str | None, typer.Argument(metavar="TRAJECTORY", help="Print this one whole, for example g000012.3.0.")
+        str | None, typer.Argument(metavar="TRAJECTORY", help="Print this trajectory, for example g000012.3.0.")
     ] = None,
     step: Annotated[
-        str | None, typer.Option(metavar="N|A-B", help="Trained in this step, or from A to B (A- and -B too).")
+        str | None, typer.Option(metavar="N|A-B", help="Trained in step N, or in steps A to B (also A- and -B).")
     ] = None,
     evaluation: Annotated[
         str | None,
-        typer.Option(metavar="N|A-B", help="Sampled to evaluate the weights of N updates, or of A to B (0-: all)."),
+        typer.Option(metavar="N|A-B", help="From the evaluation after N updates, or after A to B (0-: all)."),
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Tasks of this split: train, or a held-out one such as eval.")
-    ] = None,
-    reward_min: Annotated[float | None, typer.Option(help="Reward of at least this.")] = None,
-    reward_max: Annotated[float | None, typer.Option(help="Reward of at most this.")] = None,
+    split: Annotated[str | None, typer.Option(help="From this split: train, or a held-out one such as eval.")] = None,
+    reward_min: Annotated[float | None, typer.Option(help="With a reward of at least this.")] = None,
+    reward_max: Annotated[float | None, typer.Option(help="With a reward of at most this.")] = None,
     task: Annotated[
-        str | None, typer.Option(help="A part of the task id, or a pattern of the whole: 'arithmetic/1*'.")
+        str | None, typer.Option(help="With this text in the task id, or matching a pattern: 'arithmetic/1*'.")
     ] = None,
     environment: Annotated[str | None, typer.Option(help="Name of the environment in the run file.")] = None,
     status: Annotated[
@@ -74,34 +72,33 @@ def show(
         str | None, typer.Option(metavar="TEXT", help="Failed, with TEXT in the failure or traceback; '' for any.")
     ] = None,
     version: Annotated[
-        str | None, typer.Option(metavar="N|A-B", help="A token was sampled by such a policy version.")
+        str | None, typer.Option(metavar="N|A-B", help="With a token sampled by policy version N, or A to B.")
     ] = None,
     replayed: Annotated[bool, typer.Option("--replayed", help="Trained again from the pool.")] = False,
     kept: Annotated[
         bool | None,
-        typer.Option("--kept/--all", help="Only those whose tokens are kept. A page takes only them unless --all."),
+        typer.Option("--kept/--all", help="Only trajectories whose tokens are stored (default of --html), or all."),
     ] = None,
-    sort: Annotated[SortBy, typer.Option(help="Largest or newest first.")] = SortBy.newest,
-    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
+    sort: Annotated[SortBy, typer.Option(help="Sort by this, largest or newest first.")] = SortBy.newest,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
     limit: Annotated[
-        int | None, typer.Option(min=1, help=f"Most trajectories: {LIST_LIMIT}, and {PAGE_LIMIT} in a page.")
+        int | None,
+        typer.Option(min=1, help=f"Most trajectories. Default: {LIST_LIMIT}, with --html {PAGE_LIMIT}."),
     ] = None,
-    whole: Annotated[bool, typer.Option("--print", "-p", help="Print the transcripts, not a list.")] = False,
+    whole: Annotated[bool, typer.Option("--print", "-p", help="Print transcripts instead of a list.")] = False,
     colour: Annotated[
-        ColourBy, typer.Option("--colour", "--color", help="What colours the sampled tokens of a transcript.")
+        ColourBy, typer.Option("--colour", "--color", help="Value that colours the sampled tokens of a transcript.")
     ] = ColourBy.sampled,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line; with tokens for TRAJECTORY and --print.")
+        bool, typer.Option("--json", help="One JSON object per line; with tokens for TRAJECTORY and --print.")
     ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page for a browser, with everything in it.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
 ) -> None:
-    """List the rollouts of a run, print them, or write a page that shows them.
+    """List the rollouts of a run, print them, or write them to an HTML page.
 
-    Only reads, and works while the run goes on, after it, and after it was killed. Facts are kept of every trajectory;
-    tokens of those that the replay stage still holds, of some of every update (traces.trained), which are the ones with
-    ratio, entropy and advantage, of failed ones (traces.failed) and of some of every evaluation (traces.evaluated).
+    Read-only; works on running, finished and killed runs. Metadata is kept for every trajectory. Tokens are kept for
+    those still in the replay stage's store, for a sample of each update (traces.trained; also with ratio, entropy and
+    advantage), for failed ones (traces.failed) and for a sample of each evaluation (traces.evaluated).
 
       afterplay show runs/tiny
       afterplay show runs/tiny g000012.3.0 --colour ratio
@@ -141,16 +138,14 @@ def show(
     )
     listing = reader.listing(filters, sort.value, reverse, limit or (PAGE_LIMIT if html else LIST_LIMIT))
     if trajectory is not None and not listing.rows:
-        raise ConfigurationError(
-            f"expected a trajectory of {run} that fits, got {trajectory}: see the list, afterplay show {run}"
-        )
-    # what reads a pipe has no width of its own: nothing is cut short for it
+        raise ConfigurationError(f"expected a trajectory of {run}, got {trajectory}: afterplay show {run} lists them")
+    # A pipe has no width: use a wide console so that nothing is truncated.
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH)
     if html is not None:
         page = write_page(html, reader, listing, filters.step, Vocabulary.read(reader.model))
         typer.echo(
             f"{html}: {page.shown} of {listing.count} trajectories, {page.transcripts} with tokens, "
-            f"{page.n_bytes / 1e6:.1f} MB. Open it in a browser"
+            f"{page.n_bytes / 1e6:.1f} MB. Open it in a browser."
         )
     elif whole or trajectory is not None:
         vocabulary = Vocabulary.read(reader.model)

@@ -1,4 +1,4 @@
-"""``afterplay status RUN``: processes, newest step, stage times, evaluations and accounts of a run."""
+"""``afterplay status RUN``: processes, newest step, stage times, evaluations and ledger of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.supervisor.run import RunIsAlive, run_lock
 
 
 def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:
-    """Print the status. FAILED when the accounts do not add up.
+    """Print the status. Returns FAILED if the ledger does not balance.
 
     Raises :class:`ConfigurationError` when there is no run directory.
     """
@@ -38,7 +38,7 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     try:
         ledger = read_ledger(store_path(config, directory))
     except StoreError as error:
-        console.print(f"no accounts: {error}", style="yellow", soft_wrap=True)
+        console.print(f"no ledger: {error}", style="yellow", soft_wrap=True)
         return ExitCode.FINISHED
     return _accounts(ledger, console)
 
@@ -97,7 +97,7 @@ def _accounts(ledger: Ledger, console: Console) -> ExitCode:
     console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}")
     problems = ledger.audit()
     for problem in problems:
-        console.print(f"does not add up: {problem}", style="red", soft_wrap=True)
+        console.print(f"the ledger does not balance: {problem}", style="red", soft_wrap=True)
     if not problems:
         console.print("every order, trajectory and group is accounted for", style="green")
     return ExitCode.FAILED if problems else ExitCode.FINISHED

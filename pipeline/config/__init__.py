@@ -1,4 +1,4 @@
-"""One YAML file describes a run; every role reads the same file and takes its section."""
+"""The run file: one YAML file describes a run. Every role reads the same file and uses the sections it needs."""
 
 from pipeline.config.run import RunConfig
 

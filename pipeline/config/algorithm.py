@@ -13,43 +13,50 @@ from pipeline.config.policy_losses import Clip, OffPolicyOptions, PolicyOptions,
 
 
 class AdvantageConfig(Section):
+    """From rewards to advantages: the estimator, and the changes that are made to rewards before it runs."""
+
     estimator: EstimatorOptions = Grpo()
-    """The estimator with its options: ``{name: cpo, failed_weight: 0.5}``, or its name alone. ``grpo``, ``rloo`` =
-    ``leave_one_out``, ``opo``, ``maxrl``, ``gpg``, ``pass_at_k``, ``remax``, ``reinforce_pp``,
-    ``reinforce_pp_baseline``, ``gae``, ``cpo``; or your own as module:function or file.py:function. docs/LEARNER.md has
-    their options and sources."""
+    """Advantage estimator, by name or with its options: ``rloo`` or ``{name: cpo, failed_weight: 0.5}``. Built in:
+    ``grpo``, ``rloo`` (also called ``leave_one_out``), ``opo``, ``maxrl``, ``gpg``, ``pass_at_k``, ``remax``,
+    ``reinforce_pp``, ``reinforce_pp_baseline``, ``gae``, ``cpo``. Your own: ``module:function`` or
+    ``file.py:function``. docs/LEARNER.md lists their options and sources."""
     epsilon: float = Field(1e-6, gt=0)
-    """Added to every standard deviation that something is divided by."""
+    """Added to every standard deviation before something is divided by it. Avoids division by zero in groups whose
+    rewards are equal."""
     rewards: Literal["outcome", "turns", "both"] = "outcome"
-    """``outcome``: what the scorer gave, at the last token. ``turns``: what the environment gave for each turn, at the
-    turn's last token. ``both``: the turns' rewards, and at the last token what of the outcome they do not explain, so
-    that they sum to the outcome. A trajectory without turn rewards has its outcome at the last token."""
+    """Rewards that the estimator sees. ``outcome``: the scorer's reward, placed at the last token. ``turns``: the
+    environment's reward for each turn, placed at the last token of that turn. ``both``: the turn rewards, plus the
+    remainder of the outcome at the last token, so that they sum to the outcome. A trajectory without turn rewards
+    always has its outcome at the last token."""
     turn_weight: float = 1.0
-    """Multiplies turn rewards; with functions in the scorer, set it to ``scorer.environment_weight``."""
+    """Factor on turn rewards. If the scorer has functions of its own, set it to ``scorer.environment_weight``."""
     turn_gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per turn: of estimators that compare a group, where ``rewards`` is not ``outcome``."""
+    """Discount per turn. Used by estimators that compare the trajectories of a group, unless ``rewards`` is
+    ``outcome``. 1: no discount."""
     shaping: str | None = None
-    """Your own change of rewards before estimation, as module:function or file.py:function. It gets the trajectories
-    as estimators see them (a list of ``ScoredTrajectory``) and as they are stored, and returns the first with other
-    rewards."""
+    """Your own reward shaping, as ``module:function`` or ``file.py:function``. It runs before the estimator. It gets
+    the trajectories as the estimator sees them (a list of ``ScoredTrajectory``) and as they are stored, and returns the
+    first list with new rewards. None: no shaping."""
     overlong_tokens: int | None = Field(None, ge=1)
-    """Length at which the overlong penalty is full (DAPO, arXiv:2503.14476, eq. 13), in sampled tokens of the whole
-    trajectory. None: no penalty."""
+    """Length at which the penalty for long trajectories reaches ``overlong_penalty`` (DAPO, arXiv:2503.14476, eq. 13),
+    in sampled tokens of the whole trajectory. None: no penalty."""
     overlong_buffer: int = Field(0, ge=0)
-    """The penalty rises linearly over this many tokens below ``overlong_tokens``."""
+    """Tokens below ``overlong_tokens`` over which the penalty rises linearly from 0. 0: the full penalty starts at
+    once."""
     overlong_penalty: float = Field(1.0, ge=0)
-    """Reward that an overlong trajectory loses."""
+    """Largest penalty, in units of reward."""
     reward_norm: Literal["none", "group", "batch"] = "none"
-    """Outcomes, before estimation, minus their mean and over their standard deviation, of the group or of the update;
-    with turn rewards only divided by it, as a mean taken off every turn would pay for the number of turns."""
+    """Normalization of outcomes before the estimator runs: subtract the mean and divide by the standard deviation, both
+    taken over the group or over the update (``batch``). Turn rewards are only divided: subtracting a mean from every
+    turn would reward or punish the number of turns."""
     greedy_rollouts: bool = False
-    """Order one greedy rollout (temperature 0) more for each group, which is never trained: its reward is the
-    ``baseline`` that estimators see. remax orders them in any case."""
+    """Add one greedy rollout (temperature 0) to each group. It is never trained: its reward is the ``baseline`` that
+    estimators see. ``remax`` always does this."""
 
     @property
     def hint_template(self) -> str | None:
-        """The prompt with a hint, which actors keep beside the one they use; None where the estimator has no use for
-        it."""
+        """Template of the prompt with a hint, which actors record beside the prompt that they use; None if the
+        estimator uses no hints."""
         template: str | None = getattr(self.estimator, "hint_template", None)
         return template
 
@@ -76,133 +83,146 @@ Level = Literal["token", "sequence", "geometric", "any_token"]
 
 
 class MaskConfig(Section):
-    """Tokens that are rejected because π_prox/μ lies outside ``[low, high]``; π_prox is the policy before the step."""
+    """One rejection rule: tokens whose ratio π_prox/μ lies outside ``[low, high]`` are not trained. π_prox is the
+    policy before the optimizer step, μ the behaviour policy."""
 
     level: Level
-    """Scope of the ratio: the token; its row (``sequence``: the product over the row's tokens; ``geometric``: that
-    product to the power of one over their number); or the row is rejected as soon as any token's own ratio lies outside
-    (``any_token``, a veto). A row is a branch of a trajectory."""
+    """Ratio that is tested. ``token``: of each token. ``sequence``: of its row, the product over the row's tokens.
+    ``geometric``: the geometric mean over the row's tokens. ``any_token``: the whole row is rejected if any token's
+    ratio is outside. A row is one branch of a trajectory."""
     low: float = Field(0.0, ge=0)
+    """Lower bound. 0: no lower bound."""
     high: float | None = Field(None, gt=0)
-    """None: no upper bound."""
+    """Upper bound. None: no upper bound."""
 
     @model_validator(mode="after")
     def _bounds(self) -> MaskConfig:
         if self.high is None and self.low == 0:
-            raise ValueError("importance.masks: a mask without low and high rejects nothing: give one of them")
+            raise ValueError("importance.masks: a mask without low and high rejects nothing: set one of them")
         if self.high is not None and self.high <= self.low:
             raise ValueError(
-                f"importance.masks: high ({self.high}) must be above low ({self.low}), or everything is rejected"
+                f"importance.masks: high ({self.high}) must be above low ({self.low}): else all tokens are rejected"
             )
         return self
 
 
 class ImportanceConfig(Section):
+    """Importance ratios: how the loss corrects for the difference between the policy in training (π) and the behaviour
+    policy (μ, the engine at sampling time)."""
+
     anchor: Literal["behaviour", "proximal"] = "behaviour"
-    """π_old of fresh tokens: ``behaviour`` takes μ as the engine recorded it, so that π/π_old carries the whole
-    correction; ``proximal`` takes the learner's own weights before the step, corrects with w = π_old/μ, and clips
-    π/π_old (decoupled PPO, arXiv:2110.00641)."""
+    """Denominator π_old of the clipped ratio for fresh tokens. ``behaviour``: μ as the engine recorded it; π/μ carries
+    the whole correction. ``proximal``: the learner's weights before the step; π/π_old is clipped, and the token is
+    weighted by w = π_old/μ (decoupled PPO, arXiv:2110.00641). Choose ``proximal`` if engine and learner disagree
+    numerically or if staleness is above 1."""
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
-    """w in the proximal form, truncated at ``weight_max``: of each token (truncated importance sampling; AReaL,
-    arXiv:2505.24298), of its row (product of the row's ratios), or the geometric mean over the row. ``none``: 1."""
+    """Weight w with ``anchor: proximal``, truncated at ``weight_max``. ``token``: of each token (truncated importance
+    sampling; AReaL, arXiv:2505.24298). ``sequence``: the product over the row. ``geometric``: the geometric mean over
+    the row. ``none``: 1."""
     weight_max: float = Field(2.0, gt=0)
-    """Truncation of w in the proximal form."""
+    """Upper bound of w with ``anchor: proximal``."""
     masks: tuple[MaskConfig, ...] = ()
-    """Rejections by π_prox/μ of fresh tokens with the fresh loss; rejected tokens keep their share of the denominator
-    and are counted by reason. All of them apply; a token counts for the first that rejects it. With
-    ``{level: token, high: 2}`` and a weight it is masked importance sampling, with ``{level: token, low: 0.5,
-    high: 5}`` IcePop (arXiv:2510.18855), with ``{level: geometric, low: 0.99, high: 1.01}`` rejection of whole rows
-    that engine and learner disagree on. Off-policy tokens (replayed; guided as ``loss.off_clip_guided`` says) have
-    their own loss and are never rejected here."""
+    """Rejection rules for fresh tokens, by π_prox/μ. All of them apply; a token is counted for the first rule that
+    rejects it. Rejected tokens still count in the denominator of the loss. Known settings: ``{level: token, high: 2}``
+    with a weight is masked importance sampling; ``{level: token, low: 0.5, high: 5}`` is IcePop (arXiv:2510.18855);
+    ``{level: geometric, low: 0.99, high: 1.01}`` rejects rows on which engine and learner disagree. Off-policy tokens
+    (replayed, and guided ones as ``loss.off_clip_guided`` selects) have their own loss and are not affected."""
     log_ratio_max: float = Field(20.0, gt=0)
-    """log-ratios are clamped to ± this before exp."""
+    """Log-ratios are clamped to ± this value before ``exp``, so that no ratio overflows."""
 
     @model_validator(mode="after")
     def _weight_is_used(self) -> ImportanceConfig:
         if self.anchor == "behaviour" and self.weight in ("sequence", "geometric"):
             raise ValueError(
-                f"importance.weight is {self.weight}, but importance.anchor is behaviour: there π/μ is the ratio "
-                "itself and a weight would correct twice. Set importance.anchor: proximal, or leave the weight out "
-                "(masks work with either)"
+                f"importance.weight is {self.weight}, but importance.anchor is behaviour: its ratio is already π/μ, so "
+                "a weight would correct twice. Set importance.anchor: proximal, or omit the weight (masks work with "
+                "both)"
             )
         return self
 
 
 class SupervisedConfig(Section):
-    """Cross-entropy beside the policy loss, in every optimizer step of RL."""
+    """Cross-entropy on demonstrations, added to the policy loss in every optimizer step."""
 
     weight: float = Field(0.0, ge=0)
-    """Of the mean over supervised tokens, which has a denominator of its own: that of the policy loss does not change.
-    0: off."""
+    """Factor on the mean cross-entropy over supervised tokens. That mean has its own denominator: the policy loss is
+    not rescaled. 0: off."""
     source: Literal["replayed", "file"] = "replayed"
-    """``replayed``: tokens of imported demonstrations without recorded log-probabilities that the update replays; they
-    keep their off-policy loss too, and the temperature they came with. ``file``: trajectories drawn from
-    ``demonstrations``, at temperature 1."""
+    """Origin of the demonstrations. ``replayed``: imported demonstrations without recorded log-probabilities that the
+    update replays; they keep their off-policy loss and the temperature they came with. ``file``: trajectories drawn
+    from ``demonstrations``, at temperature 1."""
     demonstrations: Path | None = None
-    """File from ``afterplay replay export``, or JSONL as ``afterplay replay import`` takes it. Only trajectories with
-    a reward of at least ``replay.success_threshold`` are trained."""
+    """With ``source: file``: a file from ``afterplay replay export``, or JSONL in the form that ``afterplay replay
+    import`` reads. Only trajectories with a reward of at least ``replay.success_threshold`` are used."""
     batch: int = Field(8, ge=1)
-    """Trajectories of the file in each optimizer step."""
+    """With ``source: file``: trajectories in each optimizer step."""
 
     @model_validator(mode="after")
     def _file_where_needed(self) -> SupervisedConfig:
         if self.weight and (self.source == "file") != (self.demonstrations is not None):
             raise ValueError(
-                "loss.supervised.demonstrations belongs to source: file, and that needs it (a file of demonstrations)"
+                "loss.supervised.demonstrations belongs to source: file, which requires it: set both or neither"
             )
         return self
 
 
 class LossConfig(Section):
+    """From advantages to gradients: the policy loss, its aggregation, and the terms added to it."""
+
     policy: PolicyOptions = Ppo()
-    """The policy loss with its options: ``{name: sapo, negative: 1.1}``, or its name alone. ``ppo``, ``gspo``,
-    ``gspo_token``, ``gmpo``, ``cispo``, ``sapo``, ``dppo_tv``, ``dppo_kl``, or your own as ``module:function`` or
-    ``file.py:function`` (``learner.losses.base.PolicyLoss`` says what it gets and gives). docs/LEARNER.md has their
-    options and sources."""
+    """Policy loss, by name or with its options: ``gspo`` or ``{name: sapo, negative: 1.1}``. Built in: ``ppo``,
+    ``gspo``, ``gspo_token``, ``gmpo``, ``cispo``, ``sapo``, ``dppo_tv``, ``dppo_kl``. Your own: ``module:function`` or
+    ``file.py:function``; ``learner.losses.base.PolicyLoss`` is its interface. docs/LEARNER.md lists their options and
+    sources."""
     off_clip_low: float | None = Field(None, ge=0, le=1)
-    """Lower clip of off-policy tokens (replayed; guided as ``off_clip_guided`` says). None: that of the policy loss."""
+    """Lower clip of off-policy tokens (replayed, and guided ones as ``off_clip_guided`` selects). None: that of the
+    policy loss."""
     off_clip_high: float | None = Field(None, ge=0)
-    """Upper clip of off-policy tokens. None: 1.0, which lets their ratio reach 2 (cispo, dppo_tv and dppo_kl:
-    their ``clip_high``). Larger than the fresh clip, so that what the policy has half forgotten can be learned back."""
+    """Upper clip of off-policy tokens. None: 1.0, so that their ratio can reach 2 (``cispo``, ``dppo_tv`` and
+    ``dppo_kl``: their ``clip_high``). It is wider than the clip of fresh tokens so that the policy can relearn what it
+    has partly forgotten."""
     off_clip_guided: Literal["none", "discarded", "all"] = "discarded"
-    """Trajectories with lessons in the prompt that use the off-policy loss: none, those trained without the lessons
-    (``lessons.train_mode``), or all."""
+    """Guided rollouts (with lessons in the prompt) that use the off-policy loss: ``none``; ``discarded``, those trained
+    on the prompt without the lessons (``lessons.train_mode``); or ``all``."""
     off_policy: OffPolicyOptions = Clip()
-    """Loss of off-policy tokens: ``clip``, that of fresh ones but with the off clip; ``shaped``, ``-A f(ratio)`` with
-    ``f(x) = x / (x + beta)`` (LUFFY, arXiv:2504.14945; ExGRPO, arXiv:2510.02245); ``second_moment``, no clip, but
-    tokens whose log-ratios push the batch's second moment over ``max`` are masked (M2PO, arXiv:2510.01161). Alone, or
-    with options as in ``{name: shaped, beta: 0.1}``."""
+    """Loss of off-policy tokens, by name or with options as in ``{name: shaped, beta: 0.1}``. ``clip``: that of fresh
+    tokens, with the off-policy clip. ``shaped``: ``-A f(ratio)`` with ``f(x) = x / (x + beta)`` (LUFFY,
+    arXiv:2504.14945; ExGRPO, arXiv:2510.02245). ``second_moment``: no clip; the tokens that push the mean squared
+    log-ratio of the batch above ``max`` are masked (M2PO, arXiv:2510.01161)."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"] = "token_mean"
-    """Sum of the token losses of an optimizer step, T its tokens and N its sequences (trajectories): ``token_mean``
-    divides by T (DAPO, arXiv:2503.14476); ``sequence_mean`` is the mean over sequences of token means (GRPO,
-    arXiv:2402.03300; also GSPO, GMPO and SAPO as published); ``sequence_sum`` the mean over sequences of token sums;
-    ``sequence_sum_norm`` that over the constant ``aggregation_length`` (Dr. GRPO, arXiv:2503.20783)."""
+    """Aggregation of token losses over an optimizer step with T tokens and N sequences (trajectories). ``token_mean``:
+    sum over T (DAPO, arXiv:2503.14476). ``sequence_mean``: mean over sequences of their token means (GRPO,
+    arXiv:2402.03300; also GSPO, GMPO and SAPO as published). ``sequence_sum``: mean over sequences of their token sums.
+    ``sequence_sum_norm``: ``sequence_sum`` divided by the constant ``aggregation_length`` (Dr. GRPO,
+    arXiv:2503.20783)."""
     aggregation_length: int | None = Field(None, ge=1)
-    """Tokens; commonly the longest response allowed."""
+    """Divisor of ``sequence_sum_norm``, in tokens; usually the longest response allowed."""
     entropy_bonus: float = Field(0.0, ge=0)
+    """Coefficient of the policy's entropy at each token (nats), which is subtracted from the loss. 0: no bonus."""
     kl: Literal["none", "loss", "reward"] = "none"
-    """Place of KL(π‖π_ref) to a reference policy: ``loss`` adds ``kl_coef`` times its estimate at each token;
-    ``reward`` takes it from each token's reward before advantages are estimated (arXiv:1909.08593)."""
+    """Application of the KL divergence KL(π‖π_ref) to a reference policy. ``loss``: ``kl_coef`` times its estimate is
+    added to the loss of each token. ``reward``: it is subtracted from the reward of each token before advantages are
+    estimated (arXiv:1909.08593). ``none``: no reference policy is loaded."""
     kl_coef: float = Field(0.001, ge=0)
-    """Coefficient, at the start where the controller is adaptive."""
+    """Coefficient of the KL term; the initial one if ``kl_controller`` is ``adaptive``."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] | None = None
-    """With d = log π - log π_ref (Schulman 2020): k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d, abs = |d|. A plus keeps the
-    value and takes the gradient of k2, whose expectation on the policy's own samples is the gradient of the KL
-    (arXiv:2510.01555); that of k1 is zero. None: k3 in the loss, k1 in the reward."""
+    """KL estimator (Schulman 2020), with d = log π - log π_ref: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d, abs = |d|. A
+    plus keeps the value and uses the gradient of k2, whose expectation under the policy is the gradient of the KL
+    (arXiv:2510.01555); the expected gradient of k1 is zero. None: k3 in the loss, k1 in the reward."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """``adaptive``: after each update the coefficient grows or shrinks by at most 20 % of trajectories /
-    ``kl_horizon``, towards a mean KL of ``kl_target`` (arXiv:1909.08593, section 2.2)."""
+    """``fixed``: the coefficient is constant. ``adaptive``: after each update it changes by at most 20 % of
+    trajectories / ``kl_horizon``, towards a mean KL of ``kl_target`` (arXiv:1909.08593, section 2.2)."""
     kl_target: float = Field(0.01, gt=0)
-    """Nats per token, of the estimator's value."""
+    """With ``kl_controller: adaptive``: target of the estimator's mean, in nats per token."""
     kl_horizon: float = Field(10_000.0, gt=0)
-    """Trajectories."""
+    """With ``kl_controller: adaptive``: horizon of the controller, in trajectories. Larger reacts more slowly."""
     supervised: SupervisedConfig = SupervisedConfig()
 
     @model_validator(mode="after")
     def _combinations(self) -> LossConfig:
         if (self.aggregation == "sequence_sum_norm") != (self.aggregation_length is not None):
             raise ValueError(
-                "loss.aggregation_length goes with loss.aggregation: sequence_sum_norm, got "
+                "loss.aggregation_length belongs to loss.aggregation: sequence_sum_norm, got "
                 f"{self.aggregation_length} with {self.aggregation}: set both or neither"
             )
         if self.kl == "none" and (self.kl_controller == "adaptive" or self.kl_estimator is not None):
@@ -213,8 +233,8 @@ class LossConfig(Section):
         if self.kl == "reward" and self.kl_estimator is not None and self.kl_estimator.endswith("+"):
             raise ValueError(
                 f"loss.kl_estimator {self.kl_estimator} differs from {self.kl_estimator[:-1]} only in its gradient, "
-                "but none flows through a reward: take it without the plus"
+                f"but a reward has no gradient: set {self.kl_estimator[:-1]}"
             )
         if self.kl_controller == "adaptive" and self.kl_coef == 0:
-            raise ValueError("loss.kl_coef is 0 and an adaptive controller only multiplies it: start above 0")
+            raise ValueError("loss.kl_coef is 0, and an adaptive controller only multiplies it: set it above 0")
         return self

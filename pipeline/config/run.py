@@ -1,4 +1,4 @@
-"""The whole run file."""
+"""The whole run file, and the checks that involve several sections."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ from pipeline.config.rollouts import (
 
 
 class RunSection(Section):
+    """Name, place and length of the run."""
+
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
+    """Name of the run and of its directory."""
     directory: Path = Path("runs")
-    """Parent of the run directory; the run itself lives in ``directory/name``."""
+    """Parent of the run directory, which is ``directory/name``."""
     total_steps: int = Field(100, ge=1)
-    """Learner updates."""
+    """Length of the run, in updates of the learner."""
     seed: int = Field(0, ge=0)
+    """Seed of everything that the run draws at random, except the engine's sampling."""
     resume: Literal["auto", "never"] = "auto"
-    """``auto`` goes on from what the run directory holds; ``never`` refuses to start in one that is not empty."""
+    """``auto``: resume from the contents of the run directory. ``never``: refuse to start if it is not empty."""
 
     @property
     def path(self) -> Path:
@@ -41,19 +45,28 @@ class RunSection(Section):
 
 
 class TransportConfig(Section):
+    """Messages between actors, replay stage and learner, and their limits. A message above a limit is refused with an
+    error that names the limit."""
+
     header_bytes_max: int = Field(4 * 1024 * 1024, ge=1024)
+    """Largest message header, in bytes."""
     message_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
+    """Largest message, in bytes."""
     frames_max: int = Field(64, ge=4)
+    """Most binary frames in one message."""
     tokens_max: int = Field(1_048_576, ge=1)
-    """Tokens of one trajectory."""
+    """Most tokens in one trajectory."""
     queue_messages_max: int = Field(4096, ge=1)
+    """Messages that may wait per direction before the sender is paused."""
     credit_bytes: int = Field(256 * 1024 * 1024, ge=1024)
-    """Unacknowledged trajectory bytes that the replay stage grants each actor."""
+    """Bytes of unacknowledged trajectories that the replay stage grants each actor."""
     heartbeat_seconds: float = Field(1.0, gt=0)
+    """Seconds between heartbeats on an idle connection."""
     silence_seconds_max: float = Field(10.0, gt=0)
-    """A peer that is not heard from for so long is gone; its orders go back to the plan."""
+    """Seconds of silence after which a peer counts as lost. Its orders are then issued again."""
     curve: Path | None = None
-    """Folder of CURVE keys made by ``afterplay keys``. Needed wherever the replay stage binds to more than loopback."""
+    """Folder with CURVE keys, made by ``afterplay keys``. Required if the replay stage binds an address other than
+    loopback."""
 
     @model_validator(mode="after")
     def _silence_longer_than_heartbeat(self) -> TransportConfig:
@@ -65,33 +78,39 @@ class TransportConfig(Section):
 
 
 class MetricsConfig(Section):
+    """Prometheus metrics of each process."""
+
     host: str = "127.0.0.1"
+    """Address that the metrics servers bind."""
     port: int = Field(0, ge=0, le=65535)
-    """First port of ``/metrics`` and ``/healthz``: replay port, learner port + 1, actor i port + 2 + i. 0 takes free
-    ports (written to ``processes.json`` in the run directory)."""
+    """First port of ``/metrics`` and ``/healthz``: the replay stage uses port, the learner port + 1, actor i port + 2 +
+    i. 0: free ports, written to ``processes.json`` in the run directory."""
 
 
 class SupervisorConfig(Section):
+    """Restarts, health checks and shutdown of the processes of ``afterplay run``."""
+
     restarts_max: int = Field(20, ge=0)
     """Restarts of one process before the run is given up."""
     backoff_seconds: float = Field(0.5, gt=0)
-    """Wait before the first restart; doubles up to ``backoff_seconds_max`` while it keeps failing."""
+    """Seconds before the first restart. Doubles with each failure."""
     backoff_seconds_max: float = Field(30.0, gt=0)
+    """Upper bound of the wait between restarts, in seconds."""
     drain_seconds_max: float = Field(8.0, gt=0)
-    """Time between SIGTERM and SIGKILL, for all processes together."""
+    """Seconds between SIGTERM and SIGKILL, for all processes together."""
     stuck_seconds_max: float = Field(300.0, gt=0)
-    """A process that was well and has not answered (or whose main loop has not come round) for so long is restarted."""
+    """Seconds without a health answer, or without an iteration of its main loop, after which a process is restarted."""
 
 
 class RunConfig(Section):
-    """``afterplay run FILE``."""
+    """The run file of ``afterplay run FILE``."""
 
     run: RunSection = RunSection()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     environments: dict[str, EnvironmentConfig] = Field(default_factory=lambda: {"arithmetic": EnvironmentConfig()})
-    """By name; the name is ``Task.environment`` and the ``env`` label of metrics."""
+    """Environments by name. The name is ``Task.environment`` and the ``env`` label of metrics."""
     actor: ActorConfig = ActorConfig()
     groups: GroupsConfig = GroupsConfig()
     staleness: StalenessConfig = StalenessConfig()
@@ -112,13 +131,13 @@ class RunConfig(Section):
 
     @property
     def trained_environments(self) -> dict[str, EnvironmentConfig]:
-        """Those that tasks are drawn from: the others are evaluated only."""
+        """Environments that are trained; the others are only evaluated."""
         return {name: section for name, section in self.environments.items() if section.weight > 0}
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         if not self.environments:
-            raise ValueError("environments is empty: name at least one, for example environments: {arithmetic: {}}")
+            raise ValueError("environments is empty: add at least one, for example environments: {arithmetic: {}}")
         if not self.trained_environments and not self.evaluation.only:
             raise ValueError(
                 f"environments: expected one with a weight above 0 to train on, got weight: 0 for "
@@ -127,7 +146,7 @@ class RunConfig(Section):
         if self.sampling.max_tokens >= self.model.max_length:
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
-                f"({self.model.max_length}): the prompt needs room"
+                f"({self.model.max_length}), which includes the prompt"
             )
         self._check_replay()
         self._check_adapters()
@@ -147,8 +166,8 @@ class RunConfig(Section):
         estimator, n = self.advantage.estimator, self.groups.n_rollout
         if isinstance(estimator, PassAtK) and estimator.k > n:
             raise ValueError(
-                f"advantage.estimator.k ({estimator.k}) is more than groups.n_rollout ({n}): a set of k rollouts is "
-                "taken from a group"
+                f"advantage.estimator.k ({estimator.k}) is more than groups.n_rollout ({n}): the sets of k rollouts "
+                "are drawn from a group"
             )
         if self.groups.zero_variance != "keep":
             self._check_zero_variance()
@@ -159,33 +178,34 @@ class RunConfig(Section):
             unknown = sorted(set(part.environments) - set(self.environments))
             if unknown:
                 raise ValueError(
-                    f"scorer: {part.known_as} is for the environments {', '.join(unknown)}, which are not there; there "
-                    f"are {', '.join(self.environments)}"
+                    f"scorer: {part.known_as} names unknown environments: {', '.join(unknown)}; expected some of "
+                    f"{', '.join(self.environments)}"
                 )
         if scorer.by_group and self.advantage.orders_greedy:
             raise ValueError(
                 f"scorer.functions has one with per: group, but advantage.estimator {self.advantage.estimator.name} "
-                "compares with a greedy rollout, which is in no group: use per: trajectory, or another estimator"
+                "needs the reward of a greedy rollout, which is not part of a group: use per: trajectory, or another "
+                "estimator"
             )
         for name, section in self.environments.items():
             if section.name == "question" and not any(p.weight and p.applies_to(name) for p in scorer.parts):
                 raise ValueError(
-                    f"environments.{name} is the built-in question, whose own score is always 0, and nothing else "
-                    "gives a reward: give a grader, for example scorer: {functions: [{path: exact}]}"
+                    f"environments.{name} is the built-in question, whose own score is always 0, and no part of scorer "
+                    "applies to it: add a grader, for example scorer: {functions: [{path: exact}]}"
                 )
             if section.name == "question" and section.tasks_from is None:
-                raise ValueError(f"environments.{name} is the built-in question: give its questions as tasks_from")
+                raise ValueError(f"environments.{name} is the built-in question: set tasks_from to its questions")
 
     def _check_evaluation(self) -> None:
-        """Refuse environments and splits that are not there. Splits are checked here for data only; other environments
-        report theirs when the first actor connects."""
+        """Refuse unknown environments and splits. Splits are checked here only for data sets; other environments report
+        theirs when the first actor connects."""
         evaluation = self.evaluation
         if not evaluation.on:
             return
         unknown = sorted(set(evaluation.environments) - set(self.environments))
         if unknown:
             raise ValueError(
-                f"evaluation.environments: {', '.join(unknown)} is not there; there are {', '.join(self.environments)}"
+                f"evaluation.environments: expected some of {', '.join(self.environments)}, got {', '.join(unknown)}"
             )
         for name in evaluation.environments:
             data = self.environments[name].tasks_from
@@ -199,26 +219,26 @@ class RunConfig(Section):
         supervised = self.loss.supervised
         if supervised.weight and supervised.source == "replayed" and not self.replay.enabled:
             raise ValueError(
-                "loss.supervised.source is replayed, but replay.enabled is false: nothing would be replayed. Set "
-                "replay.enabled: true, or source: file"
+                "loss.supervised.source is replayed, but replay.enabled is false: set replay.enabled: true, or "
+                "source: file"
             )
 
     def _check_zero_variance(self) -> None:
-        """Groups with equal rewards may be left out only where they teach nothing."""
+        """Groups with equal rewards may be left out only if their advantages are 0."""
         advantage, what = self.advantage, f"groups.zero_variance is {self.groups.zero_variance}"
         name = advantage.estimator.name
         if name not in COMPARING | {"remax"} and ":" not in name:
             raise ValueError(
-                f"{what}, but advantage.estimator {name} learns from groups with equal rewards too: set "
-                f"zero_variance: keep, or one of {', '.join(sorted(COMPARING | {'remax'}))}"
+                f"{what}, but advantage.estimator {name} also learns from groups with equal rewards: set "
+                f"zero_variance: keep, or one of the estimators {', '.join(sorted(COMPARING | {'remax'}))}"
             )
         if advantage.rewards != "outcome":
             raise ValueError(
-                f"{what}, but advantage.rewards is {advantage.rewards}: turns may differ where outcomes are equal, and "
-                "the replay stage sees outcomes only. Set zero_variance: keep"
+                f"{what}, but advantage.rewards is {advantage.rewards}: turn rewards may differ when outcomes are "
+                "equal, and the replay stage compares only outcomes. Set zero_variance: keep"
             )
         if self.groups.n_rollout == 1 and not advantage.orders_greedy:
-            raise ValueError(f"{what}, but groups.n_rollout is 1: the rewards of every group are equal")
+            raise ValueError(f"{what}, but groups.n_rollout is 1, so the rewards of every group are equal")
 
     def _check_adapters(self) -> None:
         if self.publish.lora == "merged":
@@ -227,8 +247,8 @@ class RunConfig(Section):
             raise ValueError("publish.lora is adapter, but learner.lora.rank is 0: there are no adapters to publish")
         if self.engine.kind == "embedded" or self.engine.weight_transfer != "files":
             raise ValueError(
-                "publish.lora is adapter, which vLLM servers take as files: set engine.kind to vllm or external and "
-                "engine.weight_transfer to files, or publish.lora: merged"
+                "publish.lora is adapter, which only vLLM servers can load, and only from files: set engine.kind to "
+                "vllm or external and engine.weight_transfer to files, or publish.lora: merged"
             )
 
     def _check_replay(self) -> None:
@@ -238,16 +258,19 @@ class RunConfig(Section):
         if replay.trajectories_per_task >= n:
             raise ValueError(
                 f"replay.trajectories_per_task ({replay.trajectories_per_task}) must be below groups.n_rollout ({n}): "
-                "a group needs fresh rollouts to compare with"
+                "every group needs fresh rollouts"
             )
         for key in ("success_upper", "difficulty"):
             value = getattr(replay, key)
             if value is not None and value > n:
                 raise ValueError(f"replay.{key} ({value}) is more than groups.n_rollout ({n})")
         if replay.success_lower >= n - 1:
-            raise ValueError(f"replay.success_lower ({replay.success_lower}) leaves no success to save below {n}")
+            raise ValueError(
+                f"replay.success_lower ({replay.success_lower}) must be below groups.n_rollout - 1 ({n - 1}): "
+                "otherwise no success is ever stored"
+            )
         if replay.max_age is not None and replay.max_age < self.staleness.max:
             raise ValueError(
-                f"replay.max_age ({replay.max_age}) is below staleness.max ({self.staleness.max}): nothing would be "
-                "young enough by the time it is trained"
+                f"replay.max_age ({replay.max_age}) is below staleness.max ({self.staleness.max}): trajectories could "
+                "be too old before they are first trained"
             )

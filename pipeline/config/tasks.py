@@ -16,14 +16,16 @@ OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in", "not_in", "contains", "miss
 
 
 class FilterConfig(Section):
-    """One condition on a row of the data; a row is used when it meets every condition."""
+    """A condition on a row of the data. A row is used only if it meets all conditions."""
 
     column: str = Field(min_length=1)
-    """Column of the data as it is called there; dots lead into nested columns (``extra_info.level``)."""
+    """Column of the data, by its own name. Dots select nested columns (``extra_info.level``)."""
     op: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not_in", "contains", "missing", "present"] = "=="
-    """``in`` and ``not_in``: the value is a list, the column one of it or not; ``contains``: the column is a text or a
-    list that holds the value; ``missing`` and ``present``: whether the column is there and not null."""
+    """``in``, ``not_in``: ``value`` is a list, and the column is or is not one of its items. ``contains``: the column
+    is a string or a list that contains ``value``. ``missing``, ``present``: the column is absent or null, or it is
+    not."""
     value: Any = None
+    """Right-hand side of the condition. Not used by ``missing`` and ``present``."""
 
     @model_validator(mode="after")
     def _value_fits(self) -> FilterConfig:
@@ -35,63 +37,66 @@ class FilterConfig(Section):
 
 
 class TasksFromConfig(Section):
-    """Rows of a data set, each a task whose ``payload`` is the row."""
+    """A data set whose rows are tasks. ``payload`` of a task is the row."""
 
     kind: Literal["jsonl", "parquet", "huggingface"]
-    """``jsonl``: a JSON object a line; ``parquet``: needs pyarrow; ``huggingface``: needs datasets (both come with
-    ``pip install 'afterplay[data]'``)."""
+    """``jsonl``: one JSON object per line. ``parquet``: needs pyarrow. ``huggingface``: needs datasets. Both come with
+    ``pip install 'afterplay[data]'``."""
     path: Path | None = None
-    """A file, a folder (every ``*.jsonl`` or ``*.parquet`` in it, by name) or a pattern with ``*``. With
-    ``huggingface``: a folder, saved by ``save_to_disk`` or readable by ``load_dataset``."""
+    """A file, a folder (all its ``*.jsonl`` or ``*.parquet`` files, sorted by name) or a pattern with ``*``. With
+    ``huggingface``: a folder from ``save_to_disk``, or one that ``load_dataset`` can read."""
     name: str | None = None
-    """With ``huggingface``: the data set's id on the hub, in place of ``path``."""
+    """With ``huggingface``: id of the data set on the hub, instead of ``path``."""
     subset: str | None = None
-    """With ``huggingface``: which configuration of the data set, where it has several (``main`` of gsm8k)."""
+    """With ``huggingface``: configuration of the data set, if it has several (``main`` of gsm8k)."""
     revision: str | None = None
-    """With ``huggingface`` and ``name``: the commit or tag; without it, the latest on the hub."""
+    """With ``huggingface`` and ``name``: commit or tag. None: the latest on the hub."""
     split: str = TRAIN
-    """With ``huggingface``: its split that ``splits`` divides; not used where ``splits`` names theirs."""
+    """With ``huggingface``: the data set's split that ``splits`` divides. Not used if ``splits`` names splits of the
+    data set."""
     splits: dict[str, float | str] = Field(default={TRAIN: 1.0})
-    """Our splits, ``train`` among them unless the environment's ``weight`` is 0. Shares (``{train: 0.9, eval: 0.1}``)
-    divide the rows by a hash of their question, so the same question is never in two. Names (``{train: a.jsonl, eval:
-    b.jsonl}``, or with ``huggingface`` names of its splits) say where each lies; a question of train that is in
-    another split too is left out of train, and counted."""
+    """Splits of the tasks; ``train`` is required unless the environment's ``weight`` is 0. Shares (``{train: 0.9, eval:
+    0.1}``) divide the rows by a hash of their question, so that the same question is never in two splits. Names
+    (``{train: a.jsonl, eval: b.jsonl}``, or with ``huggingface`` names of its splits) select a source for each.
+    Questions of ``train`` that also occur in another split are removed from ``train`` and counted."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Our name to theirs: ``{prompt: question, answer: reward_model.ground_truth}``; dots lead into nested columns.
-    Only these are in the payload. Empty: every column under its own name."""
+    """Name in the payload to column of the data: ``{prompt: question, answer: reward_model.ground_truth}``. Dots select
+    nested columns. Only these columns are in the payload. Empty: every column under its own name."""
     filter: tuple[FilterConfig, ...] = ()
-    """Rows that do not meet every condition are not used."""
+    """Conditions on rows. Rows that do not meet all of them are not used."""
     limit: int | None = Field(None, ge=1)
-    """Use the first so many rows that pass the filter (of each split). None: all."""
+    """Use only this number of rows of each split, from the start, after the filter. None: all."""
     shuffle: bool | int = True
-    """An order of its own in every pass, by this seed (true: ``run.seed``); false: as the data has them."""
+    """Draw a new order for each pass: ``true`` with ``run.seed``, a number with that seed. ``false``: the order of the
+    data."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the data, which bound ``run.total_steps``: a run that needs more is refused when it starts. None: as
-    many as the run needs."""
+    """Passes over the data. A run whose ``run.total_steps`` needs more is refused at the start. None: as many as
+    needed."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """A row that cannot be used (no JSON, a column missing, too large) ends the start with its place, or is left out
-    and counted."""
+    """Treatment of a row that cannot be used (invalid JSON, a missing column, too large). ``refuse``: the start fails
+    and names the row. ``skip``: the row is left out and counted."""
     on_change: Literal["refuse", "restart"] = "refuse"
-    """Reaction of a resumed run to data (or a selection of it) that has changed: refuse, or begin the first pass over
-    the new data. Ids of tasks hold a hash of their row, so a changed row is another task either way."""
+    """Reaction of a resumed run to data, or a selection of data, that has changed. ``refuse``: the start fails.
+    ``restart``: begin the first pass over the new data. Task ids contain a hash of their row, so a changed row is
+    always a new task."""
     row_bytes_max: int = Field(256 * 1024, ge=64, le=2 * 1024 * 1024)
-    """A payload larger than this is a bad row: it travels in every message about the task."""
+    """Largest payload, in bytes; a larger row is a bad row. The payload is part of every message about the task."""
     cache_bytes: int = Field(256 * 1024 * 1024, ge=1024)
-    """With ``parquet``: decoded row groups that are kept in memory, at least one."""
+    """With ``parquet``: memory for decoded row groups, in bytes. At least one is kept."""
 
     @model_validator(mode="after")
     def _splits_make_sense(self) -> TasksFromConfig:
         if not self.splits:
-            raise ValueError("tasks_from.splits is empty: name at least one")
+            raise ValueError("tasks_from.splits is empty: add at least one, for example splits: {train: 1.0}")
         for name in self.splits:
             if not name.isidentifier():
                 raise ValueError(f"tasks_from.splits: expected names of letters, digits and _, got {name!r}")
         if len({type(value) for value in self.splits.values()}) > 1:
-            raise ValueError("tasks_from.splits: expected shares of one data set or a source for each, got both")
+            raise ValueError("tasks_from.splits: expected either a share or a source for every split, got both")
         if self.divides:
             shares = [float(value) for value in self.splits.values()]
             if any(not 0 < share <= 1 for share in shares) or math.fsum(shares) > 1 + 1e-9:
-                raise ValueError(f"tasks_from.splits: expected shares above 0 of at most 1 together, got {shares}")
+                raise ValueError(f"tasks_from.splits: expected shares above 0 with a sum of at most 1, got {shares}")
         return self
 
     @model_validator(mode="after")
@@ -103,7 +108,7 @@ class TasksFromConfig(Section):
         if hub and (self.path is None) == (self.name is None):
             raise ValueError("tasks_from with kind: huggingface needs either path (a folder) or name (a hub id)")
         if not hub and (self.path is None) != named:
-            what = "splits names the files, so path is not used" if named else f"kind: {self.kind} needs path"
+            what = "splits names the files: omit path" if named else f"kind: {self.kind} needs path"
             raise ValueError(f"tasks_from: {what}")
         if not hub and (self.subset is not None or self.revision is not None):
             raise ValueError("tasks_from.subset and revision are for kind: huggingface")
@@ -116,5 +121,5 @@ class TasksFromConfig(Section):
 
     @property
     def where(self) -> str:
-        """The data, for messages."""
+        """Location of the data, for messages."""
         return str(self.name or self.path or ", ".join(str(place) for place in self.splits.values()))

@@ -91,7 +91,7 @@ class Importer:
             try:
                 trajectory = decode_trajectory(portable.frames, self._limits)
             except AfterplayError as error:
-                raise StoreError(f"{file} holds a trajectory that is not understood: {error}") from error
+                raise StoreError(f"{file} contains an invalid trajectory: {error}") from error
             reward = portable.marks.get("reward")
             if not isinstance(reward, int | float):
                 raise StoreError(f"{file}: expected {trajectory.trajectory_id} with its reward, got {reward!r}")

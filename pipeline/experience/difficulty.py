@@ -1,7 +1,7 @@
 """Difficulty of tasks: bucket, history and retirement (docs/REPLAY.md, "What happens").
 
 Only fresh rollouts count. A task is in one bucket, by the successes of its latest finished group, or retired (every
-fresh rollout of its latest ``replay.retire_after`` groups succeeded), or neither (nothing is known of it).
+fresh rollout of its latest ``replay.retire_after`` groups succeeded), or neither (it has no finished group yet).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory for prompts: task text and lesson in one SQLite file, found by full-text search (FTS5, bm25).
 
 Each :meth:`Memory.add` is one transaction in write-ahead mode, so what was added survives ``kill -9``. A file that is
-not ours is refused unchanged. ``lessons.source`` may name another class (:class:`LessonSource`) in place of it.
+not ours is refused unchanged. ``lessons.source`` may name another class (:class:`LessonSource`) instead.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def decode_lessons(header: Mapping[str, Any]) -> list[Lesson]:
     try:
         return [Lesson(str(lesson["id"]), str(lesson["text"])) for lesson in header["lessons"]]
     except (KeyError, TypeError) as error:
-        raise WireError(f"LESSONS header is not understood: {type(error).__name__}: {error}") from error
+        raise WireError(f"invalid LESSONS header: {type(error).__name__}: {error}") from error
 
 
 def first_user(messages: tuple[Message, ...]) -> int | None:
@@ -264,9 +264,9 @@ CLOSE_SECONDS_MAX = 5.0
 
 
 class LessonSource(Protocol):
-    """Made with ``lessons.source_options``, once in every actor, which searches, and once in every replay stage, which
-    hands over groups. Used inside an event loop; callers limit how long a call takes, and what it raises costs no more
-    than that call."""
+    """Interface of a source of lessons. One is made with ``lessons.source_options`` in every actor, which searches, and
+    one in the replay stage, which hands over groups. It is used inside an event loop. Callers limit the time of a call,
+    and an error costs only that call."""
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]:
         """Lessons that fit the text of a task, best first."""

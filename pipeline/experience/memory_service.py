@@ -50,7 +50,7 @@ Payloads = Callable[[Sequence[int]], Awaitable[Mapping[int, Frames]]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryQuery:
-    """A question of an actor."""
+    """A search request from an actor."""
 
     peer: str
     order_id: str
@@ -61,7 +61,7 @@ class MemoryQuery:
 
 
 class MemoryService:
-    """One memory, or one source in its place, and the tasks around it."""
+    """One memory, or one user-defined source instead, with its tasks."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class MemoryService:
                 peer, str(header["order_id"]), str(header["query"]), int(header["top_k"]), time.perf_counter()
             )
         except (KeyError, TypeError, ValueError) as error:
-            log.warning("RECALL of %s is not understood: %s: %s", peer, type(error).__name__, error)
+            log.warning("invalid RECALL from %s: %s: %s", peer, type(error).__name__, error)
             self._metrics.lesson_searches_total.labels(outcome="error").inc()
             return
         if self._memory is None:

@@ -2,7 +2,7 @@
 
 A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them replay groups, where ``factor`` is
 the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not take
-the tasks that could be replayed; one that finds nothing valid is made up for by a later admission of the batch. The
+the tasks that could be replayed. If one finds no valid task, a later admission of the batch replaces it. The
 guard lowers ``factor`` while the effective sample size of replayed tokens is below its floor.
 """
 
@@ -21,7 +21,7 @@ SLACK = 1e-9
 
 
 class Mixing:
-    """Counters of the batch being admitted, the latch of the start, credit for retests and rescues.
+    """State of mixing: counters of the batch being admitted, whether replay has begun, credit for retests and rescues.
 
     ``batch``: groups of every batch.
     """
@@ -111,10 +111,10 @@ class Mixing:
 
 
 class DeferredTasks:
-    """Draws fresh tasks, not twice in a batch where that can be helped, and keeps what was drawn in vain.
+    """Draws fresh tasks, avoiding repeats in a batch. A drawn task that cannot be used yet is kept for later.
 
     A task whose group was cancelled comes back once: were it to come back each time, one whose rollouts
-    always fail would keep others out for ever.
+    always fail would keep others out permanently.
     """
 
     def __init__(self, environments: Collection[str], state: Mapping[str, Any] | None = None) -> None:

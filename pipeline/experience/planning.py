@@ -1,4 +1,4 @@
-"""Composition of a replay group: its task, the stored trajectories it may be completed with, their weights."""
+"""Composes replay groups: the task, its candidate stored trajectories, and their weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.store.experience_records import Candidate, Planned, PoolEntry
 
 
 class Planner:
-    """Draws from what ``pool`` and ``difficulty`` hold; changes nothing but the counters of ``draws``."""
+    """Draws from ``pool`` and ``difficulty``; changes only the counters of ``draws``."""
 
     def __init__(self, config: RunConfig, pool: Pool, difficulty: Difficulty, draws: Draws) -> None:
         self._replay = config.replay

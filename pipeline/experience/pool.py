@@ -202,7 +202,7 @@ Left = list[tuple[PoolEntry, Leave]]
 
 
 class PoolKeeper:
-    """Writes to ``pool``, and forgets tasks of ``difficulty`` of which nothing is left.
+    """Changes ``pool``, and removes tasks from ``difficulty`` that have no entries left.
 
     ``next_saved``: number of the next save.
     """

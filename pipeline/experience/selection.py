@@ -35,7 +35,7 @@ def rank(select: Select) -> Callable[[PoolEntry], float]:
 
 
 class TaskIndex:
-    """Ids of tasks that have something usable, together and by bucket.
+    """Ids of tasks with usable entries, in all and by bucket.
 
     Sorted, so that the same contents give the same draws whatever came before. A change costs a binary search and a
     memory move.
@@ -196,7 +196,7 @@ def _remove(ids: list[str], task_id: str) -> None:
 
 
 class Draws:
-    """Draw ``i`` for a purpose depends on nothing but (seed, purpose, i).
+    """Random draws. Draw ``i`` for a purpose depends only on (seed, purpose, i).
 
     >>> Draws(7).next("task").random() == Draws(7).next("task").random()
     True

@@ -1,4 +1,4 @@
-"""Guards around plug-in code: the tasks it leaves running, the time it blocks the event loop, and what it prints.
+"""Guards around plug-in code: they bound the tasks it leaves running, the time it blocks the event loop, its output.
 
 :class:`TaskOwner` cancels tasks that plug-in code started and left running. A context variable names the owner and is
 inherited by whatever that code starts; the event loop's task factory (installed once, a few hundred nanoseconds a task)

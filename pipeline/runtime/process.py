@@ -5,7 +5,7 @@
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
 * SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
   drain longer than ``supervisor.drain_seconds_max``, ends the process at once;
-* the exit code says how it ended (:class:`ExitCode`).
+* the exit code is one of :class:`ExitCode`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS_MAX = 60.0
-"""A main loop without an iteration for so long is reported as stuck (``/healthz`` answers 503)."""
+"""A main loop without an iteration for this long is reported as stuck (``/healthz`` answers 503)."""
 LAG_PROBE_SECONDS = 0.5
 """Period of the measurements of the event loop's delay."""
 BLOCKED_SECONDS_MAX = 1.0
@@ -66,7 +66,7 @@ class ExitCode(IntEnum):
 
 @dataclass(slots=True)
 class Status:
-    """Current activity of a role, in words."""
+    """Current activity of a role, as text."""
 
     state: str = "starting"
     waiting_for: str = ""

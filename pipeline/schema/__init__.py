@@ -1,4 +1,4 @@
-"""The data types that cross processes: frozen, slotted, validated when built, so on both sides of the wire.
+"""Data types that cross processes: frozen, slotted, and validated when built, on both sides of the wire.
 
 Nothing in this package imports anything of Afterplay but ``pipeline.errors``.
 """

@@ -1,6 +1,6 @@
 """Spans of tokens with log-probabilities and policy versions by position, and checks shared by the data types.
 
-A failed check raises :class:`SchemaError` with what was expected and what came.
+A failed check raises :class:`SchemaError` with the expected and the actual value.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Cause that ended an episode which did not end by itself."""
+    """Cause of an episode that failed or was aborted."""
 
     boundary: str
     """Place of the failure: ``environment step``, ``engine``, ``renderer``, ``agent loop``, ``actor``."""
@@ -98,7 +98,7 @@ class Failure:
     """Class name of the error, or a short reason."""
     message: str
     details: str = ""
-    """Traceback as text, kept for the person who has to mend it."""
+    """Traceback as text, for debugging."""
 
 
 @dataclass(frozen=True, slots=True)

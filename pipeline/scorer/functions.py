@@ -1,7 +1,7 @@
 """Calls of user functions: awaited, in a thread, or in a worker process; always with a limit on their time.
 
-A call ends in a number or in a :class:`ScoreFailure` for each trajectory; it never raises for what user code does. A
-coroutine that holds the event loop for long between two waits is warned about.
+A call returns a number or a :class:`ScoreFailure` for each trajectory; errors of user code are never raised. A
+coroutine that blocks the event loop for long is reported with a warning.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ ABANDONED_MAX = 64
 HELD_SECONDS_MAX = 0.25
 """An async function that holds the loop for longer is warned about, once."""
 DETAILS_CHARACTERS_MAX = 8_000
-"""Of a traceback, kept with its trajectory and logged."""
+"""Length of a traceback that is kept with its trajectory and logged."""
 
 Outcome = float | ScoreFailure
 
 
 class _TookTooLong(Exception):
-    """The function did; a ``TimeoutError`` of its own is something that it raised."""
+    """The function exceeded its time limit. A ``TimeoutError`` that it raises itself is an ordinary error."""
 
 
 class Call:
@@ -222,8 +222,8 @@ class Call:
         if seconds > HELD_SECONDS_MAX and not self._warned_held:
             self._warned_held = True
             log.warning(
-                "%s held the event loop of the replay stage for %.1f s: await what takes long, make it a plain def, or "
-                "set worker: true for it", self.name, seconds,
+                "%s blocked the event loop of the replay stage for %.1f s: await slow operations, make it a plain def, "
+                "or set worker: true for it", self.name, seconds,
             )  # fmt: skip
 
     def _abandon(self) -> None:

@@ -2,8 +2,8 @@
 
 A wrong or missing answer of the policy is 0.0. A payload that cannot be graded with raises, so the trajectory has no
 reward. ``exact``, ``contains``, ``number`` and ``choice`` take time linear in the reply; ``regex``, ``json_schema`` and
-``math`` can take for ever on some replies and run in worker processes, which the scorer ends. The time limits of
-math-verify are off, because they are alarms of the process and raise outside a main thread.
+``math`` may never return on some replies and run in worker processes, which the scorer can end. The time limits of
+math-verify are off, because they use signals, which work only in a main thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Grader:
 
     path: str
     worker: bool = False
-    """It can take long, or for ever, on some replies: only a process can be stopped."""
+    """The grader may take very long on some replies and needs a process that can be stopped."""
     needs: str | None = None
     """Module of the extra ``graders``."""
 
@@ -55,7 +55,7 @@ BUILT_IN = {
 
 
 CHARACTERS_MAX = 1_000_000
-"""Of a reply; graders look at its end only."""
+"""Characters at the end of a reply that graders read."""
 
 
 def payload_value(trajectory: Trajectory, name: str) -> Any:
@@ -127,7 +127,7 @@ def _json_text(text: str) -> str:
 
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
-"""It warns once a process that its time limits are off."""
+"""Silences the warning that the time limits of ``math_verify`` are off."""
 
 _PLAIN = re.compile(r"\s*(?:[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|[A-Za-z][A-Za-z ]*)\s*")
 """Right answers that are read as they stand: a number, a fraction, words. What else holds a comma or a bracket would be

@@ -1,4 +1,4 @@
-"""POST of JSON with a limit on everything: requests in flight, seconds, bytes, retries."""
+"""Bounded JSON POST requests: limits on requests in flight, seconds, bytes and retries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class ServiceError(AfterplayError):
-    """A request gave nothing; ``reason`` is one of ``timeout``, ``unavailable``, ``refused``, ``protocol``."""
+    """A request failed; ``reason`` is one of ``timeout``, ``unavailable``, ``refused``, ``protocol``."""
 
     def __init__(self, reason: str, message: str, pause_seconds: float = 0.0) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""A language model that grades: one chat completion a trajectory, and a pattern that finds the score in it.
+"""Language models as judges: one chat completion per trajectory, and a pattern that finds the score in it.
 
 The route and its fields are those of OpenAI's chat completions, which vLLM and most others serve.
 """

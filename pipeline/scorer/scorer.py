@@ -76,7 +76,7 @@ Observe = Callable[[str, float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A part that scores one trajectory at a time, as far as its caller can tell."""
+    """A part with an interface for single trajectories (it may batch them internally)."""
 
     section: Part
     name: str

@@ -150,7 +150,7 @@ class StageCore:
                 raise WireError(f"expected role actor or learner, got {role!r}")
         except (WireError, KeyError, TypeError, ValueError) as error:
             known = isinstance(error, WireError)
-            reason = str(error) if known else f"HELLO is not understood: {type(error).__name__}: {error}"
+            reason = str(error) if known else f"invalid HELLO: {type(error).__name__}: {error}"
             log.warning("refused %s: %s", peer, reason)
             self.journal.count(Count.PEERS_REFUSED)
             self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
@@ -171,16 +171,16 @@ class StageCore:
             elif message.kind is Kind.TRAJECTORY and peer in self.leases.actors:
                 self.ingest.accept(peer, header.get("trajectory_id"), message.frames)
             else:
-                raise WireError(f"{message.kind.value} was not expected from {peer}: say HELLO first")
+                raise WireError(f"{message.kind.value} from {peer} came before its HELLO")
         except (WireError, KeyError, TypeError, ValueError) as error:
-            reason = f"{message.kind.value} is not understood: {type(error).__name__}: {error}"
+            reason = f"invalid {message.kind.value}: {type(error).__name__}: {error}"
             log.warning("%s: %s", peer, reason)
             self.journal.count(Count.MESSAGES_REFUSED)
             self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
 
     def corrupt(self, peer: str, reason: str) -> None:
-        """Bytes from ``peer`` that are no message at all."""
-        log.warning("%s sent what is no message: %s", peer, reason)
+        """Count and log an invalid message from ``peer``."""
+        log.warning("%s sent an invalid message: %s", peer, reason)
         self.journal.count(Count.MESSAGES_CORRUPT)
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:

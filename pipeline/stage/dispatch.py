@@ -101,7 +101,7 @@ class Dispatch:
         """Weights with ``updates`` updates are live as ``policy_version``: this is what admits new groups."""
         if policy_version < self._batches.policy_version:
             log.warning(
-                "VERSION %d after %d: ignored, versions never go back", policy_version, self._batches.policy_version
+                "VERSION %d after %d is ignored: versions only increase", policy_version, self._batches.policy_version
             )
             return
         self._batches.policy_version, self._batches.live = policy_version, updates
@@ -126,9 +126,7 @@ class Dispatch:
         ]
         if strange:
             self._journal.count(Count.LEARNER_CONSUMED_UNKNOWN, len(strange))
-            log.warning(
-                "update %d was made from groups that were not planned for it: %s", update, list(map(group_id, strange))
-            )
+            log.warning("update %d was made from unplanned groups: %s", update, list(map(group_id, strange)))
         if update >= self._batches.consumed:
             placed = [self._records[n] for n, u in self._batches.placed.items() if u == update]
             for group in placed:

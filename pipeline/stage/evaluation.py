@@ -238,7 +238,7 @@ class Evaluations:
         if self.active is None or self.tasks is None:
             return
         if self.active["shape"] != self._shape():
-            log.warning("the run file changed what is evaluated: the evaluation under way is given up")
+            log.warning("the section evaluation has changed: the unfinished evaluation is cancelled")
             self.rollouts.stopped += self._end("abandoned")
             return
         self.rollouts.resume(self.tasks, self.active["updates"])

@@ -222,7 +222,7 @@ class EvaluationRollouts:
         if group.slots[order.key.slot].failures < self._section.attempts_max:
             heapq.heappush(self._wants, (group.group_number, order.key.slot))
             return
-        log.warning("evaluation: rollout %d of %s failed %d times and is left out", order.key.slot,
+        log.warning("evaluation: rollout %d of %s failed %d times and is excluded", order.key.slot,
                     group.task.task_id, self._section.attempts_max)  # fmt: skip
         if self._config.scorer.by_group:
             # a function that must see all of them never will

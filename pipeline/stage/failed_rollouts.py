@@ -37,7 +37,7 @@ class UntrainedTraces:
             try:
                 writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
             except OSError as error:
-                log.warning("traces of %s rollouts are kept no longer: %s", kind, error)
+                log.warning("stopped writing traces of %s rollouts: %s", kind, error)
                 self._close(kind)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ def untrained_traces(config: TracesConfig, directory: Path, *, evaluates: bool =
         try:
             return TraceWriter(directory, kind, config.bytes_max)
         except OSError as error:
-            log.warning("traces of %s rollouts are not kept: %s", kind, error)
+            log.warning("no traces of %s rollouts are written: %s", kind, error)
             return None
 
     traces = UntrainedTraces(writer(FAILED, config.failed), writer(EVALUATED, evaluates and config.evaluated > 0))

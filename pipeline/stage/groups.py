@@ -2,8 +2,8 @@
 
 *consumes* admissions, answers, scores; *produces* slots to order, complete groups, cancelled groups. *waits for*:
 nothing. A complete group whose rewards have zero variance is trained, dropped or replaced (``groups.zero_variance``).
-While groups are given up because their rollouts fail, admission backs off, so that a broken environment does not turn
-into a flood of orders.
+While groups are cancelled because their rollouts fail, admission backs off, so that a broken environment does not cause
+a flood of orders.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GroupOutcome(StrEnum):
 
 
 class ZeroVarianceFilter:
-    """Bounds what ``refill`` replaces: ``refill_max`` times ``groups_per_step`` groups for one update.
+    """Bounds the groups that ``refill`` replaces: ``refill_max`` times ``groups_per_step`` groups for one update.
 
     A group is counted for the update that it would have gone to. Counts of updates to come are kept over restarts.
     """
@@ -111,7 +111,7 @@ WAIT_SECONDS_MAX = 15.0
 
 @dataclass(slots=True)
 class AdmissionBackoff:
-    """Pure; times are those of the caller's clock, seconds."""
+    """Delays admission after failed groups. Pure; times are seconds of the caller's clock."""
 
     failures: int = 0
     """Groups given up since the last one that was completed."""
@@ -337,7 +337,7 @@ class Groups:
         if failures < self._config.groups.attempts_max:
             self.want(group, order.key.slot)
         else:
-            log.warning("group %s: slot %d failed %d times, giving the group up", group.group_id, order.key.slot,
+            log.warning("group %s: slot %d failed %d times; the group is cancelled", group.group_id, order.key.slot,
                         failures)  # fmt: skip
             self.given_up.append(group)
             self.backoff.failed(self._clock.now)

@@ -28,7 +28,7 @@ log = logging.getLogger("afterplay.replay")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A trajectory that was understood. ``drop`` says why it cannot be trained, if it cannot."""
+    """A valid trajectory. ``drop``: the reason for which it is not trained, if any."""
 
     trajectory: Trajectory
     facts: Facts
@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Bytes that are not the trajectory that was ordered."""
+    """Bytes that are not the ordered trajectory."""
 
     drop: Drop
     reason: str
@@ -73,7 +73,7 @@ _UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
 
 
 class Ingest:
-    """Every trajectory that arrives is counted once as received, and once by what became of it."""
+    """Counts every arriving trajectory once as received, and once by its outcome."""
 
     def __init__(
         self,

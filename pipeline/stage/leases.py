@@ -1,4 +1,4 @@
-"""Orders at actors: issue, expiry, and the orders of an actor that left or came back.
+"""Leases of orders to actors: issue, expiry, and recovery when an actor leaves or returns.
 
 *consumes* actors coming and going, answers, the clock; *produces* ORDER and CANCEL messages and lost orders. Free
 slots of actors go first to rollouts of held-out tasks, in their share, then to those that training needs.
@@ -29,7 +29,7 @@ LEASE_MARGIN_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Actor:
-    """An actor that is up, or was until ``down_since``."""
+    """An actor that is connected, or was until ``down_since``."""
 
     name: str
     slots: int

@@ -1,4 +1,4 @@
-"""The main loop: gather what happened, apply it, write it, and only then say anything.
+"""The main loop: gather events, apply them, write one transaction, and only then send messages.
 
 *consumes* events of the hub and verdicts of the scorer from one bounded inbox; *produces* transactions and then
 messages; *waits for* an event or the next deadline; is slowed down by the disk: at most one transaction is written and
@@ -30,12 +30,12 @@ from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Event, EventKind
 
 IDLE_SECONDS_MAX = 5.0
-"""The loop comes round at least so often (heartbeat)."""
+"""Longest time between two iterations (heartbeat)."""
 
 
 @dataclass(slots=True)
 class Scored:
-    """Verdicts on their way into the loop, to be committed together."""
+    """Verdicts that are committed together."""
 
     verdicts: Sequence[tuple[TrajectoryRecord, Verdict]]
 

@@ -1,6 +1,6 @@
-"""Tables from the core's counters, observations and state to the replay stage's metrics.
+"""Maps the core's counters, observations and state to the replay stage's metrics.
 
-Totals go on over restarts: they are those of the journal.
+Totals survive restarts, because they come from the journal.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
 
 
 class Observer:
-    """Publishes what changed in the core; call :meth:`update` after every round."""
+    """Publishes changes of the core as metrics; call :meth:`update` after every round."""
 
     def __init__(self, metrics: ReplayMetrics) -> None:
         self._m = metrics

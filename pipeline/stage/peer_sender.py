@@ -1,4 +1,4 @@
-"""Messages on their way to peers: one queue and one task for each, so that a slow peer stops nobody else.
+"""Sends messages to peers, with a queue and a task for each, so that a slow peer does not delay the others.
 
 *consumes* effects whose rows are durable; *produces* sends on the hub; *waits for* that one peer's queue. Queues are
 bounded by the protocol: orders by an actor's slots, groups by the learner's credits. Payloads are read when their turn

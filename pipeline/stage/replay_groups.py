@@ -55,11 +55,11 @@ class UpdateReport:
             version = None if version is None else int(version)
             return cls(replayed, ess, entropies, int(header.get("choice_failed") or 0), version)
         except (TypeError, ValueError, AttributeError) as error:
-            raise WireError(f"what the learner reports of an update is not understood: {error}") from error
+            raise WireError(f"invalid report of an update from the learner: {error}") from error
 
 
 class ReplayGroups:
-    """One fact about a trajectory is its terminal state, another is whether the pool holds it."""
+    """Plans replay groups and saves successes. A trajectory's terminal state does not depend on the pool."""
 
     def __init__(
         self,

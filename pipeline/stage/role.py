@@ -1,4 +1,4 @@
-"""The replay stage as a process: the only one that binds. Everyone else connects, so everyone else can restart."""
+"""The replay stage as a process. Only it binds a socket; all others connect, so that each can be restarted."""
 
 from __future__ import annotations
 

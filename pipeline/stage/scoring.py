@@ -1,4 +1,4 @@
-"""Queue between the loop and the scorer, and the gate that holds trajectories until their whole group is there.
+"""Queue between the loop and the scorer, and the gate that holds trajectories until their group is complete.
 
 Bounded by admission. The gate is used where a reward function must see all trajectories of a group.
 """

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StalenessRule:
-    """The constants of the rule. ``updates_max`` is the length of the run: no group is admitted beyond its need."""
+    """Constants of the rule. ``updates_max`` is the length of the run: no group is admitted that it does not need."""
 
     bound: int
     groups_per_step: int

@@ -1,4 +1,4 @@
-"""Archive of stored experience: one portable file, checksummed to the last byte.
+"""Archive of stored trajectories: one portable file, fully checksummed.
 
 It is a file of records (:mod:`pipeline.transport.frames`). The first says where it comes from (:class:`Header`). Each
 of the next is a trajectory: its ``marks``, and as parts the payload frames of :mod:`pipeline.transport.codec`. The last

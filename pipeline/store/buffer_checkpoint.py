@@ -26,7 +26,7 @@ NAME = "checkpoint"
 _GROUP = 64
 """Trajectories of a copy that are written at once."""
 _ATTEMPTS = 5
-"""Of opening a checkpoint that its buffer replaces meanwhile."""
+"""Attempts to open a checkpoint that its buffer replaces meanwhile."""
 KIND = frames.FileKind(
     "buffer checkpoint", 2, "a checkpoint of a trajectory buffer",
     "open it with the Afterplay that wrote it, or use another directory",
@@ -38,7 +38,7 @@ class Checkpoint:
     """A state of a buffer. Payloads are in the segments that ``rows`` name."""
 
     generation: int
-    """Of the segments that belong to it: others are left over from a copy that was never finished."""
+    """Generation of the segments that belong to the state. Others are left over from an unfinished copy."""
     seed: int
     stream: int
     """Rank of the shard that this is: shards of one seed draw differently."""
@@ -102,7 +102,7 @@ def read_checkpoint(directory: Path) -> Checkpoint | None:
             rows=np.frombuffer(rows, "<i8").reshape(-1, COLUMNS).astype(np.int64),
         )
     except (KeyError, IndexError, TypeError, ValueError, SchemaError) as error:
-        raise StoreError(f"{path} is not understood ({type(error).__name__}: {error})") from error
+        raise StoreError(f"{path} is invalid ({type(error).__name__}: {error})") from error
 
 
 def lock_directory(directory: Path) -> FileLock:
@@ -113,14 +113,14 @@ def lock_directory(directory: Path) -> FileLock:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A state to go on from."""
+    """A state to continue from."""
 
     state: Checkpoint
     checkpointed: frozenset[int]
     """Segments that the checkpoint on disk needs."""
     next_segment: int
     segments: tuple[int, ...]
-    """Those that lie in the directory."""
+    """Segments in the directory."""
 
 
 def recover(directory: Path, reader: SegmentReader, seed: int, *, newest: bool) -> Recovered:
@@ -132,7 +132,7 @@ def recover(directory: Path, reader: SegmentReader, seed: int, *, newest: bool) 
     numbers = segment_numbers(directory)
     state = read_checkpoint(directory)
     if state is None and numbers:
-        raise StoreError(f"{directory} holds segments and no checkpoint: restore it, or use an empty directory")
+        raise StoreError(f"{directory} has segments but no checkpoint: restore it, or use an empty directory")
     if state is None:
         state = Checkpoint(new_generation(), seed, 0, 0, 0, 0, (0, 0), (), np.zeros((0, COLUMNS), np.int64))
         write_checkpoint(directory, state)
@@ -299,4 +299,4 @@ def open_checkpoint(source: Path) -> tuple[Checkpoint, SegmentReader]:
             if seen is not None and (seen.end, seen.draws, seen.added) == (state.end, state.draws, state.added):
                 raise
             seen = state
-    raise StoreError(f"{source} is saved faster than it can be read: try again")
+    raise StoreError(f"{source} was replaced by newer checkpoints while it was read: try again")

@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 NOT_WRITTEN = -1
 _ID, _UNITS, _BYTES, _LAYOUT, _SEGMENT, _OFFSET, _CRC, _END = range(8)
 COLUMNS = 7
-"""Of :meth:`BufferIndex.rows`: id, units, bytes, layout, segment, offset, checksum."""
+"""Columns of :meth:`BufferIndex.rows`: id, units, bytes, layout, segment, offset, checksum."""
 
 
 class Entry(NamedTuple):
@@ -131,7 +131,7 @@ class BufferIndex:
 
 
 class UnitDraws:
-    """Draw ``i`` depends on nothing but seed, stream and ``i``, so it fits into every record."""
+    """Random draws. Draw ``i`` depends only on seed, stream and ``i``, so the state is one number."""
 
     def __init__(self, seed: int, stream: int, count: int = 0) -> None:
         self.seed, self.stream, self.count = seed, stream, count

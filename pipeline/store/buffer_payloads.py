@@ -172,7 +172,7 @@ class Payloads:
         return number
 
     def common_layout(self, rows: Ints) -> Layout:
-        """Of these rows of the index. Raises :class:`SchemaError` when they have several."""
+        """The layout of these rows of the index. Raises :class:`SchemaError` if they have several."""
         numbers = rows[:, 3]
         if (numbers != numbers[0]).any():
             a, b = (self.layouts[int(i)].fields for i in np.unique(numbers)[:2])

@@ -1,6 +1,6 @@
 """Demonstrations: trajectories that no policy of the run sampled, one JSON object a line.
 
-With token ids, and with log-probabilities where somebody recorded them::
+With token ids, optionally with recorded log-probabilities::
 
     {"environment": "arithmetic", "seed": 17, "reward": 1.0,
      "turns": [{"context_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-0.1, -0.2]}]}
@@ -10,7 +10,7 @@ or as text, rendered with the chat template of the run's model::
     {"environment": "arithmetic", "seed": 17, "reward": 1.0,
      "messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]}
 
-``task_id`` may take the place of ``seed`` (``arithmetic/17``); ``payload``, ``temperature`` and ``actor`` are optional.
+``task_id`` may replace ``seed`` (``arithmetic/17``); ``payload``, ``temperature`` and ``actor`` are optional.
 """
 
 from __future__ import annotations

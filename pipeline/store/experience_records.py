@@ -21,7 +21,7 @@ class Leave(StrEnum):
     RETIRED = "retired"
     """Its task was solved by every fresh rollout."""
     AGE = "age"
-    """It will never again be young enough (``max_age``): versions only grow."""
+    """The entry is older than ``max_age`` allows."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class PoolEntry:
     trajectory_id: str
     task: Task
     saved: int
-    """Number of the save: the order of entries. Rises for ever."""
+    """Number of the save, which orders entries. It only increases."""
     reward: float
     n_turns: int
     n_tokens: int

@@ -80,7 +80,7 @@ class Send:
 
 @dataclass(slots=True)
 class Score:
-    """Ask the scorer for the reward of a stored trajectory (decoded already, unless the stage has just started)."""
+    """Request to score a stored trajectory (already decoded, unless the stage has just started)."""
 
     record: TrajectoryRecord
     trajectory: Trajectory | None = None
@@ -90,7 +90,7 @@ class Score:
 
 @dataclass(slots=True)
 class GivenUp:
-    """A group was cancelled: a reward function that must see all of it has nothing to wait for."""
+    """A group was cancelled, so a reward function that needs the whole group must not wait for it."""
 
     group: int
 
@@ -106,7 +106,7 @@ class Finished:
 
 @dataclass(slots=True)
 class UntrainedRollout:
-    """A rollout that is not trained and is kept for people to look at: it failed, or was made for an evaluation."""
+    """A rollout that is not trained but kept for ``afterplay show``: it failed, or belongs to an evaluation."""
 
     trajectory_id: str
     frames: Frames

@@ -1,4 +1,4 @@
-"""Payloads of stored trajectories: reference counts, which free what nobody needs, and a cache of the newest."""
+"""Payloads of stored trajectories: reference counts, which free unused ones, and a cache of the newest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PayloadRefCounts:
 
     @property
     def held(self) -> set[int]:
-        """``row_id`` of all that somebody needs."""
+        """``row_id`` of all payloads with a holder."""
         return set(self._holders)
 
     def __contains__(self, row_id: int) -> bool:

@@ -1,6 +1,6 @@
 """Read-only queries on a store, also while a stage writes it: filtered lists of trajectories, payloads, the pool.
 
-Lists are filtered and sorted by SQLite from facts alone; no payload is read.
+Lists are filtered and sorted by SQLite on metadata; no payload is read.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Conditions on trajectories; all must hold. A default is no condition."""
+    """Conditions on trajectories; all must hold. Defaults do not filter."""
 
     trajectory_id: str | None = None
     step: Span | None = None
     """Trained in such an update, fresh or replayed. The first step is 1."""
     evaluation: Span | None = None
-    """Made to evaluate weights with so many updates."""
+    """Rollouts of the evaluation after such a number of updates."""
     split: str | None = None
     """Split of the task: ``train``, or one that is held out."""
     version: Span | None = None

@@ -2,8 +2,8 @@
 
 A segment is a file of records (:mod:`pipeline.transport.frames`). The first has no body and says which generation of
 the buffer the segment belongs to; each of the others is one trajectory, with everything in its header that the index
-needs. So what was added after the last checkpoint is found by reading the headers that follow it. A record that a dying
-process left half written is dropped; damage anywhere else is an error.
+needs. So trajectories added after the last checkpoint are found by reading the headers after it. A record that a dying
+process wrote only in part is dropped; damage anywhere else is an error.
 
 :class:`BackgroundWriter` *consumes* records and *produces* handles that are done once a record is durable, with one
 ``fdatasync`` for everything that came meanwhile (group commit). *waits for*: the disk. *unblocked by*:
@@ -53,7 +53,7 @@ class Record:
     n_bytes: int = 0
     segment: int = -1
     offset: int = -1
-    """Of the payload in its segment file."""
+    """Offset of the payload in its segment file."""
     crc: int = 0
 
 
@@ -190,11 +190,11 @@ class HeldSegments:
         self._live.update(dict.fromkeys(segments, 0))
 
     def add(self, segment: int, trajectories: int = 1) -> None:
-        """So many more (or, negative, fewer) live trajectories are in the segment."""
+        """Add to the number of live trajectories in the segment (negative: subtract)."""
         self._live[segment] += trajectories
 
     def remove_empty(self, directory: Path, reader: SegmentReader, current: int) -> None:
-        """Remove the files of segments before ``current`` that nobody needs."""
+        """Remove the files of segments before ``current`` that are not needed."""
         needed = self.checkpointed | self.saving
         for segment, live in list(self._live.items()):
             if live == 0 and segment < current and segment not in needed:

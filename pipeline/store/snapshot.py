@@ -1,4 +1,4 @@
-"""State that the stage starts from: rows of the store joined to records."""
+"""Initial state of the stage: rows of the store joined to records."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             found[row[0]].replays.append(_replay(row, found[row[0]].task, pooled))
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise StoreError(
-            f"the replay store holds rows that do not fit together ({type(error).__name__}: {error}): it was changed "
+            f"the replay store has inconsistent rows ({type(error).__name__}: {error}): it was changed "
             "by something else. Move it away to start with an empty one"
         ) from error
     return Snapshot(found, meta, counters, next_row_id, pool, list(tasks.values()))

@@ -1,4 +1,4 @@
-"""SQLite files of ours: known by application id and version in their header, made whole, opened with the same options.
+"""Afterplay's SQLite files: identified by application id and version, created atomically, opened with fixed options.
 
 A file that is foreign, of another version or cut off is refused, and nothing of it is changed.
 """
@@ -58,7 +58,7 @@ class Database:
         if not header:
             if logged:
                 raise StoreError(
-                    f"{log} belongs to a {self.noun}, but {path} is not there: move it back, or {log} away too"
+                    f"{log} belongs to a {self.noun}, but {path} is missing: move it back, or move {log} away too"
                 )
             return False
         if len(header) < _HEADER_BYTES or not header.startswith(b"SQLite format 3\0"):
@@ -66,13 +66,13 @@ class Database:
         version, application = struct.unpack_from(">I", header, 60)[0], struct.unpack_from(">I", header, 68)[0]
         if application != self.application_id:
             raise StoreError(
-                f"expected {path} to be a {self.noun} of Afterplay, got an SQLite file of something else. {self.remedy}"
+                f"expected {path} to be a {self.noun} of Afterplay, got that of another program. {self.remedy}"
             )
         if version != self.version:
             age = "an older" if version < self.version else "a newer"
             raise FormatMismatch(
                 f"{path} was written by {age} Afterplay ({self.short} version {version}, this one reads "
-                f"{self.version}): go on with that Afterplay. {self.remedy}"
+                f"{self.version}): continue with that version of Afterplay. {self.remedy}"
             )
         page_bytes, pages = struct.unpack_from(">H", header, 16)[0], struct.unpack_from(">I", header, 28)[0]
         expected, size = pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
@@ -101,7 +101,7 @@ class Database:
                 part.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
-                f"the {self.noun} {path} cannot be made: {error}. Set {self.option} to a place that can be written"
+                f"the {self.noun} {path} cannot be created: {error}. Set {self.option} to a writable place"
             ) from error
 
     def fill(self, connection: sqlite3.Connection) -> None:

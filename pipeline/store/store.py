@@ -1,6 +1,6 @@
 """The state of the stage on disk: one SQLite database, one transaction per round of events.
 
-A killed process leaves a state that existed. Payloads are stored as they came over the wire. The store is written by
+A killed process leaves a consistent state. Payloads are stored as received. The store is written by
 one thread at a time and may be read by others meanwhile (WAL).
 """
 

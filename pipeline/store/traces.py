@@ -1,10 +1,10 @@
-"""Traces: rollouts with what the learner saw at their sampled tokens. Files are append-only, bounded in bytes, and
+"""Traces: rollouts with the learner's values at their sampled tokens. Files are append-only, bounded in bytes, and
 readable while they are written.
 
 ``NAME-00000003.traces`` is a file of records (:mod:`pipeline.transport.frames`): the header is what a list shows, with
 the ``update`` that trained the trajectory (-1: none); the parts, compressed, are the frames of
 :mod:`pipeline.transport.codec`, and the arrays of :class:`SeenTokens` where a learner saw it. The oldest file goes when
-there are more bytes than allowed. A record that a dying process left half written ends a file; the next writer cuts it
+there are more bytes than allowed. A record that a dying process wrote only in part ends a file; the next writer cuts it
 off.
 
 S: the sampled tokens of one trajectory, in order of turns.
@@ -32,12 +32,12 @@ FloatArray = npt.NDArray[np.floating]
 
 
 class Flag(IntFlag):
-    """Treatment of a token by the loss."""
+    """How the loss treated a token."""
 
     SEEN = 1
     """A row of the update held it."""
     TRAINED = 2
-    """It counted in the loss; unset: rejected as not finite, or by a mask."""
+    """The token counted in the loss. Unset: it was rejected by a mask, or because a value was not finite."""
     CLIPPED_LOW = 4
     CLIPPED_HIGH = 8
     MASKED = 16
@@ -48,7 +48,7 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Arrays ``[S]``; NaN where nothing is known.
+    """The learner's values as arrays ``[S]``; NaN if unknown.
 
     Stored as float16. log π is stored as its difference from log μ, so that the ratio keeps its three digits however
     unlikely the token was.
@@ -57,7 +57,7 @@ class SeenTokens:
     log_ratios: FloatArray
     """log π - log μ, nats, with π before the optimizer step; log π where log μ was not recorded."""
     entropies: FloatArray
-    """Of π, nats."""
+    """Entropies of π, in nats."""
     advantages: FloatArray
     flags: npt.NDArray[np.uint8]
     """:class:`Flag` of each."""
@@ -92,10 +92,10 @@ def _half(values: FloatArray) -> bytes:
     return np.where(np.isfinite(values), finite, np.float32(np.nan)).astype(FLOAT).tobytes()
 
 
-KIND = frames.FileKind("traces", 2, "a file of traces", "delete it, it is only there to look at")
+KIND = frames.FileKind("traces", 2, "a file of traces", "delete it; only afterplay show reads it")
 SUFFIX = ".traces"
 FILES = 8
-"""Files that the allowed bytes are divided among: so much is lost at once when the oldest goes."""
+"""Files that the allowed bytes are divided among. The oldest is deleted as a whole."""
 _NAME = re.compile(r"(.+)-(\d{8})\.traces")
 _LEVEL = 1
 """zlib's quickest: token ids shrink to a third, and a learner waits for it."""
@@ -104,7 +104,7 @@ _TRAJECTORY_FRAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One rollout as it was kept."""
+    """One stored rollout."""
 
     frames: Frames
     """Payload frames of :mod:`pipeline.transport.codec`."""
@@ -143,7 +143,7 @@ class TraceEntry:
             return None
         except (WireError, ValueError) as error:
             raise StoreError(
-                f"{self.path} is damaged at byte {self.frame.offset} ({error}): delete it, it is only there to look at"
+                f"{self.path} is damaged at byte {self.frame.offset} ({error}): delete it; only afterplay show reads it"
             ) from error
 
 
@@ -197,7 +197,7 @@ class TraceWriter:
 
 
 def trace_files(directory: Path) -> list[Path]:
-    """Of every name, oldest first."""
+    """Trace files of all names, oldest first."""
     return sorted(p for p in directory.glob(f"*{SUFFIX}") if _NAME.fullmatch(p.name)) if directory.is_dir() else []
 
 

@@ -56,7 +56,7 @@ class Statistics:
     trajectories: int
     units: int
     n_bytes: int
-    """Of live payloads."""
+    """Bytes of live payloads."""
     added: int
     evicted: int
     draws: int

@@ -1,1 +1,1 @@
-"""Rows of data sets as tasks, and which task is next."""
+"""Rows of data sets as tasks, and the choice of the next task."""

@@ -1,4 +1,4 @@
-"""JSONL: an index of line offsets (8 bytes a row) and random access by it; the files are read, never held."""
+"""JSONL files: random access by an index of line offsets (8 bytes per row); the files are not kept in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class JsonlRows(Rows):
             for path in files:
                 self._files.append(path.open("rb"))
                 if self._files[-1].peek(2)[:2] == b"\x1f\x8b":
-                    raise ConfigurationError(f"expected JSONL in {path}, got a gzip file: unpack it (gunzip -k {path})")
+                    raise ConfigurationError(
+                        f"expected JSONL in {path}, got a gzip file: decompress it (gunzip -k {path})"
+                    )
         except OSError as error:
             self.close()
             raise ConfigurationError(f"expected to read {path}, got: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Opens the data of a run file and checks what can only be checked with the data at hand."""
+"""Opens the data of a run file, and makes the checks that need the data."""
 
 from __future__ import annotations
 

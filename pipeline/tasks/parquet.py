@@ -1,4 +1,4 @@
-"""Parquet: only the columns that are used, only some row groups in memory."""
+"""Parquet files: reads only the columns in use, and keeps only some row groups in memory."""
 
 from __future__ import annotations
 

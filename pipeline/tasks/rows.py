@@ -95,7 +95,7 @@ class Reading:
 
 
 def row_hash(content: bytes) -> int:
-    """64 bits that stand for a payload."""
+    """64-bit hash of a payload."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 

@@ -24,19 +24,19 @@ TRIES_MAX = 4096
 
 
 class DrawOutcome(Enum):
-    """Decision about a task that was looked at."""
+    """Decision about a drawn task."""
 
     TAKE = auto()
     """The caller uses it now."""
     KEEP = auto()
     """The caller uses it later; the next one is looked at."""
     PASS = auto()
-    """It is skipped in this pass; the environment's next one is looked at."""
+    """The task is skipped in this pass; the environment's next one is examined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The next task. Its id is known at once; the task of a data set is read when somebody wants it."""
+    """The next task. Its id is known at once; a row of a data set is read on demand."""
 
     task_id: str
     task: Callable[[], Task]
@@ -182,7 +182,7 @@ class TaskSampler:
         if len(spent) < len(self._environments):
             return spent
         if not self._all_spent:
-            log.warning("all tasks_from.epochs are over (groups were cancelled or passed over): a further pass begins")
+            log.warning("all tasks_from.epochs are used up (groups were cancelled or skipped): another pass begins")
         self._all_spent = True
         return set()
 
@@ -198,7 +198,7 @@ class TaskSampler:
                     "splits or shuffle were. Restore it, or start a new run (another run.name, or --fresh), or set "
                     f"environments.{name}.tasks_from.on_change: restart to begin the first pass over the new data"
                 )
-            log.warning("environments.%s: %s is not what it was: its first pass begins", name, source.where)
+            log.warning("environments.%s: %s has changed: the first pass over it begins", name, source.where)
             self._base[name] -= self._drawn[name]
             self._drawn[name] = 0
 

@@ -239,7 +239,7 @@ class Indexing:
     def _bad(self, where: str, error: BadRow) -> None:
         if self._section.bad_rows == "refuse":
             raise ConfigurationError(
-                f"environments.{self._environment}.tasks_from: {where}: {error}. Mend the row, or set "
+                f"environments.{self._environment}.tasks_from: {where}: {error}. Fix the row, or set "
                 f"environments.{self._environment}.tasks_from.bad_rows: skip"
             )
         self.counts["bad"] += 1

@@ -1,7 +1,7 @@
 """The base of hub and link: the interface of a wire, a bounded mailbox of events, and the detection of silent peers.
 
 A *wire* moves multipart messages: over ZeroMQ sockets, or in memory in tests. A wire never waits. It says ``None`` or
-``False`` instead, and fires its :class:`Broadcast` whenever trying again may help.
+``False`` instead, and fires its :class:`Broadcast` when a retry may succeed.
 """
 
 from __future__ import annotations
@@ -195,9 +195,9 @@ class Mailbox:
 
 
 class Silence:
-    """Judges silence by what could have been heard.
+    """Detects silent peers. Time in which this process could not receive does not count.
 
-    When we ourselves did not listen (a blocked event loop, a full mailbox), that time counts for nobody: a process
+    When this process did not listen (a blocked event loop, a full mailbox), that time does not count: a process
     that was stopped for a minute must read what waits in its socket before it declares everyone else dead.
     """
 

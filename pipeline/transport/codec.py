@@ -17,7 +17,7 @@ repeating the checks, which would cost a dozen small numpy calls a turn; where a
 are called after all, because they say which part of which turn is wrong.
 
 Schema evolution: a reader ignores unknown header keys and fills missing optional ones; ``schema_version`` changes only
-when a meaning does, and then :class:`VersionMismatch` says so.
+when a meaning changes, which raises :class:`VersionMismatch`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _built(cls: type[Record], header: Mapping[str, Any], **convert: Any) -> Reco
     except SchemaError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise WireError(f"{cls.__name__} header is not understood: {type(error).__name__}: {error}") from error
+        raise WireError(f"invalid {cls.__name__} header: {type(error).__name__}: {error}") from error
 
 
 def task_header(task: Task) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
     except SchemaError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise WireError(f"trajectory header is not understood: {type(error).__name__}: {error}") from error
+        raise WireError(f"invalid trajectory header: {type(error).__name__}: {error}") from error
 
 
 def _turn_header(turn: Turn) -> dict[str, Any]:

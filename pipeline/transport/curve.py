@@ -1,4 +1,4 @@
-"""CURVE encryption: keys on disk, and the check of who may connect.
+"""CURVE encryption: keys on disk, and authentication of connections.
 
 A folder of keys holds ``server.key`` / ``server.key_secret`` and ``client.key`` / ``client.key_secret`` (ZeroMQ's
 certificate format). The hub lets in whoever owns the secret of a ``*.key`` beside ``server.key``; a machine that only
@@ -71,7 +71,7 @@ def make_keys(folder: Path) -> CurveKeys:
     existing = sorted(p.name for p in folder.glob("*.key*")) if folder.is_dir() else []
     if existing:
         raise ConfigurationError(
-            f"{folder} already holds keys ({', '.join(existing)}): name another folder, or remove them first"
+            f"{folder} already has keys ({', '.join(existing)}): choose another folder, or remove them first"
         )
     mask = os.umask(0o077)
     try:
@@ -129,5 +129,5 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} is no CURVE certificate: {error}. Make a new folder with `afterplay keys DIR`"
+            f"{path} is not a CURVE certificate: {error}. Create a new folder with `afterplay keys DIR`"
         ) from error

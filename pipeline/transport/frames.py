@@ -8,7 +8,7 @@ json        4  bytes of the JSON
 body        8  bytes of the body
 crc         4  CRC-32 of the body
 json           ``[header, lengths of the parts, whether the body is compressed]``
-body           the parts, one after the other; compressed with zlib where the JSON says so
+body           the parts, one after the other; compressed with zlib if marked in the JSON
 ======  =====  ======================================================================
 
 A file begins with a line of its kind and format (``Afterplay traces 2``); records follow. :func:`scan` gives the whole
@@ -34,7 +34,7 @@ from pipeline.errors import FormatMismatch, StoreError, WireError
 from pipeline.transport.protocol import Buffer
 
 INFLATED_BYTES_MAX = 1 << 30
-"""Of a compressed body."""
+"""Largest size of a body after decompression."""
 _LENGTHS = struct.Struct("<IQI")
 _PREFIX_BYTES = 4 + _LENGTHS.size
 _READ_BYTES = 512
@@ -48,13 +48,13 @@ class Frame(NamedTuple):
 
     json: bytes
     checksum: bytes
-    """Of the record: it covers the header and the body's own checksum."""
+    """Checksum of the record: it covers the header and the checksum of the body."""
     offset: int
-    """Of the body."""
+    """Offset of the body in the file."""
     n_bytes: int
-    """Of the body."""
+    """Bytes of the body."""
     crc: int
-    """Of the body."""
+    """Checksum of the body."""
 
     @property
     def end(self) -> int:
@@ -111,7 +111,7 @@ def unpack(data: Buffer | bytearray) -> tuple[dict[str, Any], list[memoryview]]:
     view = memoryview(data)
     frame = _frame_at(lambda length, at: view[at : at + length], 0, len(view))
     if frame is None or frame.end != len(view):
-        raise WireError("expected one whole record, got bytes that are cut off, damaged or something else")
+        raise WireError("expected one whole record, got truncated, damaged or foreign bytes")
     return frame.header, frame.parts(view[frame.offset :])
 
 

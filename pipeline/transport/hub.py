@@ -1,6 +1,6 @@
 """The hub over any wire: reads it, sends heartbeats, and hands events to the replay stage.
 
-Its view of the connections (who said HELLO on which, who left, what is no message) is pure and owns no socket.
+Its state of the connections (greetings, departures, invalid messages) is pure and owns no socket.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class WireHub(Endpoint):
     async def send(self, peer: str, message: WireMessage) -> None:
         frames = encode_message(message, self._limits)
         if self._closing or self._group is None:
-            raise TransportClosed("the hub was closed: nothing can be sent any more")
+            raise TransportClosed("the hub is closed")
         found = self._peers.find(peer)
         if found is None:
             raise PeerGone(f"{peer} is not connected: wait for its PEER_UP and send again")

@@ -1,6 +1,6 @@
-"""The link over any wire: says HELLO, sends heartbeats, and reconnects by itself.
+"""The link over any wire: says HELLO, sends heartbeats, and reconnects.
 
-Its view of the connection to the hub is pure and owns no socket.
+Its state of the connection is pure and owns no socket.
 """
 
 from __future__ import annotations

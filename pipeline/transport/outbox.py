@@ -1,4 +1,4 @@
-"""Outbox of finished items that are not acknowledged yet. Pure; owns no socket and no clock."""
+"""Outbox: finished items that are not acknowledged yet. Pure; owns no socket and no clock."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ class Outbox(Generic[Item]):
         return item_id, entry.item
 
     def acknowledge(self, item_id: str) -> bool:
-        """It is durable: forget it. False for an id that is not held (acknowledged twice)."""
+        """Forget an item that is durable. False for an id that is not held (acknowledged twice)."""
         if self._remove(item_id) is None:
             return False
         self.counters.acknowledged += 1
         return True
 
     def refuse(self, item_id: str) -> Item | None:
-        """It is not wanted and must not be sent again: forget it and return it; None for an id that is not held."""
+        """Forget an item that must not be sent again, and return it; None for an id that is not held."""
         entry = self._remove(item_id)
         if entry is None:
             return None

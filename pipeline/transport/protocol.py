@@ -92,7 +92,7 @@ class EventKind(StrEnum):
     """Hub: a peer said BYE or was silent too long; ``reason`` says which."""
     MESSAGE = "message"
     CORRUPT = "corrupt"
-    """Hub: bytes that are no message came from ``peer``; ``reason`` says what was wrong. The connection goes on."""
+    """Hub: ``peer`` sent an invalid message; ``reason`` describes the error. The connection stays open."""
     CONNECTED = "connected"
     """Link: the hub answered WELCOME (attached). Send again whatever was not acknowledged."""
     DISCONNECTED = "disconnected"

@@ -236,7 +236,7 @@ class LinkSocketWire:
 
 
 async def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Wait for ZeroMQ's threads, but not for ever.
+    """Wait for ZeroMQ's threads for a bounded time.
 
     One that resolves a host name cannot be interrupted, and a name server that does not answer (the hub's machine is
     gone) holds it for tens of seconds. It is then left to a daemon thread.
@@ -386,7 +386,7 @@ def open_link(config: RunConfig, name: str) -> Link:
     t, address = config.transport, config.replay.address
     if address.startswith("tcp://") and not urlsplit(address).port:
         raise ConfigurationError(
-            f"replay.address {address} has no port to connect to: give the stage's real address, for example "
+            f"replay.address {address} has no port to connect to: set the stage's actual address, for example "
             "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
         )
     return ZmqLink(address, name, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))

@@ -90,7 +90,7 @@ class StubEngine:
         if self.fault is not None:
             raise self.fault
         if first is None or self.version is None:
-            raise EngineUnavailable(f"engine {self._name} has weights that nobody stamped")
+            raise EngineUnavailable(f"engine {self._name} has weights without a version stamp")
         ids = np.asarray(self._script(token_ids, sampling)[: sampling.max_tokens], dtype=np.int32)
         stopped = len(ids) > 0 and int(ids[-1]) in sampling.stop_token_ids
         logprobs = np.linspace(-2.0, -0.1, len(ids), dtype=np.float32)

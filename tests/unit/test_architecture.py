@@ -321,6 +321,24 @@ def test_docstrings_refer_to_no_section_of_a_page_that_is_not_here() -> None:
     assert dead | numbered == set()
 
 
+RIDDLE = re.compile(
+    r"(What|Which|Who|Whose|Whom|Where|When|Why|How|Whether|Whatever|Whoever|Of|It|They|Those|That|Made|Told|"
+    r"By itself|As it (was|is))\b"
+)
+"""Openings that leave open what is described: questions, and words that refer to a text before."""
+
+
+def test_docstrings_open_with_what_a_thing_is() -> None:
+    product = [(file, text) for file in FILES for text in docstrings(file)]
+    others = [
+        (str(file.relative_to(ROOT)), ast.get_docstring(ast.parse(file.read_text())) or "")
+        for folder in ("tests", "benchmarks", "scripts", "grafana")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    riddles = [(file, text[:60]) for file, text in (*product, *others) if RIDDLE.match(text.lstrip())]
+    assert riddles == [], "expected a noun or a verb first: what the thing is, or does"
+
+
 # The wheel
 
 

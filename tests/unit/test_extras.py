@@ -1,4 +1,4 @@
-"""What documents and messages tell to install is what pyproject.toml and the set-up offer."""
+"""Extras that documents and messages name are those of pyproject.toml and the set-up."""
 
 from __future__ import annotations
 

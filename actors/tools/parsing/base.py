@@ -37,7 +37,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A reply taken apart."""
+    """A parsed reply."""
 
     content: str
     """The text before the calls."""
@@ -46,7 +46,7 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A model family's form of calls. Pure functions."""
+    """The tool-call format of a model family. Pure functions."""
 
     parse: Callable[[str, Sequence[ToolSchema]], Parsed]
     render: Callable[[Sequence[ToolCall]], str]

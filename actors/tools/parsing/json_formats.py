@@ -130,7 +130,7 @@ def _xml_block(text: str, start: int, tools: Sequence[ToolSchema]) -> tuple[Tool
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Text where the schema says so, else JSON where it is JSON."""
+    """A string if the schema asks for one, else the parsed JSON, else the text."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
         return text

@@ -1,6 +1,6 @@
 """Parsers of other libraries behind our interface: transformers' response templates and vLLM's tool parsers.
 
-Both are code that we did not write over text that nobody controls: whatever they raise becomes a :class:`CallError`.
+Both are third-party code on untrusted text: any error that they raise becomes a :class:`CallError`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ FORMATS: dict[str, ToolFormat] = {
 def parser_of(
     name: str, template: str, tokenizer: Any, where: str = "parser"
 ) -> Callable[[str, Sequence[ToolSchema]], Parsed]:
-    """The parser that ``name`` stands for. Raises :class:`ConfigurationError`."""
+    """The parser with this name. Raises :class:`ConfigurationError`."""
     if name == "auto":
         name = format_of_template(template, tokenizer)
     if name in FORMATS:

@@ -27,7 +27,8 @@ from pipeline.store.queries import Listed, Span
 PLAIN_BYTES_MAX = 256 * 1024
 """JSON beyond is compressed; a browser unpacks it with DecompressionStream."""
 PAGE_BYTES_MAX = 512 * 1024 * 1024
-"""Of JSON before compression: what a browser holds. Further trajectories are listed without their tokens."""
+"""Upper bound of the page's JSON before compression, which is what a browser can hold. Further trajectories are listed
+without their tokens."""
 PAGE_FULL = "its tokens are not in this page, which is full: take fewer trajectories (--limit, or a filter)"
 _AT_ONCE = 64
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}

@@ -62,7 +62,7 @@ class Listing:
 
 
 class RunReader:
-    """Reads one run. Nothing is written, so a run may go on."""
+    """Reads one run. It writes nothing, so the run may be alive."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
         self.notes: list[str] = []

@@ -46,7 +46,7 @@ COLUMN: Mapping[str, str] = {
     "version": "versions",
 }
 CONTEXT_CHARACTERS_MAX = 4000
-"""Of one message; the middle of a longer one is omitted."""
+"""Length at which a message is cut; its middle is omitted."""
 _VERSIONS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16")
 _SAMPLED = Style(color="green")
 _EDGE = Style(dim=True)

@@ -4,7 +4,7 @@ A tokenizer's own ``decode`` gives the text of a sequence. Here each token must 
 part of a character. So ids are mapped to bytes by the rule of the tokenizer's decoder, and bytes to text as they
 become whole characters:
 
-* byte-level (GPT-2, Llama 3, Qwen): every character of a token stands for one byte (the table of GPT-2's
+* byte-level (GPT-2, Llama 3, Qwen): every character of a token represents one byte (the table of GPT-2's
   ``bytes_to_unicode``);
 * SentencePiece (Llama 2, Mistral, Gemma): ``▁`` is a space, ``<0x0A>`` a byte;
 * WordPiece: a token begins a word unless it begins with the decoder's prefix;
@@ -32,7 +32,7 @@ class Piece:
     """One token as it is shown."""
 
     text: str
-    """Text that becomes readable with it; empty where it only begins or goes on with a character."""
+    """Text that becomes readable with it; empty if it only begins or continues a character."""
     part: str = ""
     """Its bytes in hexadecimal where it is not whole characters by itself."""
     special: bool = False
@@ -46,7 +46,7 @@ class Vocabulary:
         self._tokens = tokens
         self._special = frozenset(special)
         self._pieces: dict[int, Piece] = {}
-        """Of tokens that are whole characters."""
+        """Texts of tokens that are whole characters."""
         self.known = bool(tokens)
 
     @classmethod
@@ -99,7 +99,7 @@ class Vocabulary:
         return out
 
     def _piece(self, token_id: int) -> Piece:
-        """By itself."""
+        """Text of one token alone."""
         raw, special = self.bytes_of(token_id), token_id in self._special
         try:
             piece = Piece(raw.decode(), "", special)
@@ -154,7 +154,7 @@ def _parts(decoder: Any) -> list[Mapping[str, Any]]:
 
 
 def _space(part: Mapping[str, Any]) -> str:
-    """The text that stands for a space, empty if none does."""
+    """The text that represents a space; empty if there is none."""
     if part.get("type") == "Metaspace":
         return str(part.get("replacement", "▁"))
     pattern = part.get("pattern")

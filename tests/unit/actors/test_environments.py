@@ -151,7 +151,7 @@ def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("chess", {}, "environments.game: no environment is called 'chess'"),
+        ("chess", {}, "environments.game: there is no environment 'chess'"),
         ("no.such.module:X", {}, "no.such"),
         ("no/such/file.py:X", {}, "no file"),
         ("actors.adapters.games:Nothing", {}, r"\['Arithmetic', 'ArithmeticEpisode', "),

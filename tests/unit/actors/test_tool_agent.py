@@ -347,8 +347,8 @@ async def test_single_turn_is_complete_after_one_reply(office: Callable[..., Ser
 @pytest.mark.parametrize(
     ("loop", "told"),
     [
-        ({"name": "tool_agnet"}, "no agent loop is called 'tool_agnet'; there are multi_turn, program, single_turn"),
-        ({"name": "tool_agent", "options": {"tools": ["hammer"]}}, "no tool is called 'hammer'"),
+        ({"name": "tool_agnet"}, "there is no agent loop 'tool_agnet'; there are multi_turn, program, single_turn"),
+        ({"name": "tool_agent", "options": {"tools": ["hammer"]}}, "there is no tool 'hammer'"),
         ({"name": "tool_agent", "options": {"max_calls": 0}}, "max_calls"),
         ({"name": "tool_agent", "options": {"speed": 1}}, "unknown speed"),
         ({"name": "tool_agent", "options": {"parser": "hermess"}}, "parser: expected auto"),

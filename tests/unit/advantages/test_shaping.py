@@ -146,7 +146,7 @@ def test_users_shaping_changes_rewards_before_estimation_and_not_those_of_the_tr
     "name,what",
     [
         ("loses_one", "expected 2 ScoredTrajectory"),
-        ("moves_groups", "to change only rewards, it changed"),
+        ("moves_groups", "to change only rewards, but it changed"),
         ("broken", "KeyError: 'gold'"),
         ("not_finite", "finite reward"),
     ],

@@ -1,4 +1,4 @@
-"""Which runs the replay benchmark makes, keeps, refuses and does not make again."""
+"""Runs of the replay benchmark: made once, kept, refused, and not repeated."""
 
 from __future__ import annotations
 

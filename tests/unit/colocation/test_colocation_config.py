@@ -33,12 +33,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sleep_level: 1",
     ),
     "8 bits": ({"engine": EMBEDDED, "learner": {"offload": True, "optimizer": "adamw_8bit"}}, "adamw_8bit"),
-    "offload alone": ({"learner": {"offload": True}}, "leave it out"),
+    "offload alone": ({"learner": {"offload": True}}, "omit learner.offload"),
     "no room": ({"engine": {"colocate": "sleep"}}, "engine.gpu_memory_share"),
     "nothing left": ({"engine": {"colocate": "split", "gpu_memory_share": 0.97}}, "below 0.95"),
     "said twice": (
         {"engine": {"colocate": "split", "args": ["--gpu-memory-utilization=0.4"]}},
-        "engine.gpu_memory_share, once",
+        "set engine.gpu_memory_share instead",
     ),
 }
 

@@ -86,7 +86,7 @@ async def test_a_request_under_way_sleeps_and_ends_as_if_nothing_had_been(genera
 async def test_discarded_weights_must_be_loaded_before_anything_is_sampled(generator, folder):
     await sample(generator, request("a", 3))
     await generator.sleep(2)
-    with pytest.raises(Refused, match="weights sleep"):
+    with pytest.raises(Refused, match="weights are asleep"):
         await generator.reload(folder)
     with pytest.raises(Refused, match="discarded"):
         await generator.wake_up()

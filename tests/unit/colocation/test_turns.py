@@ -1,4 +1,4 @@
-"""Whose turn it is, whatever engines and learner do, in any order."""
+"""Arbitration of a shared device, under any order of events from engines and learner."""
 
 from __future__ import annotations
 

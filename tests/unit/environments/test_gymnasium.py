@@ -137,8 +137,8 @@ def test_an_episode_that_cannot_start_leaves_nothing_open(kit, games, helpers, m
     ("options", "says"),
     [
         ({"id": "NoSuch-v0"}, "NoSuch"),
-        ({"actions": ["left"]}, "a word of its own for each action"),
-        ({"actions": ["left", "down", "right", "Left"]}, "a word of its own for each action"),
+        ({"actions": ["left"]}, "a different word for each action"),
+        ({"actions": ["left", "down", "right", "Left"]}, "a different word for each action"),
         ({"actions": WORDS, "describe": "no_such_module:x"}, "no_such_module"),
         ({"actions": WORDS, "describe": "math:pi"}, "to be a function"),
     ],

@@ -112,7 +112,8 @@ def test_a_section_of_a_run_file_is_played_with_its_data(monkeypatch, tmp_path):
     for seed in (0, 7, 27):
         score, lines = typed(monkeypatch, "42", name="asked", seed=seed, run_file=path)
         assert lines[0] == ("user", f"What is {seed % 20}? Be brief.")
-        assert score == 0.0 and lines[-1] == ("note", "the scorer adds number, which only a run computes")
+        assert score == 0.0
+        assert lines[-1] == ("note", "the score does not include number: the scorer runs only in a run")
     with pytest.raises(ConfigurationError, match=r"environments of .* \(asked\), got 'other'"):
         typed(monkeypatch, "42", name="other", run_file=path)
 
@@ -122,7 +123,7 @@ def test_what_cannot_be_played_says_why(monkeypatch, tmp_path):
         typed(monkeypatch, engine="http://127.0.0.1:9")
     with pytest.raises(ConfigurationError, match="expected the folder of a model"):
         typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path / "none")
-    with pytest.raises(ConfigurationError, match="one player"):
+    with pytest.raises(ConfigurationError, match="either --expert or --engine"):
         typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path, expert=True)
 
 

@@ -91,12 +91,12 @@ def test_what_is_due_next_is_the_first_that_is_due(every: int, total: int, start
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"samples": 4}, "all alike"),
+        ({"samples": 4}, "all greedy rollouts of a task are the same"),
         ({"greedy": True, "temperature": 0.5}, "for sampled"),
         ({"greedy": False, "samples": 2, "pass_at": [1, 4]}, "from 1 to samples"),
         ({"keep_best": "pass@4"}, "score, pass@1"),
         ({"keep_best": "reward"}, "score, pass@1"),
-        ({"environments": ["nowhere"]}, "nowhere is not there"),
+        ({"environments": ["nowhere"]}, "expected some of .*, got nowhere"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(section: dict[str, object], said: str) -> None:

@@ -122,7 +122,7 @@ def test_eight_bit_moments_follow_float32_ones():
 
 
 def test_eight_bits_and_bfloat16_are_not_asked_for_together():
-    with pytest.raises(ValidationError, match="leave it out"):
+    with pytest.raises(ValidationError, match="omit it"):
         LearnerConfig(optimizer="adamw_8bit", optimizer_dtype="bfloat16")
 
 

@@ -187,8 +187,8 @@ def test_another_temperature_is_refused_because_the_server_cannot_score_it(serve
         ({"source": "server"}, "url"),
         ({"source": "folder"}, "folder"),
         ({"url": "http://x"}, "url"),
-        ({"source": "lora_off", "refresh_every": 3}, "refreshed"),
-        ({"source": "server", "url": "http://x", "refresh_every": 3}, "refreshed"),
+        ({"source": "lora_off", "refresh_every": 3}, "needs a copy of the model"),
+        ({"source": "server", "url": "http://x", "refresh_every": 3}, "needs a copy of the model"),
     ],
 )
 def test_a_source_has_exactly_what_it_needs(options, word):

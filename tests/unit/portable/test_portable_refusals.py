@@ -66,7 +66,7 @@ def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_
         records[0].marks, (records[0].frames[0], records[0].frames[1][:-4], *records[0].frames[2:])
     )
     write_archive(tmp_path / "shorter", Header(), [shorter])
-    refuses_unharmed(run, tmp_path / "shorter", "not understood")
+    refuses_unharmed(run, tmp_path / "shorter", "invalid trajectory")
     for name, content in (("text", b"dear diary"), ("empty", b""), ("zip", b"PK\x03\x04" + bytes(99))):
         (tmp_path / name).write_bytes(content)
         refuses_unharmed(run, tmp_path / name, "something else")

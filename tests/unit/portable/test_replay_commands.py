@@ -45,9 +45,9 @@ def test_the_commands_import_text_inspect_and_export(make_run, tmp_path, words):
     assert "1 trajectories in" in invoke("replay", "export", run.path, tmp_path / "pool").output
     assert isinstance(invoke("replay", "export", run.path, tmp_path / "pool").exception, ConfigurationError)
     bad = write_lines(tmp_path / "e.jsonl", {"environment": "a", "seed": 1, "reward": 1, "messages": chat[:3]})
-    assert "end with the assistant" in str(invoke("replay", "import", run.path, bad).exception)
+    assert "end with assistant" in str(invoke("replay", "import", run.path, bad).exception)
     with run_lock(run.directory):
-        assert "is: stop it first" in str(invoke("replay", "import", run.path, file).exception)
+        assert "is running: stop it first" in str(invoke("replay", "import", run.path, file).exception)
         assert invoke("replay", "inspect", run.path).exit_code == 0
 
 

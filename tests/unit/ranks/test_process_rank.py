@@ -24,7 +24,7 @@ def test_torchrun_sets_the_rank(kit):
         ({"RANK": "8", "WORLD_SIZE": "8"}, 1, "RANK below WORLD_SIZE"),
         ({"RANK": "-1", "WORLD_SIZE": "8"}, 1, "RANK below WORLD_SIZE"),
         ({"RANK": "first", "WORLD_SIZE": "8"}, 1, "whole numbers"),
-        ({"RANK": "1", "WORLD_SIZE": "8"}, 4, "leave learner.ranks out"),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, 4, "omit learner.ranks under torchrun"),
     ],
 )
 def test_a_rank_that_contradicts_is_refused_with_words(kit, environment, ranks, words):

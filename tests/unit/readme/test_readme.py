@@ -1,4 +1,4 @@
-"""What the README shows is what works."""
+"""The README's environment plays, and every run file loads."""
 
 from __future__ import annotations
 

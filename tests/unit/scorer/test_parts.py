@@ -167,11 +167,11 @@ def test_a_sum_with_a_failed_part_is_none_and_never_partial(parts: list[tuple[fl
     ("section", "says"),
     [
         ({"functions": [{"path": "exact"}, {"path": "exact"}]}, "different names"),
-        ({"functions": [{"path": "exact", "name": "environment"}]}, "none of them 'environment'"),
-        ({"functions": [{"path": "exact", "environments": ["nowhere"]}]}, "are not there"),
+        ({"functions": [{"path": "exact", "name": "environment"}]}, "different names other than 'environment'"),
+        ({"functions": [{"path": "exact", "environments": ["nowhere"]}]}, "unknown environments: nowhere"),
         ({"judges": [{"name": "j", "url": "ftp://x"}]}, "url"),
         ({"judges": [{"name": "j", "url": "http://x", "score_pattern": "no group"}]}, "needs a group"),
-        ({"judges": [{"name": "j", "url": "http://x", "scale": [1, 1]}]}, "scale must rise"),
+        ({"judges": [{"name": "j", "url": "http://x", "scale": [1, 1]}]}, "lowest score before the highest"),
     ],
 )
 def test_a_scorer_section_that_makes_no_sense_says_why(section: dict[str, Any], says: str) -> None:
@@ -181,12 +181,12 @@ def test_a_scorer_section_that_makes_no_sense_says_why(section: dict[str, Any], 
 
 def test_a_group_function_and_a_greedy_baseline_do_not_go_together() -> None:
     functions = {"functions": [{"path": "a:b", "per": "group"}]}
-    with pytest.raises(ValidationError, match="compares with a greedy rollout"):
+    with pytest.raises(ValidationError, match="needs the reward of a greedy rollout"):
         RunConfig.model_validate({"scorer": functions, "advantage": {"estimator": "remax"}})
 
 
 def test_questions_without_a_grader_are_refused() -> None:
     environments = {"q": {"name": "question", "tasks_from": {"kind": "jsonl", "path": "x"}}}
-    with pytest.raises(ValidationError, match="give a grader"):
+    with pytest.raises(ValidationError, match="add a grader"):
         RunConfig.model_validate({"environments": environments})
     RunConfig.model_validate({"environments": environments, "scorer": {"functions": [{"path": "exact"}]}})

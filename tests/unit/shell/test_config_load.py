@@ -141,8 +141,8 @@ def test_a_dumped_configuration_loads_as_an_equal_one(options, name, rate, seed,
 
 def test_show_documents_every_key_that_has_documentation():
     text = show(RunConfig())
-    assert "# Learner updates." in text
-    assert "# By name; the name is Task.environment and the env label of metrics." in text
+    assert "# Length of the run, in updates of the learner." in text
+    assert "# Environments by name. The name is Task.environment and the env label of metrics." in text
 
 
 def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_named(text):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"{port} to be free, got a port in use"):
+        with pytest.raises(ConfigurationError, match=f"{port} to be free, but it is in use"):
             resolve(loads(text.format(port)))
 
 
@@ -256,7 +256,7 @@ def test_an_old_key_is_read_with_a_warning_that_names_its_place(old, caplog):
     config = loads(file_with({**beside, old: value}), "run.yaml")
     assert [value_at(config, place) for place in MOVED[old]] == [value] * len(MOVED[old])
     (record,) = caplog.records
-    assert f"expected {' and '.join(MOVED[old])}, got the old key {old}" in record.message
+    assert f"{old} is now called {' and '.join(MOVED[old])}" in record.message
     assert record.message.startswith("run.yaml, line ")
 
 
@@ -271,7 +271,7 @@ def test_a_value_given_under_its_old_key_and_its_new_one_is_refused(old):
 def test_an_old_key_that_the_chosen_loss_has_no_use_for_is_left_out_with_a_warning(caplog):
     text = "loss: {policy: gspo, sapo_positive: 2, clip_low: null}\nadvantage: {estimator: rloo, gamma: 0.5}"
     assert loads(text) == loads("loss: {policy: gspo}\nadvantage: {estimator: rloo}")
-    assert ["does nothing here" in record.message for record in caplog.records] == [True] * 3
+    assert ["has no effect here" in record.message for record in caplog.records] == [True] * 3
 
 
 def test_old_keys_of_a_users_own_function_become_its_options():
@@ -288,7 +288,7 @@ def test_a_wrong_value_under_an_old_key_is_told_with_its_line():
 def test_a_removed_key_is_answered_with_what_became_of_it(gone):
     section, _, rest = gone.partition(".")
     text = f"{section}:\n  {rest}" if ": " in rest else f"{section}:\n  {rest}: 1"
-    assert refusal(text) == f"run.yaml, line 2: {gone} is gone: {REMOVED[gone]}"
+    assert refusal(text) == f"run.yaml, line 2: {gone} was removed: {REMOVED[gone]}"
 
 
 def test_sections_are_found_through_mappings_and_lists():

@@ -103,7 +103,7 @@ def test_traces_of_another_format_are_named_and_a_writer_leaves_them_alone(tmp_p
     with pytest.raises(StoreError) as caught:
         updates_in(tmp_path)
     assert str(caught.value) == (
-        f"expected {older} to be a file of traces (format 2), got format 1: delete it, it is only there to look at"
+        f"expected {older} to be a file of traces (format 2), got format 1: delete it; only afterplay show reads it"
     )
     write(tmp_path, [7, 8], since=8)
     write(tmp_path, [8], since=8)

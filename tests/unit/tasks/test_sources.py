@@ -141,7 +141,7 @@ def test_filter_and_limit_choose_rows_in_order(tmp_path: Path, opened: Opened) -
     [
         ({"kind": "jsonl", "path": "nowhere.jsonl"}, "which does not exist"),
         ({"kind": "jsonl", "path": "{tmp}/empty"}, r"expected \*.jsonl files in the folder"),
-        ({"kind": "jsonl", "path": "{tmp}/q.jsonl.gz"}, "unpack it"),
+        ({"kind": "jsonl", "path": "{tmp}/q.jsonl.gz"}, "decompress it"),
         ({"kind": "parquet", "path": "{tmp}/q.jsonl"}, "expected a Parquet file"),
         ({"kind": "jsonl", "path": "{tmp}/q.jsonl", "filter": [{"column": "level", "value": 9}]}, "3 filtered"),
         ({"kind": "huggingface", "path": "{tmp}/empty"}, "expected to load the data set"),

@@ -77,7 +77,7 @@ def test_secrets_are_private_and_never_overwritten(tmp_path):
     for path in folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == (0o600 if path.name.endswith("_secret") else 0o644), path
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ConfigurationError, match="already holds keys"):
+    with pytest.raises(ConfigurationError, match="already has keys"):
         make_keys(folder)
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
     assert load_keys(folder) == keys and keys.clients == {keys.client_public}

@@ -218,7 +218,7 @@ def test_a_late_answer_to_a_group_that_was_left_out_is_a_duplicate(stage) -> Non
         ({"advantage": {"estimator": "gae"}}, "learns from groups with equal rewards"),
         ({"advantage": {"estimator": "cpo"}}, "learns from groups with equal rewards"),
         ({"advantage": {"estimator": "reinforce_pp"}}, "learns from groups with equal rewards"),
-        ({"advantage": {"rewards": "turns"}}, "turns may differ"),
+        ({"advantage": {"rewards": "turns"}}, "turn rewards may differ"),
         ({"groups": groups("drop", n=1)}, "n_rollout is 1"),
     ],
 )

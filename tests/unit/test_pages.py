@@ -1,0 +1,178 @@
+"""Pages and help texts: what they name exists, they stay in their width, and they use plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from pipeline.cli.app import app
+from pipeline.config import RunConfig
+from pipeline.config.base import Choice
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    {str(page.relative_to(ROOT)) for pages in ("*.md", "docs/*.md") for page in ROOT.glob(pages)} - {"CHANGELOG.md"}
+)
+"""A change log names what was removed."""
+FOLDERS = "pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
+COUNTERS = {"groups.equal_kept"}
+"""Names of the ledger that look like keys of the run file."""
+COLUMNS, CELL = 100, 200
+"""Longest line of prose, and longest cell of a table, in characters."""
+
+MANNERED = {
+    r"anew": "again, or: from the start",
+    r"sa(?:ys|y|id) so": "what is printed, reported or set",
+    r"(?:goes|go|went) on": "continues",
+    r"(?:is|are|was|be) told": "gets, or: is reported",
+    r"today": "currently, or nothing",
+    r"by ear": "by judgement",
+    r"walled off": "isolated",
+    r"mend(?:s|ed)?": "fix",
+    r"somebody": "a user, another process",
+    r"so (?:often|many|much) as": "as often as, as many as",
+    r"young enough": "recent enough",
+    r"is there already": "already exists",
+    r"begin(?:s|ning)? alike": "share a prefix",
+}
+"""Expressions with a usual word, and that word."""
+
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+def prose(page: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines outside of code blocks."""
+    code = False
+    for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
+        fence = line.lstrip().startswith("```")
+        code ^= fence
+        if not code and not fence:
+            yield number, line
+
+
+def mannered(text: str) -> list[str]:
+    """The expressions of ``MANNERED`` in a text, each with the word to use."""
+    words = " ".join(text.split())
+    return [
+        f"{found[0]!r}: write {usual!r} (…{words[max(0, found.start() - 40) : found.end() + 20]}…)"
+        for pattern, usual in MANNERED.items()
+        for found in re.finditer(rf"\b{pattern}\b", words, re.IGNORECASE)
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def has(model: Any, names: list[str]) -> bool:
+    """True if the sections have the key; a mapping has any."""
+    fields = getattr(model, "model_fields", None)
+    if not names or fields is None:
+        return True
+    return names[0] in fields and has(fields[names[0]].annotation, names[1:])
+
+
+def sections(model: type[BaseModel] = RunConfig, path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every section of the run file with its path, the options of losses and estimators included."""
+    yield path, model
+    for name, field in model.model_fields.items():
+        kinds = [field.annotation, *get_args(field.annotation)]
+        kinds += [kind for item in field.metadata if isinstance(item, Choice) for kind in item.kinds.values()]
+        for kind in dict.fromkeys(kinds):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from sections(kind, f"{path}.{name}" if path else name)
+
+
+def help_texts(command: Any, name: str = "afterplay") -> Iterator[tuple[str, str]]:
+    """The help of a command, of its options and of the commands below it."""
+    yield name, command.help or ""
+    for parameter in command.params:
+        yield f"{name} {parameter.name}", getattr(parameter, "help", None) or ""
+    for below, found in getattr(command, "commands", {}).items():
+        yield from help_texts(found, f"{name} {below}")
+
+
+# Links and names
+
+
+@each_page
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    here = ROOT / page
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", here.read_text()):
+        target = here.parent / path if path else here
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+@each_page
+def test_files_that_are_named_exist(page: str) -> None:
+    named = re.findall(rf"`((?:{FOLDERS})/[A-Za-z0-9_./-]+)`", (ROOT / page).read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@each_page
+def test_keys_of_the_run_file_that_are_named_exist(page: str) -> None:
+    names = "|".join(RunConfig.model_fields)
+    named = set(re.findall(rf"[`= ]((?:{names})(?:\.[a-z_0-9]+)+)[`=: ,]", (ROOT / page).read_text())) - COUNTERS
+    files = {key for key in named if re.search(r"\.(jsonl?|sqlite|yaml|py)$", key)}
+    code = {key for key in named if (ROOT / "/".join(key.split(".")[:2])).with_suffix(".py").exists()}
+    keys = named - files - code
+    assert [key for key in sorted(keys) if not has(RunConfig, key.split("."))] == []
+
+
+# Form
+
+
+@each_page
+def test_prose_fits_the_width(page: str) -> None:
+    """Table rows, code blocks and the targets of links are exempt."""
+    shown = [(number, re.sub(r"\]\([^)]*\)|https?://\S+", "]", line)) for number, line in prose(page)]
+    wide = [(number, len(line)) for number, line in shown if len(line) > COLUMNS and not line.startswith("|")]
+    assert wide == [], f"expected at most {COLUMNS} columns: wrap these lines"
+
+
+@each_page
+def test_table_cells_are_short(page: str) -> None:
+    cells = [
+        (number, len(cell.strip()))
+        for number, line in prose(page)
+        if line.startswith("|")
+        for cell in re.split(r"(?<!\\)\|", line)
+    ]
+    assert [cell for cell in cells if cell[1] > CELL] == [], f"expected at most {CELL} characters: put it into prose"
+
+
+# Words
+
+
+@each_page
+def test_pages_use_plain_words(page: str) -> None:
+    assert mannered("\n".join(line for _, line in prose(page))) == []
+
+
+def test_every_key_of_the_run_file_is_documented_in_plain_words() -> None:
+    """A key that chooses a section by its name is documented by that section."""
+    found = [
+        (f"{path}.{name}", field.description or (getattr(field.annotation, "__doc__", None) or ""))
+        for path, model in sections()
+        for name, field in model.model_fields.items()
+        if not (name == "name" and field.description is None)
+    ]
+    assert len(found) > 250
+    assert [key for key, text in found if not text] == []
+    assert [(key, *wrong) for key, text in found if (wrong := mannered(text))] == []
+
+
+def test_help_of_every_command_and_option_is_plain() -> None:
+    found = [text for text in help_texts(typer.main.get_command(app)) if text[0].split()[-1] != "help"]
+    assert len(found) > 70
+    assert [name for name, text in found if not text] == []
+    assert [(name, *wrong) for name, text in found if (wrong := mannered(text))] == []
