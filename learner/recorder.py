@@ -304,7 +304,7 @@ def rewards_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, floa
 
 
 def first_signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of each signal, the mean over trajectories of the value in the first turn that reports it."""
+    """The mean over trajectories of each signal, taken from the first turn that reports it."""
     found: dict[str, list[float]] = {}
     for t in trajectories:
         first: dict[str, float] = {}

@@ -32,7 +32,7 @@ FloatArray = npt.NDArray[np.floating]
 
 
 class Flag(IntFlag):
-    """How the loss treated a token."""
+    """Treatment of a token by the loss."""
 
     SEEN = 1
     """A row of the update held it."""
