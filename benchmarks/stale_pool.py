@@ -73,7 +73,7 @@ class LockEpisode(Episode):
 
 
 def without_replay(seed: int, steps: int = STEPS) -> dict[str, Any]:
-    """The run file, complete: nothing hangs on a file that somebody may tune."""
+    """The run file, complete: it does not depend on a file that may change."""
     return {
         "run": {"total_steps": steps, "seed": seed},
         "model": {

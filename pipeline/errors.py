@@ -136,7 +136,7 @@ def boundary(name: str) -> Iterator[None]:
 
     Our own errors pass unchanged; so do ``KeyboardInterrupt`` and the cancellation of the task. ``SystemExit``, and a
     ``CancelledError`` though nobody cancelled the task, are failures like any other: a plug-in ends neither the process
-    nor somebody else's task.
+    nor another task.
 
     >>> with boundary("environment step"):
     ...     1 / 0

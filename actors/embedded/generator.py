@@ -180,7 +180,7 @@ class Generator:
         await self._in_control(fall_asleep)
 
     async def wake_up(self, tags: Sequence[str] = TAGS) -> bool:
-        """Take the memory of ``tags`` back, and go on once nothing sleeps any more; whether that is so. Raises
+        """Take the memory of ``tags`` back, and continue once nothing sleeps; True if it continues. Raises
         :class:`Refused` (400) as :meth:`actors.embedded.sleep.SleepMode.wake`."""
 
         def wake() -> bool:

@@ -48,7 +48,7 @@ class SleepMode:
         """Take the memory of ``tags`` back; whether nothing sleeps any more.
 
         Raises :class:`Refused` (400) before anything changes: an unknown tag; the KV cache while the weights are
-        discarded, because sampling would go on with whatever is in their memory.
+        discarded, because sampling would use undefined weights.
         """
         unknown = sorted(set(tags) - set(TAGS))
         if unknown:

@@ -178,7 +178,7 @@ class ProgramLoop(AgentLoop):
     """Score of an episode that a limit ended before its program reported a result. 0: as an environment that has given
     nothing so far. None: no score, so that it is not trained."""
     sampling_parameters: Literal["ignore", "refuse"] = "ignore"
-    """Calls with another temperature, top_p, top_k, seed or penalty than the run's: ``ignore`` them and say so in the
+    """Calls with another temperature, top_p, top_k, seed or penalty than the run's: ``ignore`` and list them in the
     header X-Afterplay-Ignored (most programs set a temperature), or ``refuse`` the call."""
     unsupported: Literal["ignore", "refuse"] = "refuse"
     """Calls with response_format, logit_bias, a forced tool_choice and the like: a program that relies on these would

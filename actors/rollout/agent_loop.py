@@ -189,7 +189,7 @@ class AgentEpisode:
         raise NotImplementedError(f"{type(self).__qualname__}.answer")
 
     def rewrite(self, messages: Sequence[Message], prompt_tokens: int) -> Sequence[Message]:
-        """The history to go on with, before each further turn. ``messages`` is all of it, ``prompt_tokens`` what it
+        """The history to continue with, before each further turn. ``messages`` is all of it, ``prompt_tokens`` what it
         would take. Anything but the same messages forks a branch: the old one is trained as it was sampled, the new one
         begins with the rewritten history as context. Must depend on its arguments alone."""
         return messages

@@ -37,7 +37,7 @@ END_SECONDS_MAX = 90.0
 
 
 class Stopped(AfterplayError):
-    """Somebody asked the benchmark to end."""
+    """The benchmark was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)

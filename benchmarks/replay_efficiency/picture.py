@@ -39,7 +39,7 @@ def draw(results: Sequence[Result], protocol: Protocol, path: Path) -> None:
 
 def _curves(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
     """Median and range over the seeds. A run ends soon after it got there; its last value is held as long as another
-    run of its arm goes on."""
+    run of its arm continues."""
     for colour, (arm, by_seed) in zip(_colours(), by_arm(results).items(), strict=False):
         ends = [r.points[-1].tokens for r in by_seed.values()]
         grid = np.linspace(0, max(ends), 200)

@@ -90,8 +90,8 @@ def plan_packs(rows: Sequence[npt.NDArray[np.int32]], tokens_max: int, shared_mi
     """Row numbers of each forward pass of at most ``tokens_max`` laid tokens; a longer row travels alone. The same rows
     always give the same plan.
 
-    Without sharing the longest row goes first, each into the first pass that has room. With sharing rows that begin
-    alike stay together, as far as :data:`SHARED_KEYS_MAX` allows.
+    Without sharing the longest row goes first, each into the first pass that has room. With sharing, rows with a
+    common prefix stay together, as far as :data:`SHARED_KEYS_MAX` allows.
     """
     if shared_min is None:
         return _first_fit([len(row) - 1 for row in rows], tokens_max)

@@ -240,7 +240,7 @@ def export_run(
 ) -> int:
     """Write every trajectory of the pool as of one moment; returns how many. The run may be active.
 
-    Raises :class:`ConfigurationError` where ``file`` is there already (unless ``replace``), :class:`StoreError` for a
+    Raises :class:`ConfigurationError` if ``file`` already exists (unless ``replace``), :class:`StoreError` for a
     store that is missing or not ours.
     """
     with reading(store_path(config, directory)) as store:

@@ -217,7 +217,7 @@ class PoolKeeper:
         self._trimmed = False
 
     def save(self, entries: Iterable[PoolEntry]) -> list[PoolEntry]:
-        """Store what is not held yet, has a sampled token and is young enough; returns it, ``saved`` set. Bounds are
+        """Store what is not held yet, has a sampled token and is recent enough; returns it, ``saved`` set. Bounds are
         kept by :meth:`trim`."""
         saved = []
         for entry in entries:

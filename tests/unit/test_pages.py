@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +170,18 @@ def test_every_key_of_the_run_file_is_documented_in_plain_words() -> None:
     assert len(found) > 250
     assert [key for key, text in found if not text] == []
     assert [(key, *wrong) for key, text in found if (wrong := mannered(text))] == []
+
+
+@pytest.mark.parametrize("package", ["pipeline", "actors", "learner"])
+def test_docstrings_use_plain_words(package: str) -> None:
+    found = [
+        (f"{file.relative_to(ROOT)}:{node.lineno}", *wrong)
+        for file in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if (wrong := mannered(node.value.value))
+    ]
+    assert found == []
 
 
 def test_help_of_every_command_and_option_is_plain() -> None:
