@@ -6,14 +6,17 @@ import os
 import signal
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from grafana.targets import targets_of_run
 from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+ROLES = ("replay", "learner", "actor", "engine")
 START_SECONDS_MAX = 90
 LEARN_SECONDS_MAX = 240
 """A guard against hanging, far above what a run takes; how long it takes is measured in
@@ -38,29 +41,41 @@ def assert_accounts_add_up(run: RunHandle) -> None:
     assert ledger.orders["in_flight"] == 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_tiny_model_doubles_its_success_rate(tmp_path: Path, seed: int) -> None:
-    with start_run(TINY, tmp_path, "learn", [f"run.seed={seed}", f"model.tiny.seed={seed}"]) as run:
-        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
-        rates = solved(run.steps())
-        assert mean(rates[-5:]) >= 2 * mean(rates[:3]), rates
-        assert_accounts_add_up(run)
-        assert run.directory.curves_file.stat().st_size > 10_000
-        assert max(step["staleness_max"] for step in run.steps()) <= 1
+def assert_learned(run: RunHandle) -> None:
+    rates = solved(run.steps())
+    assert mean(rates[-5:]) >= 2 * mean(rates[:3]), rates
+    assert_accounts_add_up(run)
+    assert run.directory.curves_file.stat().st_size > 10_000
+    assert max(step["staleness_max"] for step in run.steps()) <= 1
 
 
-def test_generation_and_training_overlap(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "overlap", ["run.total_steps=12"]) as run:
+@pytest.mark.smoke
+def test_tiny_model_doubles_its_success_rate_while_generation_and_training_overlap(tmp_path: Path) -> None:
+    with start_run(TINY, tmp_path, "learn") as run:
+        run.until_step(3, START_SECONDS_MAX)
+        assert {target.job for target in targets_of_run(run.directory.path)} >= {f"afterplay-{r}" for r in ROLES}
+        assert run.metric("replay", "replay_orders_issued_total") >= 3 * 16 * 8
+        assert run.metric("actor-0", "actor_trajectories_total", 'outcome="complete"') >= 3 * 16 * 8
+        assert run.metric("learner", "learner_updates_total") >= 3
+        assert run.metric("learner", "learner_policy_version") >= 2
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        assert_learned(run)
         trained = [(step["started"], step["finished"]) for step in run.steps()]
         with closing(sqlite3.connect(run.directory.store_file)) as store:
             received = [row[0] for row in store.execute("SELECT received_at FROM trajectories")]
     assert any(start < at < stop for start, stop in trained for at in received)
 
 
-def test_staleness_bound_zero_trains_strictly_on_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tiny_model_doubles_its_success_rate_with_other_seeds(tmp_path: Path, forked_run: partial, seed: int) -> None:
+    with forked_run(TINY, tmp_path, "learn", [f"run.seed={seed}", f"model.tiny.seed={seed}"]) as run:
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        assert_learned(run)
+
+
+def test_staleness_bound_zero_trains_strictly_on_policy(tmp_path: Path, forked_run: partial) -> None:
     overrides = ["staleness.max=0", "run.total_steps=8", "groups.groups_per_step=8"]
-    with start_run(TINY, tmp_path, "onpolicy", overrides) as run:
+    with forked_run(TINY, tmp_path, "onpolicy", overrides) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         for step in run.steps():
             assert step["staleness_max"] == 0
