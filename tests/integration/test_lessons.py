@@ -22,6 +22,7 @@ from grafana.prometheus_process import Api, PrometheusProcess
 from grafana.prove import EVERY_DASHBOARD, load, prove_within
 from grafana.targets import targets_of_run
 from pipeline.config.replay import LessonsConfig
+from pipeline.schema import Trajectory
 from pipeline.transport.codec import decode_trajectory
 from tests.support.run_handle import RunHandle
 
@@ -36,10 +37,13 @@ HYBRID = [
 """Some rollouts with lessons are trained on the prompt with them, some on the prompt without."""
 
 
-def trajectories(run: RunHandle):
+def guided_of_both_kinds(run: RunHandle, least: int) -> list[Trajectory] | None:
+    """The rollouts with lessons in the store; None while fewer than ``least`` of them are trained in one of the ways."""
     with closing(sqlite3.connect(f"file:{run.directory.store_file}?mode=ro", uri=True)) as store:
         rows = store.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
-    return [decode_trajectory(row) for row in rows]
+    found = [t for t in map(decode_trajectory, rows) if t.guidance is not None]
+    kept = sum(t.guidance.keep for t in found)
+    return found if min(kept, len(found) - kept) >= least else None
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +80,13 @@ def test_lessons_are_written_found_put_into_prompts_and_the_accounts_add_up(live
     assert live.metric("actor-0", "actor_lesson_searches_total", "timeout") == 0
     assert live.metric("actor-0", "actor_guidance_reward_count", 'guided="yes"') >= 64
     assert live.metric("actor-0", "actor_guidance_reward_count", 'guided="no"') >= 64
-    guided = [t for t in trajectories(live) if t.guidance is not None]
+    guided = live.until("32 stored rollouts of each kind", lambda: guided_of_both_kinds(live, 32), SECONDS_MAX)
     assert live.interrupt() < 15
     assert live.ledger(rows=True).audit() == []
     with closing(sqlite3.connect(live.directory.lessons_file)) as memory:
         written = {str(number): text for number, text in memory.execute("SELECT id, lesson FROM lessons")}
     assert written and all(text.startswith("Worked: ") for text in written.values())
     config = LessonsConfig(enabled=True, train_mode="hybrid")
-    assert sum(t.guidance.keep for t in guided) >= 32 and sum(not t.guidance.keep for t in guided) >= 32
     for trajectory in guided:
         guidance = trajectory.guidance
         assert guidance.query == "guess"

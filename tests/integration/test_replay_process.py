@@ -31,7 +31,7 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(
 ) -> None:
     run_file = tmp_path / "run.yaml"
     raw = {
-        "run": {"directory": str(tmp_path), "name": "r", "total_steps": 400},
+        "run": {"directory": str(tmp_path), "name": "r", "total_steps": 200},
         "groups": {"n_rollout": 4, "groups_per_step": 2},
         "environments": {"a": {}},
         "replay": {"address": f"tcp://127.0.0.1:{free_port()}"},
@@ -39,7 +39,7 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(
     }
     run_file.write_text(yaml.safe_dump(raw))
     config = RunConfig.model_validate(raw)
-    actor, learner = InstantActor(), InstantLearner(400, 4, 2)
+    actor, learner = InstantActor(), InstantLearner(200, 4, 2)
     rng = random.Random(3)
 
     def start() -> Forked | subprocess.Popen[bytes]:
@@ -64,7 +64,7 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(
     finally:
         process.terminate()
         assert process.wait(20) == 0
-    assert len(learner.trained) == len(set(learner.trained)) == 400 * 2 * 4
+    assert len(learner.trained) == len(set(learner.trained)) == 200 * 2 * 4
     ledger = read_ledger(tmp_path / "r" / "replay.sqlite", rows=True)
     assert ledger.audit() == []
-    assert ledger.updates == 400 and ledger.trajectories["trained"] == 3200
+    assert ledger.updates == 200 and ledger.trajectories["trained"] == 1600

@@ -51,7 +51,7 @@ def assert_learned(run: RunHandle) -> None:
 
 @pytest.mark.smoke
 def test_tiny_model_doubles_its_success_rate_while_generation_and_training_overlap(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "learn") as run:
+    with start_run(TINY, tmp_path, "learn", ["run.total_steps=30"]) as run:
         run.until_step(3, START_SECONDS_MAX)
         assert {target.job for target in targets_of_run(run.directory.path)} >= {f"afterplay-{r}" for r in ROLES}
         assert run.metric("replay", "replay_orders_issued_total") >= 3 * 16 * 8
@@ -84,8 +84,13 @@ def test_staleness_bound_zero_trains_strictly_on_policy(tmp_path: Path, forked_r
             assert step["ess_ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
+STEPS = 30
+"""Of the run with kills: enough that training goes on after the last one."""
+
+
 def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "kill", ["run.total_steps=40", "checkpoint.every=5"]) as run:
+    overrides = [f"run.total_steps={STEPS}", "groups.groups_per_step=8", "checkpoint.every=5"]
+    with start_run(TINY, tmp_path, "kill", overrides) as run:
         step = run.until_step(3, START_SECONDS_MAX)["step"]
         for name in ("actor-0", "replay", "learner"):
             before = {role: run.pid(role) for role in ("actor-0", "replay", "learner")}
@@ -99,23 +104,25 @@ def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path) -> N
             assert {r for r in before if before[r] != after[r]} == {name}
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         steps = [s["step"] for s in run.steps()]
-        assert steps == sorted(set(steps)) and len(steps) == 40 and step >= 3
+        assert steps == sorted(set(steps)) and len(steps) == STEPS and step >= 3
         assert_accounts_add_up(run)
         ledger = run.ledger()
-        assert ledger.groups["trained"] == 40 * 16
-        assert ledger.trajectories["trained"] == 40 * 16 * 8
+        assert ledger.groups["trained"] == STEPS * 8
+        assert ledger.trajectories["trained"] == STEPS * 8 * 8
 
 
-def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
+    tmp_path: Path, forked_run: partial
+) -> None:
     overrides = ["run.total_steps=8", "checkpoint.every=2"]
-    with start_run(TINY, tmp_path, "interrupt", overrides) as run:
+    with forked_run(TINY, tmp_path, "interrupt", overrides) as run:
         run.until_step(3, START_SECONDS_MAX)
         children = family(run.process.pid)
         assert len(children) >= 4
         assert run.interrupt() < 10
         assert [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE] == []
         assert run.ledger().audit() == []
-    with start_run(TINY, tmp_path, "interrupt", overrides) as run:
+    with forked_run(TINY, tmp_path, "interrupt", overrides) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         assert [s["step"] for s in run.steps()] == list(range(1, 9))
         assert_accounts_add_up(run)
@@ -125,8 +132,8 @@ def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(t
         AutoModelForCausalLM.from_pretrained(newest / "model")
 
 
-def test_supervisor_killed_leaves_no_process(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "orphan", ["run.total_steps=1000"]) as run:
+def test_supervisor_killed_leaves_no_process(tmp_path: Path, forked_run: partial) -> None:
+    with forked_run(TINY, tmp_path, "orphan", ["run.total_steps=1000"]) as run:
         run.until_step(1, START_SECONDS_MAX)
         children = family(run.process.pid)
         run.process.kill()

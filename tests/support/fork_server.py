@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -40,7 +40,9 @@ IMPORTS = (
     "learner.models.prepare",
     "learner.role",
     "learner.rank_worker",
-    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "peft",
+    "pipeline.cli.app",
     "pipeline.stage.role",
     "pipeline.supervisor.run",
     "torch.distributed.tensor",
@@ -246,9 +248,8 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         os.execve = _execute
-        if request["forks"]:
-            _serve_own_children()
-        code = _run(request["command"])
+        with _own_children() if request["forks"] else contextlib.nullcontext():
+            code = _run(request["command"])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -262,6 +263,7 @@ def _run(command: Sequence[str]) -> int:
     try:
         if command[1] == "-m":
             sys.argv = list(command[2:])
+            sys.modules.pop(command[2], None)  # runpy warns of a module that is there already
             runpy.run_module(command[2], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(command[1:])
@@ -286,12 +288,14 @@ def _execute(path: str, command: Sequence[str], environment: Mapping[str, str]) 
 _execve = os.execve
 
 
-def _serve_own_children() -> None:
+@contextlib.contextmanager
+def _own_children() -> Iterator[None]:
     """Fork a server from this process, which has no threads yet; Python programs of its child groups start from it."""
     import pipeline.runtime.children as children
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
+    server = os.fork()
+    if server == 0:
         try:
             ours.close()
             os.setsid()
@@ -300,6 +304,11 @@ def _serve_own_children() -> None:
             os._exit(0)
     theirs.close()
     children.subprocess = ForkedSubprocess(partial(start, ours))  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        ours.close()
+        os.waitpid(server, 0)
 
 
 def main(descriptor: int) -> None:
