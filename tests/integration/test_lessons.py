@@ -38,7 +38,7 @@ HYBRID = [
 
 
 def guided_of_both_kinds(run: RunHandle, least: int) -> list[Trajectory] | None:
-    """The rollouts with lessons in the store; None while fewer than ``least`` of them are trained in one of the ways."""
+    """The rollouts with lessons in the store; None while fewer than ``least`` of them are trained in either way."""
     with closing(sqlite3.connect(f"file:{run.directory.store_file}?mode=ro", uri=True)) as store:
         rows = store.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
     found = [t for t in map(decode_trajectory, rows) if t.guidance is not None]

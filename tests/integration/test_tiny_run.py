@@ -68,7 +68,8 @@ def test_tiny_model_doubles_its_success_rate_while_generation_and_training_overl
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_tiny_model_doubles_its_success_rate_with_other_seeds(tmp_path: Path, forked_run: partial, seed: int) -> None:
-    with forked_run(TINY, tmp_path, "learn", [f"run.seed={seed}", f"model.tiny.seed={seed}"]) as run:
+    overrides = [f"run.seed={seed}", f"model.tiny.seed={seed}", "run.total_steps=40"]
+    with forked_run(TINY, tmp_path, "learn", overrides) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         assert_learned(run)
 
