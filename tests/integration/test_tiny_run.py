@@ -88,9 +88,9 @@ STEPS = 30
 """Of the run with kills: enough that training goes on after the last one."""
 
 
-def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path) -> None:
+def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path, forked_run: partial) -> None:
     overrides = [f"run.total_steps={STEPS}", "groups.groups_per_step=8", "checkpoint.every=5"]
-    with start_run(TINY, tmp_path, "kill", overrides) as run:
+    with forked_run(TINY, tmp_path, "kill", overrides) as run:
         step = run.until_step(3, START_SECONDS_MAX)["step"]
         for name in ("actor-0", "replay", "learner"):
             before = {role: run.pid(role) for role in ("actor-0", "replay", "learner")}
