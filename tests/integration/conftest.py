@@ -1,4 +1,4 @@
-"""What the tests with real processes share: one process that has imported everything and starts the others."""
+"""Fixtures of the tests with real processes: one process that has imported everything starts the others."""
 
 from __future__ import annotations
 
