@@ -315,8 +315,8 @@ def main(descriptor: int) -> None:
     for name in IMPORTS:
         importlib.import_module(name)
     gc.freeze()
-    with socket.socket(fileno=descriptor) as requests:
-        serve(requests)
+    serve(socket.socket(fileno=descriptor))
+    os._exit(0)  # libraries complain when their interpreter ends
 
 
 if __name__ == "__main__":
