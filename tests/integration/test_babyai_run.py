@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from actors.adapters.catalogue import ADAPTERS
 from pipeline.store.evaluation_results import read_results
-from tests.support.run_handle import start_run
 
 BABYAI = Path(__file__).parents[2] / "configs" / "babyai_tiny.yaml"
 SECONDS_MAX = 400
@@ -22,8 +22,8 @@ SHORT = [
 
 
 @pytest.mark.skipif(ADAPTERS["babyai"].missing is not None, reason=f"babyai: {ADAPTERS['babyai'].missing}")
-def test_every_level_played_is_trained_once_or_evaluated_and_none_is_both(tmp_path: Path) -> None:
-    with start_run(BABYAI, tmp_path, "ball", SHORT) as run:
+def test_every_level_played_is_trained_once_or_evaluated_and_none_is_both(tmp_path: Path, forked_run: partial) -> None:
+    with forked_run(BABYAI, tmp_path, "ball", SHORT) as run:
         assert run.finish(SECONDS_MAX) == 0, run.tail()
         steps, ledger = run.steps(), run.ledger(rows=True)
         assert ledger.audit() == [] and ledger.orders["in_flight"] == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 from pipeline.runtime.rundir import read_json
-from tests.support.run_handle import RunHandle, start_run
+from tests.support.run_handle import RunHandle
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 RUN_SECONDS_MAX = 120
@@ -50,8 +51,8 @@ def assert_accounts_add_up(run: RunHandle, updates: int) -> None:
     assert ledger.groups.get("cancelled", 0) == 0
 
 
-def test_engine_sleeps_through_every_update_and_keeps_its_requests(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "turns", [*SLEEP, "run.total_steps=3", "engine.sleep_level=2"]) as run:
+def test_engine_sleeps_through_every_update_and_keeps_its_requests(tmp_path: Path, forked_run: partial) -> None:
+    with forked_run(TINY, tmp_path, "turns", [*SLEEP, "run.total_steps=3", "engine.sleep_level=2"]) as run:
         assert run.finish(RUN_SECONDS_MAX) == 0, run.tail()
         steps = run.steps()
         assert [step["step"] for step in steps] == [1, 2, 3]
@@ -62,8 +63,8 @@ def test_engine_sleeps_through_every_update_and_keeps_its_requests(tmp_path: Pat
         assert [f"version {version} is live in 1 engines" in log for version in range(5)] == [True] * 4 + [False]
 
 
-def test_learner_killed_in_its_turn_leaves_no_engine_asleep(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "killed", [*SLEEP, "run.total_steps=4"]) as run:
+def test_learner_killed_in_its_turn_leaves_no_engine_asleep(tmp_path: Path, forked_run: partial) -> None:
+    with forked_run(TINY, tmp_path, "killed", [*SLEEP, "run.total_steps=4"]) as run:
         run.until_step(1, RUN_SECONDS_MAX)
         run.until("the engine to sleep again", lambda: len(turns(run)) >= 4 and turns(run)[-1][0], RUN_SECONDS_MAX)
         victim = run.pid("learner")

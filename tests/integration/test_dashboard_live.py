@@ -1,4 +1,7 @@
-"""Every query of the dashboards returns data from a real Prometheus over live processes; alerts fire and resolve."""
+"""Every query of the dashboards returns data from a real Prometheus over live processes; alerts fire and resolve.
+
+The processes export the real metrics without doing the work; ``test_lessons.py`` has the same over a real run.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,13 @@ from time import monotonic
 
 import pytest
 
-from grafana.dashboard_lint import TOOLS_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 from grafana.prove import EVERY_DASHBOARD, FOLDER, load, prove, prove_within
-from grafana.targets import targets_of_run
-from tests.support.run_handle import start_run
 
 SCRIPT = Path(__file__).with_name("metrics_process.py")
 ROOT = FOLDER.parents[1]
 RULES = ROOT / "grafana" / "prometheus" / "alerts.yml"
-TINY = ROOT / "configs" / "tiny.yaml"
 ROLES = ("replay", "learner", "actor", "engine")
-REPLAYING = [
-    "replay.enabled=true",
-    "replay.start_ratio=0",
-    "replay.ess_guard.enabled=true",
-    "lessons.enabled=true",
-    "lessons.template='{lessons} {prompt}'",
-    "lessons.top_k=1",
-]
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus binary on PATH")
 
@@ -82,11 +73,11 @@ def eventually(look: Callable[[], bool], what: str, seconds_max: float = 30) -> 
         pause.wait(0.2)
 
 
-def problems(api: Api, seconds_max: float, without_data: frozenset[str] = frozenset()) -> str:
+def problems(api: Api, seconds_max: float) -> str:
     """Of all dashboards, one a line."""
     found = []
     for uid in EVERY_DASHBOARD:
-        left = prove_within(load(uid), api, seconds_max, without_data, pause_seconds=0.3)
+        left = prove_within(load(uid), api, seconds_max, pause_seconds=0.3)
         found += [f"{uid}: {problem}" for problem in left]
     return "\n".join(found)
 
@@ -128,16 +119,3 @@ def test_target_down_fires_when_a_process_is_killed_and_resolves_when_it_is_back
             eventually(lambda: not firing(), "the end of TargetDown")
     finally:
         actor.kill()
-
-
-@pytest.mark.slow
-def test_every_query_returns_data_from_a_real_run_that_replays_and_learns_from_lessons(tmp_path: Path) -> None:
-    overrides = ["run.total_steps=100000", "checkpoint.every=5", *REPLAYING]
-    with start_run(TINY, tmp_path, "dashboard", overrides) as run:
-        run.until_step(6, seconds_max=180)
-        targets = targets_of_run(run.directory.path)
-        assert {t.job for t in targets} == {f"afterplay-{role}" for role in ROLES}
-        assert sum(t.job == "afterplay-replay" for t in targets) == 1
-        with PrometheusProcess(targets, rules=RULES) as prometheus:
-            assert problems(Api(prometheus.url), seconds_max=90, without_data=VLLM_ONLY | TOOLS_ONLY) == ""
-        assert run.interrupt() < 15

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from pipeline.store.evaluation_results import read_results
-from tests.support.run_handle import start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 SECONDS_MAX = 400
@@ -23,8 +22,10 @@ SECTIONS = [
 ]  # fmt: skip
 
 
-def test_evaluations_survive_kills_and_the_best_checkpoint_can_be_evaluated_again(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "evaluated", SECTIONS) as run:
+def test_evaluations_survive_kills_and_the_best_checkpoint_can_be_evaluated_again(
+    tmp_path: Path, forked_run: partial, afterplay: Callable[..., str]
+) -> None:
+    with forked_run(TINY, tmp_path, "evaluated", SECTIONS) as run:
         run.until_step(3, SECONDS_MAX)
         for name in ("replay", "actor-0"):
             victim = run.pid(name)
@@ -51,20 +52,8 @@ def test_evaluations_survive_kills_and_the_best_checkpoint_can_be_evaluated_agai
         folder = (run.directory.checkpoints / "best").resolve()
         assert folder.name == f"best-u{best['updates']:06d}"
         run_folder = run.directory.path
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline.cli.app",
-        "eval",
-        str(run_folder),
-        "--checkpoint",
-        "best",
-        "--tasks",
-        "8",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_MAX, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "guess" in done.stdout and "pass@2" in done.stdout
+    printed = afterplay("eval", str(run_folder), "--checkpoint", "best", "--tasks", "8")
+    assert "guess" in printed and "pass@2" in printed
     (result,) = read_results(next((run_folder / "evaluations").iterdir()) / "evaluations.jsonl")
     assert (result["updates"], result["reason"]) == (best["updates"], "command")
     assert result["policy_version"] == best["policy_version"]

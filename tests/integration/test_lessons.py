@@ -1,14 +1,15 @@
-"""Lessons in a whole run of real processes: written from groups, found, put into prompts, trained, accounted for."""
+"""Lessons in a whole run of real processes: written from groups, found, put into prompts, trained, accounted for; and
+every dashboard over that run."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import sqlite3
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,81 +17,99 @@ import orjson
 import pytest
 
 from actors.rollout import memory_prompt
+from grafana.dashboard_lint import TOOLS_ONLY, VLLM_ONLY
+from grafana.prometheus_process import Api, PrometheusProcess
+from grafana.prove import EVERY_DASHBOARD, load, prove_within
+from grafana.targets import targets_of_run
 from pipeline.config.replay import LessonsConfig
+from pipeline.schema import Trajectory
 from pipeline.transport.codec import decode_trajectory
-from tests.support.run_handle import RunHandle, start_run
+from tests.support.run_handle import RunHandle
 
-TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "tiny.yaml"
 SECONDS_MAX = 240
 LESSONS = ["lessons.enabled=true", "lessons.template='{lessons} {prompt}'", "lessons.top_k=1"]
+HYBRID = [
+    *LESSONS, "lessons.train_mode=hybrid", "replay.enabled=true", "replay.start_ratio=0",
+    "replay.ess_guard.enabled=true", "checkpoint.every=5",
+]  # fmt: skip
+"""Some rollouts with lessons are trained on the prompt with them, some on the prompt without."""
 
 
-def value(run: RunHandle, role: str, name: str, label: str = "") -> float:
-    """Sum of a metric's series that have ``label``; 0 where the process does not answer."""
-    port = run.metrics_port(role)
-    if port is None:
-        return 0.0
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            text = answer.read().decode()
-    except (urllib.error.URLError, OSError):
-        return 0.0
-    rows = re.findall(rf"^afterplay_{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
-    return sum(float(number) for labels, number in rows if label in labels)
-
-
-def trajectories(run: RunHandle):
+def guided_of_both_kinds(run: RunHandle, least: int) -> list[Trajectory] | None:
+    """The rollouts with lessons in the store; None while fewer than ``least`` of them are trained in either way."""
     with closing(sqlite3.connect(f"file:{run.directory.store_file}?mode=ro", uri=True)) as store:
         rows = store.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
-    return [decode_trajectory(row) for row in rows]
+    found = [t for t in map(decode_trajectory, rows) if t.guidance is not None]
+    kept = sum(t.guidance.keep for t in found)
+    return found if min(kept, len(found) - kept) >= least else None
 
 
-@pytest.mark.parametrize("train_mode", ["keep", "discard"])
-def test_lessons_are_written_found_put_into_prompts_and_the_accounts_add_up(tmp_path: Path, train_mode: str) -> None:
-    overrides = [*LESSONS, f"lessons.train_mode={train_mode}", "run.total_steps=1000", "checkpoint.every=1000"]
-    with start_run(TINY, tmp_path, "lessons", overrides) as run:
-        run.until(
-            "guided episodes",
-            lambda: value(run, "actor-0", "actor_guided_episodes_total", train_mode) >= 64,
-            SECONDS_MAX,
-        )
-        step = len(run.steps())
-        run.until_step(step + 4, SECONDS_MAX)
-        assert value(run, "replay", "replay_lessons_written_total") >= 1
-        assert value(run, "replay", "replay_lesson_searches_total", "found") >= 64
-        assert value(run, "actor-0", "actor_lesson_searches_total", "timeout") == 0
-        assert value(run, "actor-0", "actor_guidance_reward_count", 'guided="yes"') >= 64
-        assert value(run, "actor-0", "actor_guidance_reward_count", 'guided="no"') >= 64
-        run.interrupt()
-        ledger = run.ledger(rows=True)
-        assert ledger.audit() == []
-        with closing(sqlite3.connect(run.directory.lessons_file)) as memory:
-            written = {str(number): text for number, text in memory.execute("SELECT id, lesson FROM lessons")}
-        assert all(text.startswith("Worked: ") for text in written.values())
-        guided = [t for t in trajectories(run) if t.guidance is not None]
-        assert len(guided) >= 32
-        for trajectory in guided:
-            guidance = trajectory.guidance
-            assert guidance is not None and guidance.query == "guess"
-            (lesson,) = guidance.lessons
-            shown = " ".join(re.sub(r"<\|\w+\|>", " ", written[lesson]).split())
-            assert trajectory.turns[0].context_messages[0].content == f"{shown} guess"
-            slot = int(trajectory.trajectory_id.split(".")[1])
-            assert memory_prompt.gets_lessons(LessonsConfig(enabled=True), trajectory.group_id, slot)
-            assert guidance.keep == (train_mode == "keep")
-            if not guidance.keep:
-                assert set(guidance.plain_contexts) == {0}
-                assert len(guidance.plain_contexts[0]) < len(trajectory.turns[0].context)
+@pytest.fixture(scope="module")
+def live(forked_run: partial, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
+    """A run that replays and has played with lessons of both kinds. The last test that uses it stops it."""
+    overrides = [*HYBRID, "run.total_steps=100000"]
+    with forked_run(TINY, tmp_path_factory.mktemp("lessons"), "lessons", overrides) as run:
+        for mode in ("keep", "discard"):
+            run.until(
+                f"guided episodes to {mode}",
+                lambda mode=mode: run.metric("actor-0", "actor_guided_episodes_total", mode) >= 64,
+                SECONDS_MAX,
+            )
+        run.until_step(len(run.steps()) + 4, SECONDS_MAX)
+        yield run
 
 
-def test_a_hybrid_run_fills_its_memory_and_ends_with_its_accounts_in_order(tmp_path: Path) -> None:
-    overrides = [*LESSONS, "lessons.train_mode=hybrid", "run.total_steps=8", "checkpoint.every=1000"]
-    with start_run(TINY, tmp_path, "hybrid", overrides) as run:
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus binary on PATH")
+def test_every_query_of_the_dashboards_returns_data_from_a_run_that_replays_and_learns_from_lessons(
+    live: RunHandle,
+) -> None:
+    targets = targets_of_run(live.directory.path)
+    assert {t.job for t in targets} == {f"afterplay-{role}" for role in ("replay", "learner", "actor", "engine")}
+    assert sum(t.job == "afterplay-replay" for t in targets) == 1
+    with PrometheusProcess(targets, rules=ROOT / "grafana" / "prometheus" / "alerts.yml") as prometheus:
+        api = Api(prometheus.url)
+        for uid in EVERY_DASHBOARD:
+            assert prove_within(load(uid), api, 90, VLLM_ONLY | TOOLS_ONLY, pause_seconds=0.3) == [], uid
+
+
+def test_lessons_are_written_found_put_into_prompts_and_the_accounts_add_up(live: RunHandle) -> None:
+    assert live.metric("replay", "replay_lessons_written_total") >= 1
+    assert live.metric("replay", "replay_lesson_searches_total", "found") >= 64
+    assert live.metric("actor-0", "actor_lesson_searches_total", "timeout") == 0
+    assert live.metric("actor-0", "actor_guidance_reward_count", 'guided="yes"') >= 64
+    assert live.metric("actor-0", "actor_guidance_reward_count", 'guided="no"') >= 64
+    guided = live.until("32 stored rollouts of each kind", lambda: guided_of_both_kinds(live, 32), SECONDS_MAX)
+    assert live.interrupt() < 15
+    assert live.ledger(rows=True).audit() == []
+    with closing(sqlite3.connect(live.directory.lessons_file)) as memory:
+        written = {str(number): text for number, text in memory.execute("SELECT id, lesson FROM lessons")}
+    assert written and all(text.startswith("Worked: ") for text in written.values())
+    config = LessonsConfig(enabled=True, train_mode="hybrid")
+    for trajectory in guided:
+        guidance = trajectory.guidance
+        assert guidance.query == "guess"
+        (lesson,) = guidance.lessons
+        shown = " ".join(re.sub(r"<\|\w+\|>", " ", written[lesson]).split())
+        assert trajectory.turns[0].context_messages[0].content == f"{shown} guess"
+        slot = int(trajectory.trajectory_id.split(".")[1])
+        assert memory_prompt.gets_lessons(config, trajectory.group_id, slot)
+        assert guidance.keep == memory_prompt.trains_with_lessons(config, trajectory.group_id, slot)
+        if not guidance.keep:
+            assert set(guidance.plain_contexts) == {0}
+            assert len(guidance.plain_contexts[0]) < len(trajectory.turns[0].context)
+
+
+def test_a_run_with_lessons_resumes_and_ends_with_its_accounts_in_order(live: RunHandle, forked_run: partial) -> None:
+    if live.process.poll() is None:
+        live.interrupt()
+    steps = len(live.steps()) + 4
+    overrides = [*HYBRID, f"run.total_steps={steps}"]
+    with forked_run(TINY, live.directory.path.parent, live.directory.path.name, overrides) as run:
         assert run.finish(SECONDS_MAX) == 0, run.tail()
         ledger = run.ledger(rows=True)
-        assert ledger.audit() == [] and ledger.updates == 8
-        with closing(sqlite3.connect(run.directory.lessons_file)) as memory:
-            assert memory.execute("SELECT count(*) FROM lessons").fetchone()[0] >= 1
+        assert ledger.audit() == [] and ledger.updates == steps
 
 
 @contextmanager
@@ -135,13 +154,13 @@ def lesson_service() -> Iterator[tuple[str, list[dict]]]:
         server.server_close()
 
 
-def test_an_external_service_is_told_of_groups_and_asked_for_lessons(tmp_path: Path) -> None:
+def test_an_external_service_is_told_of_groups_and_asked_for_lessons(tmp_path: Path, forked_run: partial) -> None:
     with lesson_service() as (url, told):
         source = ["lessons.source=actors.rollout.reme:RemeSource", f"lessons.source_options.url={url}"]
         overrides = [*LESSONS, *source, "run.total_steps=1000"]
-        with start_run(TINY, tmp_path, "reme", overrides) as run:
+        with forked_run(TINY, tmp_path, "reme", overrides) as run:
             run.until(
-                "guided episodes", lambda: value(run, "actor-0", "actor_guided_episodes_total") >= 64, SECONDS_MAX
+                "guided episodes", lambda: run.metric("actor-0", "actor_guided_episodes_total") >= 64, SECONDS_MAX
             )
             run.interrupt()
             assert run.ledger(rows=True).audit() == []

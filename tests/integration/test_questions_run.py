@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import orjson
-
-from tests.support.run_handle import start_run
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "configs" / "questions.yaml"
@@ -27,8 +26,8 @@ def overrides(steps: int, data: Path = DATA) -> list[str]:
     return [*TINY, f"run.total_steps={steps}", f"environments.questions.tasks_from.path={data}"]
 
 
-def test_questions_train_and_go_on_with_the_rows_that_would_have_come(tmp_path: Path) -> None:
-    with start_run(QUESTIONS, tmp_path, "q", overrides(2)) as run:
+def test_questions_train_and_go_on_with_the_rows_that_would_have_come(tmp_path: Path, forked_run: partial) -> None:
+    with forked_run(QUESTIONS, tmp_path, "q", overrides(2)) as run:
         assert run.finish(RUN_SECONDS_MAX) == 0, run.tail()
         assert len(run.steps()) == 2
         assert run.ledger(rows=True).audit() == []
@@ -38,9 +37,9 @@ def test_questions_train_and_go_on_with_the_rows_that_would_have_come(tmp_path: 
     assert rewards and all(set(parts) == {"environment", "right"} for parts in rewards if parts)
     changed = tmp_path / "questions.jsonl"
     changed.write_bytes(DATA.read_bytes().replace(b"birds", b"crows"))
-    with start_run(QUESTIONS, tmp_path, "q", overrides(3, changed)) as run:
+    with forked_run(QUESTIONS, tmp_path, "q", overrides(3, changed)) as run:
         assert run.finish(RUN_SECONDS_MAX) == 2, run.tail()
         assert "expected the data that this run began with" in run.tail()
-    with start_run(QUESTIONS, tmp_path, "q", overrides(3)) as run:
+    with forked_run(QUESTIONS, tmp_path, "q", overrides(3)) as run:
         assert run.finish(RUN_SECONDS_MAX) == 0, run.tail()
         assert run.ledger(rows=True).audit() == []

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.ranks_program import run
+from tests.support.fork_server import ForkServer
 from tests.unit.learner.conftest import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "integration" / "ranks_program.py"
 SECONDS = 300
-"""Most of it is the import of torch, in every process at once, on a loaded machine."""
+"""A guard against hanging, far above what they take."""
 GAE = {"advantage": {"estimator": "gae"}}
 LORA = {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}
 CASES = {
@@ -58,7 +59,8 @@ def by_ranks(size: int) -> dict:
     return cases
 
 
-def launch(size: int, folder: Path) -> list[subprocess.Popen]:
+def train(server: ForkServer, size: int, folder: Path) -> None:
+    """``size`` processes with the cases of their file, to their end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -70,22 +72,16 @@ def launch(size: int, folder: Path) -> list[subprocess.Popen]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    return [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder)],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(size)
-    ]
-
-
-def finish(processes: list[subprocess.Popen]) -> None:
+    command = [sys.executable, str(PROGRAM), str(folder)]
+    processes = []
     try:
+        for rank in range(size):
+            with (folder / f"{rank}-of-{size}.log").open("wb") as log:
+                env = {**environment, "RANK": str(rank)}
+                processes.append(server.start(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT))
         for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, f"rank {rank}:\n{output.decode()[-3000:]}"
+            code = process.wait(SECONDS)
+            assert code == 0, f"rank {rank}:\n{(folder / f'{rank}-of-{size}.log').read_text()[-3000:]}"
     finally:
         for process in processes:
             process.kill()
@@ -93,7 +89,7 @@ def finish(processes: list[subprocess.Popen]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, fork_server):
     """What one, two and four processes found: ``ranksN/CASE.json`` and ``.safetensors``."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model().save_pretrained(folder / "model")
@@ -103,8 +99,8 @@ def folder(tmp_path_factory):
     for size in (2, 4):
         (folder / f"cases{size}.json").write_bytes(orjson.dumps(by_ranks(size)))
     run(folder, {name: case for name, case in of_one.items() if "load" not in case}, None)
-    finish(launch(2, folder))
-    finish(launch(4, folder))
+    train(fork_server, 2, folder)
+    train(fork_server, 4, folder)
     run(folder, {name: case for name, case in of_one.items() if "load" in case}, None)
     return folder
 

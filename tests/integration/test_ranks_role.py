@@ -15,6 +15,7 @@ from learner.rank_zero import RankZero
 from learner.recorder import MetricsLog
 from pipeline.runtime.process import ExitCode
 from pipeline.store.evaluation_results import read_results
+from tests.support.fork_server import ForkedSubprocess
 from tests.unit.learner.conftest import run_config
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
@@ -24,8 +25,9 @@ STOP_SECONDS_MAX, LOSS_SECONDS_MAX = 30, 60
 
 
 @pytest.fixture
-def children(monkeypatch):
-    """The processes that rank 0 starts, as they are started."""
+def children(monkeypatch, fork_server):
+    """The processes that rank 0 starts, as they are started. They are forked from one that has imported everything."""
+    monkeypatch.setattr("pipeline.runtime.children.subprocess", ForkedSubprocess(fork_server.start))
     started = []
     start = RankZero._start_children
 
@@ -77,7 +79,7 @@ async def test_a_run_of_two_ranks_ends_with_every_step_recorded_published_and_sa
 
 
 async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog):
-    """One run of three lives, because each costs the import of torch: stopped, killed, and gone on to the end."""
+    """One run of three lives: stopped, killed, and resumed to the end."""
     async with world(total_steps=8, checkpoint={"every": 1}) as w:
         ctx, run = w.learner()
         async with anyio.create_task_group() as tasks:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import yaml
 from pipeline.config import RunConfig
 from pipeline.store.ledger import read_ledger
 from pipeline.transport.zeromq import open_link
+from tests.support.fork_server import Forked, ForkServer
 from tests.support.instant_peers import InstantActor, InstantLearner
 
 
@@ -27,10 +26,12 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(120)
-async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(tmp_path: Path) -> None:
+async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     run_file = tmp_path / "run.yaml"
     raw = {
-        "run": {"directory": str(tmp_path), "name": "r", "total_steps": 400},
+        "run": {"directory": str(tmp_path), "name": "r", "total_steps": 200},
         "groups": {"n_rollout": 4, "groups_per_step": 2},
         "environments": {"a": {}},
         "replay": {"address": f"tcp://127.0.0.1:{free_port()}"},
@@ -38,12 +39,12 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(tmp_pat
     }
     run_file.write_text(yaml.safe_dump(raw))
     config = RunConfig.model_validate(raw)
-    actor, learner = InstantActor(), InstantLearner(400, 4, 2)
+    actor, learner = InstantActor(), InstantLearner(200, 4, 2)
     rng = random.Random(3)
 
-    def start() -> subprocess.Popen[bytes]:
+    def start() -> Forked | subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pipeline.cli.app", "replay", str(run_file)]
-        return subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+        return fork_server.start(command, stderr=subprocess.DEVNULL)
 
     process = start()
     try:
@@ -55,7 +56,7 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(tmp_pat
                     until = learner.updates + rng.randint(10, 60)
                     while learner.updates < until:
                         await learner.progress()
-                    os.kill(process.pid, signal.SIGKILL)
+                    process.kill()
                     process.wait()
                     process = start()
                 await learner.done.wait()
@@ -63,7 +64,7 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(tmp_pat
     finally:
         process.terminate()
         assert process.wait(20) == 0
-    assert len(learner.trained) == len(set(learner.trained)) == 400 * 2 * 4
+    assert len(learner.trained) == len(set(learner.trained)) == 200 * 2 * 4
     ledger = read_ledger(tmp_path / "r" / "replay.sqlite", rows=True)
     assert ledger.audit() == []
-    assert ledger.updates == 400 and ledger.trajectories["trained"] == 3200
+    assert ledger.updates == 200 and ledger.trajectories["trained"] == 1600

@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.role import main as stage_main
 from pipeline.store.ledger import read_ledger
-from tests.support.run_handle import start_run
+from tests.support.fork_server import Forked, ForkServer
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -67,62 +68,42 @@ OF_THE_VERSION = {
     "logprob_diff_mean",
 }
 """Weights that are published again get a new version, so that a version names one set of weights for ever."""
-FORKER = """
-import os, sys
-from pathlib import Path
-from learner.role import main
-from pipeline.config.load import load
-from pipeline.runtime.process import run_role
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        os._exit(run_role("learner", 0, load(Path(line.strip()), environment={}), main))
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
 
 
 class Learners:
-    """Forks learners from a process that has imported everything: a start costs what a start costs, not the imports."""
+    """Starts learners without paying their imports, one at a time."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log.open("wb")
-        self._forker = subprocess.Popen(
-            [sys.executable, "-c", FORKER],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
-        self.pid = 0
+    def __init__(self, server: ForkServer, log: Path) -> None:
+        self._server, self._log = server, log
+        self._process: Forked | subprocess.Popen[bytes] | None = None
 
     def start(self, run_file: Path) -> None:
-        assert self._forker.stdin is not None and self._forker.stdout is not None
-        self._forker.stdin.write(f"{run_file}\n".encode())
-        self._forker.stdin.flush()
-        self.pid = int(self._forker.stdout.readline())
+        command = [sys.executable, "-m", "pipeline.cli.app", "learner", str(run_file)]
+        with self._log.open("ab") as output:
+            self._process = self._server.start(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
     def end(self, number: int = 0) -> int:
-        """Wait for the end, after a signal where one is given; the wait status."""
-        assert self._forker.stdout is not None
+        """Wait for the end, after a signal where one is given; the exit code, or minus the number of the signal."""
+        assert self._process is not None
         if number:
-            os.kill(self.pid, number)
-        status = int(self._forker.stdout.readline())
-        self.pid = 0
-        return status
+            self._process.send_signal(number)
+        return self._process.wait()
 
     def close(self) -> None:
-        if self.pid:
-            self.end(signal.SIGKILL)
-        self._forker.kill()
-        self._forker.communicate(timeout=20)
-        self._log.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 @pytest.fixture(scope="module")
-def learners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
-    found = Learners(tmp_path_factory.mktemp("learners") / "learners.log")
+def learners(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
+    found = Learners(fork_server, tmp_path_factory.mktemp("learners") / "learners.log")
     try:
         yield found
     finally:
@@ -130,9 +111,9 @@ def learners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
 
 
 @pytest.fixture(scope="module")
-def recorded(learners: Learners, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A finished run whose groups are all still there. ``learners`` import meanwhile."""
-    with start_run(TINY, tmp_path_factory.mktemp("recorded"), "recorded", RECORDED) as run:
+def recorded(forked_run: partial, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A finished run whose groups are all still there."""
+    with forked_run(TINY, tmp_path_factory.mktemp("recorded"), "recorded", RECORDED) as run:
         assert run.finish(240) == 0, run.tail()
         assert [line["step"] for line in run.steps()] == list(range(1, UPDATES + 1))
         return run.directory
@@ -217,7 +198,7 @@ async def train(recorded: RunDirectory, learners: Learners, root: Path, number: 
             if number:
                 await engine.held.wait()
                 status = await anyio.to_thread.run_sync(learners.end, number)
-                assert status == (0 if number == signal.SIGTERM else signal.SIGKILL)
+                assert status == (0 if number == signal.SIGTERM else -signal.SIGKILL)
                 made = read_lines(directory.metrics_file)[-1]["step"]
                 durable = max([read_state(path).updates for path in find_checkpoints(directory.checkpoints)], default=0)
                 assert durable < made < UPDATES, "updates were lost, and some were left to make"

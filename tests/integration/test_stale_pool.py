@@ -3,42 +3,29 @@ did."""
 
 from __future__ import annotations
 
-import re
 import sqlite3
-import urllib.error
-import urllib.request
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks import stale_pool
 from benchmarks.stale_pool import done, record, share_factors, with_pool, write
 from pipeline.config.replay import EssGuardConfig
 from pipeline.store.experience_report import examine_run
-from tests.support.run_handle import RunHandle, start_run
+from tests.support.run_handle import RunHandle
 
 STEPS, MIXING = 36, 14
 SECONDS_MAX = 240
 """A guard against hanging; a run takes about 20 s on two free cores."""
 
 
-def scraped(run: RunHandle, role: str, name: str) -> list[float]:
-    """The value of one series, or none while the process does not answer."""
-    if (port := run.metrics_port(role)) is None:
-        return []
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            text = answer.read().decode()
-    except (urllib.error.URLError, OSError):
-        return []
-    return [float(value) for value in re.findall(rf"^afterplay_{re.escape(name)} (\S+)$", text, re.MULTILINE)]
-
-
 def shrunk(run: RunHandle) -> bool:
     """Both metrics of the stage say so."""
-    actions = scraped(run, "replay", 'replay_guard_actions_total{direction="shrink"}')
-    factor = scraped(run, "replay", "replay_guard_factor_ratio")
-    return bool(actions and factor and actions[0] >= 1 and factor[0] < 1)
+    actions = run.metric("replay", "replay_guard_actions_total", 'direction="shrink"')
+    return actions >= 1 and run.metric("replay", "replay_guard_factor_ratio") < 1
 
 
 def guard_actions(run: RunHandle) -> dict[str, int]:
@@ -49,10 +36,14 @@ def guard_actions(run: RunHandle) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_stale_pool_with_the_guard_on_neither_stops_nor_wrecks_a_run_and_the_metrics_tell(tmp_path: Path) -> None:
+def test_a_stale_pool_with_the_guard_on_neither_stops_nor_wrecks_a_run_and_the_metrics_tell(
+    tmp_path: Path, forked_run: partial, afterplay: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stale_pool, "start_run", forked_run)
+    monkeypatch.setattr(stale_pool, "afterplay", afterplay)
     pool = record(tmp_path, seed=0)
     config = with_pool(0, STEPS, guard=True, start_ratio=MIXING / STEPS)
-    with start_run(write(tmp_path, "stale", config, pool), tmp_path, "stale") as run:
+    with forked_run(write(tmp_path, "stale", config, pool), tmp_path, "stale") as run:
         assert run.until("a shrunk share in /metrics", lambda: shrunk(run), SECONDS_MAX)
         steps = done(run)
     assert len(steps) == STEPS

@@ -6,18 +6,20 @@ import os
 import signal
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from grafana.targets import targets_of_run
 from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
-START_SECONDS_MAX = 90
+ROLES = ("replay", "learner", "actor", "engine")
+START_SECONDS_MAX = 180
 LEARN_SECONDS_MAX = 240
-"""A guard against hanging, far above what a run takes; how long it takes is measured in
-``benchmarks/tiny_learning.py``."""
+"""Guards against hanging, far above what a run takes."""
 
 
 def solved(steps: list[dict[str, object]]) -> list[float]:
@@ -38,29 +40,42 @@ def assert_accounts_add_up(run: RunHandle) -> None:
     assert ledger.orders["in_flight"] == 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_tiny_model_doubles_its_success_rate(tmp_path: Path, seed: int) -> None:
-    with start_run(TINY, tmp_path, "learn", [f"run.seed={seed}", f"model.tiny.seed={seed}"]) as run:
-        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
-        rates = solved(run.steps())
-        assert mean(rates[-5:]) >= 2 * mean(rates[:3]), rates
-        assert_accounts_add_up(run)
-        assert run.directory.curves_file.stat().st_size > 10_000
-        assert max(step["staleness_max"] for step in run.steps()) <= 1
+def assert_learned(run: RunHandle) -> None:
+    rates = solved(run.steps())
+    assert mean(rates[-5:]) >= 2 * mean(rates[:3]), rates
+    assert_accounts_add_up(run)
+    assert run.directory.curves_file.stat().st_size > 10_000
+    assert max(step["staleness_max"] for step in run.steps()) <= 1
 
 
-def test_generation_and_training_overlap(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "overlap", ["run.total_steps=12"]) as run:
+@pytest.mark.smoke
+def test_tiny_model_doubles_its_success_rate_while_generation_and_training_overlap(tmp_path: Path) -> None:
+    with start_run(TINY, tmp_path, "learn", ["run.total_steps=30"]) as run:
+        run.until_step(3, START_SECONDS_MAX)
+        assert {target.job for target in targets_of_run(run.directory.path)} >= {f"afterplay-{r}" for r in ROLES}
+        assert run.metric("replay", "replay_orders_issued_total") >= 3 * 16 * 8
+        assert run.metric("actor-0", "actor_trajectories_total", 'outcome="complete"') >= 3 * 16 * 8
+        assert run.metric("learner", "learner_updates_total") >= 3
+        assert run.metric("learner", "learner_policy_version") >= 2
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        assert_learned(run)
         trained = [(step["started"], step["finished"]) for step in run.steps()]
         with closing(sqlite3.connect(run.directory.store_file)) as store:
             received = [row[0] for row in store.execute("SELECT received_at FROM trajectories")]
     assert any(start < at < stop for start, stop in trained for at in received)
 
 
-def test_staleness_bound_zero_trains_strictly_on_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tiny_model_doubles_its_success_rate_with_other_seeds(tmp_path: Path, forked_run: partial, seed: int) -> None:
+    overrides = [f"run.seed={seed}", f"model.tiny.seed={seed}", "run.total_steps=40"]
+    with forked_run(TINY, tmp_path, "learn", overrides) as run:
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        assert_learned(run)
+
+
+def test_staleness_bound_zero_trains_strictly_on_policy(tmp_path: Path, forked_run: partial) -> None:
     overrides = ["staleness.max=0", "run.total_steps=8", "groups.groups_per_step=8"]
-    with start_run(TINY, tmp_path, "onpolicy", overrides) as run:
+    with forked_run(TINY, tmp_path, "onpolicy", overrides) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         for step in run.steps():
             assert step["staleness_max"] == 0
@@ -69,8 +84,13 @@ def test_staleness_bound_zero_trains_strictly_on_policy(tmp_path: Path) -> None:
             assert step["ess_ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "kill", ["run.total_steps=40", "checkpoint.every=5"]) as run:
+STEPS = 30
+"""Of the run with kills: enough that training goes on after the last one."""
+
+
+def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path, forked_run: partial) -> None:
+    overrides = [f"run.total_steps={STEPS}", "groups.groups_per_step=8", "checkpoint.every=5"]
+    with forked_run(TINY, tmp_path, "kill", overrides) as run:
         step = run.until_step(3, START_SECONDS_MAX)["step"]
         for name in ("actor-0", "replay", "learner"):
             before = {role: run.pid(role) for role in ("actor-0", "replay", "learner")}
@@ -84,23 +104,25 @@ def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path) -> N
             assert {r for r in before if before[r] != after[r]} == {name}
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         steps = [s["step"] for s in run.steps()]
-        assert steps == sorted(set(steps)) and len(steps) == 40 and step >= 3
+        assert steps == sorted(set(steps)) and len(steps) == STEPS and step >= 3
         assert_accounts_add_up(run)
         ledger = run.ledger()
-        assert ledger.groups["trained"] == 40 * 16
-        assert ledger.trajectories["trained"] == 40 * 16 * 8
+        assert ledger.groups["trained"] == STEPS * 8
+        assert ledger.trajectories["trained"] == STEPS * 8 * 8
 
 
-def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
+    tmp_path: Path, forked_run: partial
+) -> None:
     overrides = ["run.total_steps=8", "checkpoint.every=2"]
-    with start_run(TINY, tmp_path, "interrupt", overrides) as run:
+    with forked_run(TINY, tmp_path, "interrupt", overrides) as run:
         run.until_step(3, START_SECONDS_MAX)
         children = family(run.process.pid)
         assert len(children) >= 4
         assert run.interrupt() < 10
         assert [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE] == []
         assert run.ledger().audit() == []
-    with start_run(TINY, tmp_path, "interrupt", overrides) as run:
+    with forked_run(TINY, tmp_path, "interrupt", overrides) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         assert [s["step"] for s in run.steps()] == list(range(1, 9))
         assert_accounts_add_up(run)
@@ -110,8 +132,8 @@ def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(t
         AutoModelForCausalLM.from_pretrained(newest / "model")
 
 
-def test_supervisor_killed_leaves_no_process(tmp_path: Path) -> None:
-    with start_run(TINY, tmp_path, "orphan", ["run.total_steps=1000"]) as run:
+def test_supervisor_killed_leaves_no_process(tmp_path: Path, forked_run: partial) -> None:
+    with forked_run(TINY, tmp_path, "orphan", ["run.total_steps=1000"]) as run:
         run.until_step(1, START_SECONDS_MAX)
         children = family(run.process.pid)
         run.process.kill()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from typing import Any, TypeVar
 from pipeline.errors import AfterplayError
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.ledger import Ledger, read_ledger
+from tests.support.fork_server import Forked, ForkServer
 
 LOOK_SECONDS = 0.1
 """How often the files of the run are looked at: there is no event to wait for across processes."""
@@ -30,7 +34,7 @@ Value = TypeVar("Value")
 class RunHandle:
     """A run that was started, and where it keeps its things."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     directory: RunDirectory
     output: Path
     """What the supervisor printed."""
@@ -55,6 +59,19 @@ class RunHandle:
     def metrics_port(self, name: str) -> int | None:
         found = read_json(self.directory.process_file(name))
         return int(found["metrics_port"]) if found else None
+
+    def metric(self, role: str, name: str, label: str = "") -> float:
+        """Sum of the series of ``afterplay_NAME`` that have ``label`` in ``/metrics`` of a role; NaN while the role
+        does not answer."""
+        if (port := self.metrics_port(role)) is None:
+            return math.nan
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return math.nan
+        rows = re.findall(rf"^afterplay_{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(number) for labels, number in rows if label in labels)
 
     def until(self, what: str, look: Callable[[], Value | None], seconds_max: float) -> Value:
         """Wait until ``look`` returns something true. Raises :class:`AfterplayError` when the run ends first or it
@@ -103,9 +120,11 @@ class RunHandle:
 
 
 @contextmanager
-def start_run(file: Path, directory: Path, name: str, overrides: Sequence[str] = ()) -> Iterator[RunHandle]:
+def start_run(
+    file: Path, directory: Path, name: str, overrides: Sequence[str] = (), server: ForkServer | None = None
+) -> Iterator[RunHandle]:
     """``afterplay run FILE`` with its run directory at ``directory/name``; stopped at the end of the block if it still
-    runs."""
+    runs. With ``server`` its processes are forked from that, else each is a Python of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pipeline.cli.app", "run", str(file)]
     for override in (f"run.directory={directory}", f"run.name={name}", *overrides):
@@ -114,14 +133,11 @@ def start_run(file: Path, directory: Path, name: str, overrides: Sequence[str] =
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     output = directory / f"{name}.out"
     with output.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sink, "stderr": subprocess.STDOUT}
+        if server is None:
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **how)
+        else:
+            process = server.start(command, env=environment, forks=True, **how)
     handle = RunHandle(process, RunDirectory(directory / name), output)
     try:
         yield handle
