@@ -55,6 +55,10 @@ def test_slow(): burn(0.3)
 @pytest.fixture
 def costly(): burn(0.3)
 def test_fixture_over(costly): pass
+def test_import_over(tmp_path, monkeypatch):
+    (tmp_path / "costly_to_import.py").write_text("import string, test_sample\\ntest_sample.burn(0.3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    import costly_to_import
 @pytest.mark.parametrize("case", [1, 2])
 def test_skipped(case): pytest.skip("no vLLM here")
 """
@@ -105,12 +109,12 @@ def test_tests_are_counted_by_outcome_and_reason_and_held_to_their_budget(
     result = check.check("sample")
     told = capfd.readouterr().out
     assert result.became == "FAILED (exit code 1)"
-    assert result.tests == {"passed": 8, "failed": 1, "skipped": 2} and result.skipped == {"no vLLM here": 2}, told
+    assert result.tests == {"passed": 9, "failed": 1, "skipped": 2} and result.skipped == {"no vLLM here": 2}, told
     assert "test_over" in told and "expected at most 0.1 s of CPU time, it took 0.3 s" in told
     slowest = told.partition("most CPU time")[2]
     assert 0 < slowest.index("test_over") < slowest.index("test_within")
     table = check.summary([result, check.Result("lint", "passed", 1.0)])
-    assert "sample       FAILED (exit code 1)" in table and "8 passed, 1 failed, 2 skipped" in table
+    assert "sample       FAILED (exit code 1)" in table and "9 passed, 1 failed, 2 skipped" in table
     assert "==> 2 skipped\n      2  no vLLM here" in table
 
 
