@@ -16,6 +16,8 @@ from actors.adapters.reasoning import ARITHMETIC_ONLY, GLOBAL_RANDOM, READ_AS_LI
 from actors.environments import Reply
 
 SLOW = {"knight_swap", "arc_agi", "rush_hour", "word_ladder", "codeio", "intermediate_integration", "quantum_lock"}
+COSTLY = {"group_anagrams", "figlet_font", "zebra_puzzles", "futoshiki", "puzzle24", "simple_integration"}
+"""These take as much CPU time as all others together."""
 NEEDS_CONFIG = {"composite"}
 WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 JUNK = [
@@ -24,12 +26,13 @@ JUNK = [
 ]  # fmt: skip
 
 
-def test_right_answer_pays_and_junk_does_not_raise(kit, tmp_path):
+@pytest.mark.parametrize("costly", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_right_answer_pays_and_junk_does_not_raise(kit, tmp_path, costly):
     """Every dataset."""
     kit.build("reasoning_gym")
     import reasoning_gym.factory as factory
 
-    for name in sorted(set(factory.DATASETS) - NEEDS_CONFIG - SLOW):
+    for name in sorted(COSTLY if costly else set(factory.DATASETS) - NEEDS_CONFIG - SLOW - COSTLY):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -85,6 +88,7 @@ def test_puzzles_from_the_global_random_state_are_the_tasks_own(kit):
         assert [gym.start(kit.task(seed)).messages for seed in range(40)] == first, name
 
 
+@pytest.mark.slow
 def test_puzzles_are_the_same_in_every_process(kit):
     """Python hashes texts differently in each process, and with that sets are ordered differently."""
     kit.build("reasoning_gym")
