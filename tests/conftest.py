@@ -1,4 +1,4 @@
-"""What all tests share: number of examples, limits of time, budgets of CPU time."""
+"""Shared rules of all tests: number of examples, limits of time, budgets of CPU time."""
 
 import importlib
 import os
