@@ -13,7 +13,7 @@ RUN    ?=
 SETUP = $(PYTHON) scripts/setup.py --venv "$(VENV)" --torch "$(TORCH)" --vllm "$(VLLM)"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart tiny test lint clean
+.PHONY: help setup setup-dev quickstart tiny test test-all test-added lint clean
 
 help:  ## Show this list
 	@echo "Afterplay. Targets:"
@@ -32,8 +32,14 @@ quickstart: setup  ## Train a real 135M model with a real vLLM server on this ma
 tiny: setup  ## Train a random tiny model through all the same processes (a minute)
 	@$(VENV)/bin/python -m pipeline.cli.app run configs/tiny.yaml $(RUN)
 
-test: setup-dev  ## Lint, type-check, and run every test
+test: setup-dev  ## Lint, type-check, unit tests, one tiny run and one vLLM server (10 minutes on two cores)
+	@$(VENV)/bin/python scripts/check.py quick
+
+test-all: setup-dev  ## Everything (30 minutes on two cores)
 	@$(VENV)/bin/python scripts/check.py
+
+test-added: setup-dev  ## What test-all adds to test
+	@$(VENV)/bin/python scripts/check.py added
 
 lint: setup-dev  ## Lint and type-check only
 	@$(VENV)/bin/python scripts/check.py lint types

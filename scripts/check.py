@@ -1,41 +1,85 @@
 #!/usr/bin/env python3
 """Every check of the repository, part by part, with the time of each. Exit code 0 when all parts pass.
 
-.venv/bin/python scripts/check.py                  all parts
+.venv/bin/python scripts/check.py                  all parts, as make test-all
+.venv/bin/python scripts/check.py quick            the parts of make test
+.venv/bin/python scripts/check.py added            the parts that make test-all adds to those of make test
 .venv/bin/python scripts/check.py lint types unit  some of them
 
-A part that does not end within its limit is told to print where each of its threads stands, and is ended: it failed.
+A part that does not end within its limit prints where each of its threads stands, is ended, and counts as failed.
 """
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = ("pytest", "--durations=10", "--color=auto", "-q")
-PARTS = {
+PYTEST = ("pytest", "--color=auto", "-q")
+SLOWEST = "--durations=10"
+WORKERS = ("-n", "logical", "--maxprocesses=8", "--dist=loadfile")
+"""One process of pytest for each core. A file stays in one of them, for the fixtures that its tests share."""
+QUICK = {
     "lint": ("ruff", "check", "."),
     "types": ("mypy",),
-    "unit": (*PYTEST, "tests/unit", "tests/simulation"),
-    "integration": (*PYTEST, "tests/integration"),
-    "end_to_end": (*PYTEST, "tests/end_to_end"),
+    "unit": (
+        *(*PYTEST, *WORKERS, "-m", "not slow", "--hypothesis-profile=quick"),
+        *("tests/unit", "tests/simulation"),
+    ),
+    "smoke": (*PYTEST, SLOWEST, "-m", "smoke", "tests/integration", "tests/end_to_end"),
 }
-LIMIT_SECONDS = {"unit": 1_500, "integration": 1_800, "end_to_end": 3_000}
-"""Several times what they take on two cores; together below what a CI run may last, unless two parts hang."""
+ADDED = {
+    "thorough": (*PYTEST, *WORKERS, "-m", "slow or hypothesis", "tests/unit", "tests/simulation"),
+    "integration": (*PYTEST, SLOWEST, "-m", "not smoke", "tests/integration"),
+    "end_to_end": (*PYTEST, SLOWEST, "-m", "not smoke", "tests/end_to_end"),
+}
+PARTS = QUICK | ADDED
+GROUPS = {"quick": tuple(QUICK), "added": tuple(ADDED)}
+ENVIRONMENT = {"unit": {"AFTERPLAY_TEST_BUDGET": "1", "OMP_NUM_THREADS": "1"}, "thorough": {"OMP_NUM_THREADS": "1"}}
+"""tests/conftest.py fails a test that exceeds its budget of CPU time. Each worker computes in one thread."""
+LIMIT_SECONDS = {"unit": 1_200, "smoke": 900, "thorough": 1_200, "integration": 1_500, "end_to_end": 1_800}
+"""Several times what they take on two cores; together below what a CI run may last."""
 LIMIT_SECONDS_OTHERS = 600
 TRACEBACK_SECONDS = 10
 
 
-def run(name: str) -> str:
+@dataclass
+class Result:
+    name: str
+    became: str
+    seconds: float
+    tests: Counter[str] = field(default_factory=Counter)
+    """Number of tests by outcome."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Number of skipped tests by reason."""
+
+
+def check(name: str) -> Result:
+    """Runs a part and reads what pytest wrote about its tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "tests.xml"
+        more = (f"--junitxml={report}",) if PARTS[name][0] == "pytest" else ()
+        begun = time.monotonic()
+        became = run(name, *more)
+        return Result(name, became, time.monotonic() - begun, *counts(report))
+
+
+def run(name: str, *more: str) -> str:
     """Runs a part in a process group of its own; what became of it."""
     # Python prints every thread's traceback at SIGABRT; unbuffered, so that a log shows how far a hung part came.
-    env = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **ENVIRONMENT.get(name, {})}
+    # Without bytecode each of the hundreds of processes that the tests start would compile all of its sources.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     limit = LIMIT_SECONDS.get(name, LIMIT_SECONDS_OTHERS)
-    process = subprocess.Popen([sys.executable, "-m", *PARTS[name]], cwd=ROOT, env=env, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-m", *PARTS[name], *more], cwd=ROOT, env=env, start_new_session=True)
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -57,24 +101,46 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def counts(report: Path) -> tuple[Counter[str], Counter[str]]:
+    """Numbers of tests by outcome, and of skipped tests by reason, in a JUnit file of pytest."""
+    tests, skipped = Counter(), Counter()
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            found = {child.tag: child for child in case}
+            outcome = next((tag for tag in ("failure", "error", "skipped") if tag in found), "passed")
+            tests[{"failure": "failed", "error": "failed"}.get(outcome, outcome)] += 1
+            if outcome == "skipped":
+                skipped[found["skipped"].get("message", "no reason given").partition("\n")[0]] += 1
+    return tests, skipped
+
+
+def summary(results: list[Result]) -> str:
+    """A table of the parts, and under it the reasons of skipped tests."""
+    lines = ["==> summary"]
+    for result in results:
+        tests = ", ".join(f"{result.tests[o]} {o}" for o in ("passed", "failed", "skipped") if result.tests[o])
+        lines.append(f"  {result.name:<12} {result.became:<32} {result.seconds:7.1f} s  {tests}".rstrip())
+    lines.append(f"  {'together':<12} {'':<32} {sum(r.seconds for r in results):7.1f} s")
+    reasons = sum((r.skipped for r in results), Counter())
+    if reasons:
+        lines.append(f"==> {reasons.total()} skipped")
+        lines += [f"  {n:>5}  {reason}" for reason, n in reasons.most_common()]
+    return "\n".join(lines)
+
+
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part's processes end with this one
-    names = sys.argv[1:] or list(PARTS)
+    names = [name for argument in sys.argv[1:] or GROUPS for name in GROUPS.get(argument, (argument,))]
     unknown = [name for name in names if name not in PARTS]
     if unknown:
-        print(f"check: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}", file=sys.stderr)
+        print(f"check: expected some of {', '.join((*GROUPS, *PARTS))}, got {', '.join(unknown)}", file=sys.stderr)
         return 2
     results = []
     for name in names:
-        print(f"\n==> {name}: {' '.join(PARTS[name])}", flush=True)
-        begun = time.monotonic()
-        became = run(name)
-        results.append((name, became, time.monotonic() - begun))
-    print("\n==> summary")
-    for name, became, seconds in results:
-        print(f"  {name:<12} {became:<32} {seconds:7.1f} s")
-    print(f"  {'together':<12} {'':<32} {sum(r[2] for r in results):7.1f} s", flush=True)
-    return int(any(became != "passed" for _, became, _ in results))
+        print(f"\n==> {name}: {shlex.join(PARTS[name])}", flush=True)
+        results.append(check(name))
+    print("\n" + summary(results), flush=True)
+    return int(any(result.became != "passed" for result in results))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,137 @@
-"""What all tests share."""
+"""Shared rules of all tests: number of examples, limits of time, budgets of CPU time."""
 
+import importlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
+
+from tests.support.smollm2 import tokenizer_folder
 
 # A loaded machine with two cores is no reason for a property to fail.
-settings.register_profile("afterplay", deadline=None)
-settings.load_profile("afterplay")
+settings.register_profile("full", deadline=None)
+settings.register_profile("quick", deadline=None)
+settings.load_profile("full")
+QUICK_SHARE = 4
+"""With ``--hypothesis-profile=quick`` a property is tried with one in so many of its examples."""
 
 VERIFIERS = Path(sys.prefix) / "verifiers" / "bin" / "python"
 """A Python with verifiers, which cannot be installed beside Afterplay; scripts/setup.py --dev makes it."""
 if VERIFIERS.exists():
     os.environ.setdefault("AFTERPLAY_VERIFIERS_PYTHON", str(VERIFIERS))
 
-QUICK_SECONDS_MAX = 300
-"""For a unit or simulation test that says nothing itself: a hang is told with a traceback, and soon."""
+FAST_SECONDS_MAX = 300
+"""For a unit or simulation test that sets no timeout: one that hangs soon ends with a traceback."""
+
+CPU_SECONDS_MAX = 2.0
+"""Budget of a unit or simulation test that is not marked ``slow``: CPU time of its call and of the processes that it
+waited for, without fixtures and without what this process imports for the first time. It applies where
+AFTERPLAY_TEST_BUDGET is set, as scripts/check.py does."""
+CPU_NOISE = 2.0
+"""A test fails at so many times its budget: the same work takes nearly twice the CPU time on a machine that shares
+cores and caches with other processes."""
+imports = {"seconds": 0.0}
+"""CPU time of the imports of this process."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        quick = {"unit", "simulation"} & set(item.path.parts)
-        if quick and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(QUICK_SECONDS_MAX))
+        if is_fast(item) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(FAST_SECONDS_MAX))
+    if config.getoption("--hypothesis-profile") == "quick":
+        take_fewer_examples(items)
+
+
+def is_fast(item: pytest.Item) -> bool:
+    return bool({"unit", "simulation"} & set(item.nodeid.partition("::")[0].split("/")))
+
+
+def take_fewer_examples(items: list[pytest.Item]) -> None:
+    """Hypothesis keeps the settings of a property at its function, those of a state machine at its class."""
+    owners: dict[int, tuple[Any, str]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+            function = getattr(item.obj, "__func__", item.obj)
+            machine = hasattr(function, "_hypothesis_state_machine_class")
+            owner = (item.cls, "settings") if machine else (function, "_hypothesis_internal_use_settings")
+            owners[id(owner[0])] = owner
+    for owner, name in owners.values():
+        own = getattr(owner, name)
+        setattr(owner, name, settings(own, max_examples=max(1, own.max_examples // QUICK_SHARE)))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """Files of SmolLM2's tokenizer."""
+    folder = tokenizer_folder()
+    if folder is None:
+        pytest.skip("NO SmolLM2 HERE: install the extra 'quickstart'")
+    return folder
+
+
+def pytest_configure() -> None:
+    if "AFTERPLAY_TEST_BUDGET" in os.environ:
+        count_imports()
+
+
+def count_imports() -> None:
+    """Python loads a module that it does not have yet by this function, nested for what the module imports."""
+    load, thread = importlib._bootstrap._find_and_load, threading.local()
+
+    def counted(*arguments: Any) -> Any:
+        if getattr(thread, "inside", False):
+            return load(*arguments)
+        thread.inside, begun = True, sum(os.times()[:4])
+        try:
+            return load(*arguments)
+        finally:
+            thread.inside = False
+            imports["seconds"] += sum(os.times()[:4]) - begun
+
+    importlib._bootstrap._find_and_load = counted
+
+
+def cpu_seconds() -> float:
+    return sum(os.times()[:4]) - imports["seconds"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    begun = cpu_seconds()
+    yield
+    item.user_properties.append(("setup_cpu_seconds", cpu_seconds() - begun))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    begun = cpu_seconds()
+    try:
+        yield
+    finally:
+        spent = cpu_seconds() - begun
+        item.user_properties.append(("cpu_seconds", spent))
+    counted = "AFTERPLAY_TEST_BUDGET" in os.environ and is_fast(item) and item.get_closest_marker("slow") is None
+    if counted and spent > CPU_SECONDS_MAX * CPU_NOISE:
+        pytest.fail(
+            f"expected at most {CPU_SECONDS_MAX} s of CPU time, it took {spent:.1f} s: make it cheaper, or mark "
+            "it slow (then only make test-all runs it)",
+            pytrace=False,
+        )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The twenty tests with the most CPU time."""
+    if "AFTERPLAY_TEST_BUDGET" not in os.environ:
+        return
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, ())]
+    spent = [(dict(r.user_properties), r.nodeid) for r in reports if r.when == "call"]
+    spent.sort(key=lambda one: -one[0].get("cpu_seconds", 0.0))
+    terminalreporter.section("most CPU time: call, setup")
+    for properties, nodeid in spent[:20]:
+        call, setup = (properties.get(name, 0.0) for name in ("cpu_seconds", "setup_cpu_seconds"))
+        terminalreporter.write_line(f"{call:6.2f} s {setup:6.2f} s  {nodeid}")

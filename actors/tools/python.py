@@ -191,7 +191,7 @@ def showing_the_last_value(code: str) -> str:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return code
-    if not body or not isinstance(body[-1], ast.Expr):
+    if not body or not isinstance(body[-1], ast.Expr) or isinstance(body[-1].value, ast.Starred):
         return code
     last = body[-1].value
     lines = code.encode().split(b"\n")

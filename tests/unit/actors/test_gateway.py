@@ -4,6 +4,7 @@ theirs."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import select
 import shutil
@@ -695,6 +696,14 @@ def test_the_run_file_of_the_documentation_and_the_example_load(words: Any, metr
     assert (ROOT / loop.command[1]).is_file()
 
 
+def verifiers_program(python: str, plugin: str, *more: str) -> dict[str, Any]:
+    """Options of a loop that plays the taskset of a folder beside this file."""
+    program = [python, str(ROOT / "configs" / "programs" / "verifiers_rollout.py")]
+    program += ["--taskset", "gateway_words", "--harness", "gateway_words", *more]
+    return {"command": program, "environment": {"PYTHONPATH": str(Path(__file__).parent / plugin)}}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [False, True])
 async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
     serve: Serve, long_order: Order, words: Any, tmp_path: Path, tokens: bool
@@ -706,20 +715,37 @@ async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
             "set AFTERPLAY_VERIFIERS_PYTHON to the Python of a virtual environment with verifiers==0.4.0 "
             "(make setup-dev makes one in .venv/verifiers; or python -m venv DIR; DIR/bin/pip install verifiers==0.4.0)"
         )
-    program = [python, str(ROOT / "configs" / "programs" / "verifiers_rollout.py")]
-    program += ["--taskset", "gateway_words", "--harness", "gateway_words"]
     if tokens:
         words.save_pretrained(str(tmp_path))
-        program += ["--tokenizer", str(tmp_path)]
-    plugin = str(Path(__file__).parent / "verifiers_plugin")
+    more = ("--tokenizer", str(tmp_path)) if tokens else ()
     engine = echoing(words)
-    options = {"command": program, "environment": {"PYTHONPATH": plugin}}
+    options = verifiers_program(python, "verifiers_plugin", *more)
     trajectory = await run_order(serve(engine, loop_options=options), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.rewards == {"environment": 2.0}
     assert [t.branch for t in trajectory.turns] == [0, 0]
     assert_exact(trajectory, engine)
     assert trajectory.turns[0].context_messages[-1].content.endswith("say hello" if not tokens else "<|assistant|>")
+
+
+@pytest.mark.parametrize("scored", [True, False])
+async def test_the_program_for_verifiers_reports_the_score_or_that_there_is_none(
+    serve: Serve, long_order: Order, words: Any, scored: bool
+) -> None:
+    """The program is the one that is shipped; verifiers is a stand-in."""
+    engine = echoing(words)
+    more = ("--env", json.dumps({"scored": scored}))
+    options = verifiers_program(sys.executable, "verifiers_stand_in", *more)
+    trajectory = await run_order(serve(engine, loop_options=options), long_order)
+    assert [t.branch for t in trajectory.turns] == [0, 0]
+    assert trajectory.turns[0].context_messages[-1].content == "say hello"
+    assert_exact(trajectory, engine)
+    if scored:
+        assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+        assert trajectory.rewards == {"environment": 1.0}
+    else:
+        assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
+        assert "no score" in trajectory.failure.message and trajectory.rewards == {}
 
 
 async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(

@@ -1,5 +1,7 @@
 """Estimators at the edges: equal rewards, groups of one, rewards by turn, missing and hostile facts, a user's own."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -11,15 +13,14 @@ from pipeline.errors import TrainingError
 from tests.unit.advantages.cases import advantages_of, config_of, make_scored, options_of
 
 
-@pytest.mark.parametrize("name", sorted(COMPARING))
-@pytest.mark.parametrize("rewards", [[0.1], [0.1] * 3, [-7.3] * 5, [0.0] * 2])
-@pytest.mark.parametrize("mode", ["outcome", "turns", "both"])
-def test_equal_rewards_and_groups_of_one_have_advantage_exactly_zero(name, rewards, mode):
-    if name == "maxrl" or name == "pass_at_k":
-        rewards = [abs(r) for r in rewards]
-    scored = [make_scored(r, turn_rewards=(0.3, r - 0.3)) for r in rewards]
-    for advantages in advantages_of(scored, **options_of(name), rewards=mode):
-        assert not advantages.any()
+def test_equal_rewards_and_groups_of_one_have_advantage_exactly_zero():
+    table = product(sorted(COMPARING), ([0.1], [0.1] * 3, [-7.3] * 5, [0.0] * 2), ("outcome", "turns", "both"))
+    for name, rewards, mode in table:
+        if name == "maxrl" or name == "pass_at_k":
+            rewards = [abs(r) for r in rewards]
+        scored = [make_scored(r, turn_rewards=(0.3, r - 0.3)) for r in rewards]
+        for advantages in advantages_of(scored, **options_of(name), rewards=mode):
+            assert not advantages.any(), (name, rewards, mode)
 
 
 def test_reinforce_pp_learns_from_groups_of_one():
@@ -119,18 +120,16 @@ def test_cpo_refuses_what_is_no_log_probability(hinted, logprobs):
         advantages_of([p], estimator="cpo")
 
 
-@pytest.mark.parametrize("hinted", [-np.inf, -1e30, -800.0, 0.0])
-@pytest.mark.parametrize("logprob", [-np.inf, -1e30, -800.0, 0.0])
-def test_cpo_is_finite_and_bounded_for_any_log_probabilities(hinted, logprob):
-    p = make_scored(0.0, (0,), hinted=[hinted], logprobs=[logprob], entropies=[1.0])
-    assert abs(advantages_of([p], estimator="cpo")[0][0]) <= 20.0
+def test_cpo_is_finite_and_bounded_for_any_log_probabilities():
+    for hinted, logprob in product((-np.inf, -1e30, -800.0, 0.0), repeat=2):
+        p = make_scored(0.0, (0,), hinted=[hinted], logprobs=[logprob], entropies=[1.0])
+        assert abs(advantages_of([p], estimator="cpo")[0][0]) <= 20.0, (hinted, logprob)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "gae"])
-def test_huge_rewards_give_finite_advantages(name):
-    rewards = [1e12, -1e12, 0.0]
-    scored = [make_scored(r, (0,), values=[0.0]) for r in rewards]
-    assert np.isfinite(np.concatenate(advantages_of(scored, **options_of(name)))).all()
+def test_huge_rewards_give_finite_advantages():
+    scored = [make_scored(r, (0,), values=[0.0]) for r in (1e12, -1e12, 0.0)]
+    for name in ("grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "gae"):
+        assert np.isfinite(np.concatenate(advantages_of(scored, **options_of(name)))).all(), name
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -130,6 +130,7 @@ def test_the_adapter_never_evaluates():
         assert "eval(" not in source and "exec(" not in source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("category", ["base", "miss_param", "long_context"])
 async def test_ground_truth_scores_one_through_the_tool_agents_running_of_tools(kit, category):
     """The agent loop's own checks of arguments and order of calls, without its templates."""

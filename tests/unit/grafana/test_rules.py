@@ -33,6 +33,7 @@ def test_promtool_accepts_rules_and_both_configurations() -> None:
     promtool("check", "config", "--syntax-only", "local.yml")
 
 
+@pytest.mark.slow
 @needs_promtool
 def test_alerts_fire_and_stay_silent_as_the_examples_say() -> None:
     promtool("test", "rules", *(path.name for path in EXAMPLES))

@@ -167,12 +167,12 @@ async def test_a_failing_engine_is_resumed_and_left_behind_in_bounded_time(engin
 
 async def test_a_slow_engine_delays_one_publication_only(engines, weights, tmp_path):
     engines[1].faults["/collective_rpc"] = "hang"
-    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=0.3)
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=1.5)
     async with running(publisher):
         first = await publisher.publish(1, weights[1])
         second = await publisher.publish(2, weights[1])
-    assert first.seconds > 0.25
-    assert second.seconds < 0.25
+    assert first.seconds > 1.25
+    assert second.seconds < 1.25
     assert second.live == (engines[0].url,)
 
 

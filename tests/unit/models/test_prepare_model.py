@@ -83,6 +83,7 @@ def _prepare(target: Path) -> ModelInfo:
     return prepare_model(tiny(), target)
 
 
+@pytest.mark.slow
 def test_processes_that_prepare_at_once_agree(tmp_path: Path) -> None:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         first, second = pool.map(_prepare, [tmp_path / "model"] * 2)

@@ -1,4 +1,4 @@
-"""The checks end: a part that hangs is told where it stands, ended with all it started, and failed."""
+"""The checks end, count what was tested and skipped, and hold tests to a budget of CPU time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+ROOT = Path(__file__).parents[3]
 HANGS = """
 import pathlib, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -18,11 +19,55 @@ pathlib.Path(__file__).with_name("pid").write_text(str(child.pid))
 signal.pause()
 """
 
+SAMPLE = """
+import time, pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+tried = {"default": 0, "own": 0, "machine": 0}
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+def count(name):
+    tried[name] += 1
+
+@given(st.integers())
+def test_default(x): count("default")
+@pytest.mark.parametrize("case", [1, 2])
+@settings(max_examples=40)
+@given(x=st.integers())
+def test_own(case, x): count("own")
+class Machine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        count("machine")
+    @rule()
+    def step(self): pass
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=20, stateful_step_count=2)
+def test_a_quarter(): assert tried == {"default": 25, "own": 2 * 10, "machine": 5}
+
+def test_within(): pass
+def test_over(): burn(0.3)
+@pytest.mark.slow
+def test_slow(): burn(0.3)
+@pytest.fixture
+def costly(): burn(0.3)
+def test_fixture_over(costly): pass
+def test_import_over(tmp_path, monkeypatch):
+    (tmp_path / "costly_to_import.py").write_text("import string, test_sample\\ntest_sample.burn(0.3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    import costly_to_import
+@pytest.mark.parametrize("case", [1, 2])
+def test_skipped(case): pytest.skip("no vLLM here")
+"""
+
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``scripts/check.py`` with parts of our own: modules in ``tmp_path``."""
-    spec = importlib.util.spec_from_file_location("check", Path(__file__).parents[3] / "scripts" / "check.py")
+    spec = importlib.util.spec_from_file_location("check", ROOT / "scripts" / "check.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -47,6 +92,41 @@ def test_a_part_that_hangs_fails_and_leaves_nothing_behind(check: Any, tmp_path:
     while lives(child):
         assert monotonic() < deadline, "what the part had started lives on"
         Event().wait(0.05)
+
+
+def test_tests_are_counted_by_outcome_and_reason_and_held_to_their_budget(
+    check: Any, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    (tmp_path / "unit").mkdir()
+    (tmp_path / "unit" / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "conftest.py").write_text("import tests.conftest\nfrom tests.conftest import *\n"
+                                          "tests.conftest.CPU_SECONDS_MAX = 0.1\n")  # fmt: skip
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: sample\n")
+    command = ("pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", str(tmp_path / "unit"))
+    monkeypatch.setattr(check, "PARTS", {"sample": command})
+    monkeypatch.setattr(check, "ENVIRONMENT", {"sample": {"AFTERPLAY_TEST_BUDGET": "1"}})
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    result = check.check("sample")
+    told = capfd.readouterr().out
+    assert result.became == "FAILED (exit code 1)"
+    assert result.tests == {"passed": 9, "failed": 1, "skipped": 2} and result.skipped == {"no vLLM here": 2}, told
+    assert "test_over" in told and "expected at most 0.1 s of CPU time, it took 0.3 s" in told
+    slowest = told.partition("most CPU time")[2]
+    assert 0 < slowest.index("test_over") < slowest.index("test_within")
+    table = check.summary([result, check.Result("lint", "passed", 1.0)])
+    assert "sample       FAILED (exit code 1)" in table and "9 passed, 1 failed, 2 skipped" in table
+    assert "==> 2 skipped\n      2  no vLLM here" in table
+
+
+def test_both_commands_together_run_each_test_once(check: Any) -> None:
+    """A test is in ``quick`` or in ``added``; only properties are in both, with more examples."""
+    for folder, parts in {"integration": ("smoke", "integration"), "end_to_end": ("smoke", "end_to_end")}.items():
+        quick, added = (({**check.QUICK, **check.ADDED})[part] for part in parts)
+        assert f"tests/{folder}" in quick and f"tests/{folder}" in added
+        assert quick[quick.index("-m") + 1] == "smoke" and added[added.index("-m") + 1] == "not smoke"
+    quick, added = check.QUICK["unit"], check.ADDED["thorough"]
+    assert quick[-2:] == added[-2:] == ("tests/unit", "tests/simulation")
+    assert quick[quick.index("-m") + 1] == "not slow" and added[added.index("-m") + 1] == "slow or hypothesis"
 
 
 def lives(pid: int) -> bool:

@@ -1,7 +1,5 @@
 """Each token has its own text, and together they are the text."""
 
-from pathlib import Path
-
 import orjson
 import pytest
 from hypothesis import given
@@ -77,12 +75,10 @@ def test_words_without_a_decoder_have_spaces_between(tmp_path):
     assert Vocabulary.read(tmp_path).text([0, 1]) == " guess higher"
 
 
-def test_text_is_that_of_a_real_tokenizer(pytestconfig):
-    kept = Path(str(pytestconfig.cache.mkdir("smollm2-tokenizer"))) if pytestconfig.cache else Path("-")
-    if not (kept / "tokenizer.json").is_file():
-        pytest.skip("the tokenizer of SmolLM2 is not in pytest's cache: run tests/unit/actors/test_renderer.py first")
+def test_text_is_that_of_a_real_tokenizer(smollm2_folder):
     tokenizers = pytest.importorskip("tokenizers")
-    real, ours = tokenizers.Tokenizer.from_file(str(kept / "tokenizer.json")), Vocabulary.read(kept)
+    real = tokenizers.Tokenizer.from_file(str(smollm2_folder / "tokenizer.json"))
+    ours = Vocabulary.read(smollm2_folder)
     for text in ("Hello world", " naïve café\n\n\t日本語 🙂👍🏽 <|im_end|> x", "def f(x):\n    return x ** 2  # ∑"):
         ids = real.encode(text).ids
         assert ours.text(ids) == real.decode(ids, skip_special_tokens=False) == text
