@@ -21,13 +21,14 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
+from tests.end_to_end.conftest import VLLM
 from tests.support.running_engine import RunningEngine
 
 VERSION = 1_000_000
 """Above what other tests stamp on the same engine: versions never go back."""
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(params=["embedded", VLLM])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[RunningEngine]:
     """Stamped as ``VERSION``."""
     running: RunningEngine = request.getfixturevalue(f"{request.param}_engine")
@@ -52,6 +53,7 @@ async def test_client_reads_what_a_real_engine_answers(engine: RunningEngine) ->
 
 
 @pytest.mark.vllm
+@pytest.mark.smoke
 async def test_completions_route_gives_the_same_kind_of_answer(vllm_engine: RunningEngine) -> None:
     url, body = f"{vllm_engine.url}/update_weight_version", {"new_version": str(VERSION)}
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
