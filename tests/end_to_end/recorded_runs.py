@@ -63,9 +63,9 @@ STEPS_BEFORE_KILL = 2
 TWO_ENGINES = [
     *COIN,
     f"run.total_steps={TWO_ENGINES_STEPS}",
-    "environments.arithmetic.tasks=4",
     "environments.arithmetic.options.low=100",
     "environments.arithmetic.options.high=999",
+    "environments.arithmetic.tasks=4",  # each step has them all, so from the second on there are replays
     "groups.groups_per_step=4",
     "staleness.max=0",  # no publication in the middle of a conversation: that would empty the caches
 ]
@@ -103,7 +103,7 @@ class TwoEnginesRun:
     hits: int
     """Prefix-cache hits of both engines before the kill."""
     before: list[Trajectory]
-    """What was stored by then."""
+    """What was trained by then, and has therefore finished before the counters were read."""
     exit_code: int
 
 
@@ -174,9 +174,10 @@ def mixed(directory: RunDirectory) -> int:
 def two_engines_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEnginesRun]:
     """To its last step, with one engine killed on the way."""
     with played(tmp_path_factory, "two_engines", "two_engines", TWO_ENGINES) as run:
-        run.until_step(STEPS_BEFORE_KILL, 600)
+        run.until_step(STEPS_BEFORE_KILL, 900)
         hits = sum(cache.hits for cache in caches(run))
-        before = stored(run.directory)
+        versions = range(STEPS_BEFORE_KILL)
+        before = [t for t in stored(run.directory) if (seen := t.version_range()) and seen[1] in versions]
         os.kill(engine_process(run).pid, signal.SIGKILL)
         yield TwoEnginesRun(run, hits, before, run.finish(900))
 

@@ -14,6 +14,7 @@ def test_turns_stay_on_their_engine_and_find_their_prefix(two_engines_run: TwoEn
     config = load(two_engines_run.run.directory.config_file, environment={})
     block, trajectories = config.engine.block_size, two_engines_run.before
     assert block is not None
+    assert len(trajectories) > config.groups.groups_per_step * config.groups.n_rollout, "more than the first step"
     assert {len(t.engine.engine_ids) for t in trajectories} == {1}
     assert len({t.engine.engine_ids for t in trajectories}) == 2
     reusable = 0
@@ -27,9 +28,10 @@ def test_turns_stay_on_their_engine_and_find_their_prefix(two_engines_run: TwoEn
 
 def test_a_killed_engine_loses_no_order(two_engines_run: TwoEnginesRun) -> None:
     run = two_engines_run.run
+    config = load(run.directory.config_file, environment={})
     assert two_engines_run.exit_code == 0, run.tail()
     ledger = run.ledger(rows=True)
     assert ledger.audit() == []
-    assert ledger.groups["trained"] == TWO_ENGINES_STEPS * 4
+    assert ledger.groups["trained"] == TWO_ENGINES_STEPS * config.groups.groups_per_step
     assert not [name for name in ledger.groups if name.startswith("cancelled") and ledger.groups[name]]
     assert run.directory.curves_file.is_file()
