@@ -43,6 +43,8 @@ COIN = [
 """Replays of multi-turn successes soon, whoever is right, and every payload and published weight kept."""
 FLOAT32_UPDATES = 8
 """Updates of one group each that a new learner asks for after the run."""
+COMPARED_MAX = 8
+"""Trajectories of each version whose log-probabilities are recomputed."""
 FLOAT32 = [
     *COIN,
     "run.total_steps=100",  # far more than are made: the run is interrupted
@@ -152,7 +154,7 @@ def float32_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoppedRun
 
 
 def shows_the_truth(directory: RunDirectory) -> bool:
-    """Trajectories whose tokens come from more than one policy version, a trained replay, and complete groups."""
+    """Trajectories under one policy version and under several, a trained replay, and complete groups."""
     if not directory.store_file.exists():
         return False
     with closing(tables.STORE.connect(directory.store_file, read_only=True)) as connection:
@@ -160,7 +162,11 @@ def shows_the_truth(directory: RunDirectory) -> bool:
         (groups,) = connection.execute(
             "SELECT count(*) FROM groups WHERE state IN ('ready', 'placed', 'trained')"
         ).fetchone()
-    return bool(replays and groups >= FLOAT32_UPDATES and mixed(directory) >= 3)
+        alike = connection.execute(
+            "SELECT count(*) FROM trajectories WHERE version_min = version_max GROUP BY version_min"
+        ).fetchall()
+    enough = sum(min(count, COMPARED_MAX) for (count,) in alike) >= 2 * COMPARED_MAX
+    return bool(enough and replays and groups >= FLOAT32_UPDATES and mixed(directory) >= 3)
 
 
 def mixed(directory: RunDirectory) -> int:

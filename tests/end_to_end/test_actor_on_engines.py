@@ -77,12 +77,12 @@ async def test_multi_turn_rollouts_are_complete_and_stay_in_one_branch(engine: R
     found: list[Trajectory] = []
 
     async def play(i: int) -> None:
-        order = Order(f"g{i}.0.0", f"g{i}", Task(f"game/{i}", "game", i), 0, 0, VERSION, 120.0)
+        order = Order(f"g{i}.0.0", f"g{i}", Task(f"game/{i}", "game", i), 0, 0, VERSION, 300.0)
         found.append(await Rollout(order, services).run())
 
     async with anyio.create_task_group() as background:
         background.start_soon(pool.watch)
-        with anyio.fail_after(150):
+        with anyio.fail_after(320):
             async with anyio.create_task_group() as group:
                 for i in range(8):
                     group.start_soon(play, i)

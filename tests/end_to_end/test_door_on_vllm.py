@@ -27,7 +27,7 @@ from tests.support.running_engine import RunningEngine
 
 VERSION = 2_000_000
 """Above what other tests stamp on the same engine: versions never go back."""
-SECONDS = 150.0
+SECONDS = 300.0
 TOOL = {
     "type": "function",
     "function": {
@@ -40,7 +40,7 @@ TOOL = {
         },
     },
 }
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Watched(EngineClient):

@@ -66,7 +66,7 @@ class Api:
 
     async def until(self, name: str, wanted: Any) -> None:
         """Wait until a metric satisfies ``wanted``."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not wanted(await self.metric(name)):
                 await asyncio.sleep(0.01)
 

@@ -29,7 +29,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
 from pipeline.transport.zeromq import limits_of
-from tests.end_to_end.recorded_runs import FLOAT32_UPDATES, TWO_ENGINES_STEPS, stored
+from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, stored
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.run_handle import RunHandle
 
@@ -143,11 +143,10 @@ def versions_of(trajectory: Trajectory) -> set[int]:
 
 def test_recorded_logprobs_are_those_of_the_version_that_sampled_them(played: Played) -> None:
     checked = 0
-    for version in (0, 1, 2, 3):
-        mine = [t for t in played.stored if multi_turn_of_one_version(t) and version in versions_of(t)]
-        if not mine:
-            continue
-        branches = [branch for t in mine[:8] for branch in t.branches()]
+    comparable = [t for t in played.stored if multi_turn_of_one_version(t)]
+    for version in sorted(set().union(*map(versions_of, comparable))):
+        mine = [t for t in comparable if version in versions_of(t)]
+        branches = [branch for t in mine[:COMPARED_MAX] for branch in t.branches()]
         found = differences(branches, played.weights(version))
         checked += len(found.aligned)
         assert_recorded_is_recomputed(found, played.mean_max)
