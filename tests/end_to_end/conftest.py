@@ -1,4 +1,7 @@
-"""Real engine processes. ``vllm`` marks what needs a vLLM server (35 s to start, both cores)."""
+"""Real engine processes and runs, each started once a session. ``vllm`` marks what needs a vLLM server.
+
+The tests of ``vllm_engine`` are ``smoke`` tests, all of them: ``make test`` starts that server, and what ``make
+test-all`` adds does not start it again."""
 
 from __future__ import annotations
 
@@ -8,16 +11,34 @@ from typing import Any
 
 import pytest
 
-from actors.servers.vllm import vllm_available
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import RunDirectory
+from tests.end_to_end.recorded_runs import float32_run, quickstart_run, require_vllm, two_engines_run
 from tests.support.running_engine import RunningEngine, running_engine
+
+__all__ = ["float32_run", "quickstart_run", "two_engines_run"]
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.smoke])
+"""The parameter of a test that takes :func:`vllm_engine`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "vllm: needs a real vLLM server (slow to start)")
+    config.addinivalue_line("markers", "kills_engine: the last test that can use the session's vLLM server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the session's server first among those here, the one that kills it after them."""
+    places = [i for i, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    chosen = sorted((items[i] for i in places), key=_turn)
+    for i, item in zip(places, chosen, strict=True):
+        items[i] = item
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.get_closest_marker("kills_engine"):
+        return 1
+    return 0 if item.get_closest_marker("vllm") and item.get_closest_marker("smoke") else 2
 
 
 def prepared(config: RunConfig) -> RunConfig:
@@ -40,9 +61,7 @@ def tiny_config(directory: Path, **sections: Any) -> RunConfig:
 
 def smollm_config(directory: Path, **engine: Any) -> RunConfig:
     """A vLLM CPU server over SmolLM2 in float32. Skips, saying why, where either is missing."""
-    usable, reason = vllm_available()
-    if not usable:
-        pytest.skip(f"NO vLLM TESTS HERE: {reason}")
+    require_vllm()
     defaults = {
         "kind": "vllm",
         "port": 0,
@@ -73,7 +92,8 @@ def embedded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
         yield engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """One server for every module; the test that kills it is the last that has it."""
     with running_engine(smollm_config(tmp_path_factory.mktemp("vllm"))) as engine:
         yield engine

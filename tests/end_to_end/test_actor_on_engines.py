@@ -21,13 +21,14 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
+from tests.end_to_end.conftest import VLLM
 from tests.support.running_engine import RunningEngine
 
 VERSION = 1_000_000
 """Above what other tests stamp on the same engine: versions never go back."""
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(params=["embedded", VLLM])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[RunningEngine]:
     """Stamped as ``VERSION``."""
     running: RunningEngine = request.getfixturevalue(f"{request.param}_engine")
@@ -52,6 +53,7 @@ async def test_client_reads_what_a_real_engine_answers(engine: RunningEngine) ->
 
 
 @pytest.mark.vllm
+@pytest.mark.smoke
 async def test_completions_route_gives_the_same_kind_of_answer(vllm_engine: RunningEngine) -> None:
     url, body = f"{vllm_engine.url}/update_weight_version", {"new_version": str(VERSION)}
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
@@ -75,12 +77,12 @@ async def test_multi_turn_rollouts_are_complete_and_stay_in_one_branch(engine: R
     found: list[Trajectory] = []
 
     async def play(i: int) -> None:
-        order = Order(f"g{i}.0.0", f"g{i}", Task(f"game/{i}", "game", i), 0, 0, VERSION, 120.0)
+        order = Order(f"g{i}.0.0", f"g{i}", Task(f"game/{i}", "game", i), 0, 0, VERSION, 300.0)
         found.append(await Rollout(order, services).run())
 
     async with anyio.create_task_group() as background:
         background.start_soon(pool.watch)
-        with anyio.fail_after(150):
+        with anyio.fail_after(320):
             async with anyio.create_task_group() as group:
                 for i in range(8):
                     group.start_soon(play, i)

@@ -22,11 +22,12 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
+from tests.end_to_end.conftest import VLLM
 from tests.support.running_engine import RunningEngine
 
 VERSION = 2_000_000
 """Above what other tests stamp on the same engine: versions never go back."""
-SECONDS = 150.0
+SECONDS = 300.0
 TOOL = {
     "type": "function",
     "function": {
@@ -39,7 +40,7 @@ TOOL = {
         },
     },
 }
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Watched(EngineClient):
@@ -55,7 +56,7 @@ class Watched(EngineClient):
         return generation
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(params=["embedded", VLLM])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[RunningEngine]:
     """Stamped as ``VERSION``."""
     pytest.importorskip("openai", reason="pip install openai to test its clients against the gateway")

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-import time
-from pathlib import Path
-
-import psutil
 import pytest
 
-from actors.servers.vllm import vllm_available
-from tests.support.run_handle import RunHandle, start_run
+from tests.end_to_end.recorded_runs import StoppedRun
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1900)]
 
 
-def playing(run: RunHandle) -> bool:
-    """Whether the engine is up and the first rollouts have arrived."""
-    return run.directory.store_file.is_file() and sum(run.ledger().trajectories.values()) > 0
-
-
-@pytest.mark.parametrize("signals", [1, 2])
-def test_a_stopped_run_ends_within_ten_seconds_and_leaves_no_engine(tmp_path: Path, signals: int) -> None:
-    usable, reason = vllm_available()
-    if not usable:
-        pytest.skip(f"NO vLLM TESTS HERE: {reason}")
-    with start_run(QUICKSTART, tmp_path, "stopped") as run:
-        run.until("the first trajectory", lambda: playing(run), 400)
-        children = psutil.Process(run.process.pid).children(recursive=True)
-        assert any("api_server" in " ".join(child.cmdline()) for child in children)
-        begun = time.monotonic()
-        for _ in range(signals):
-            run.process.send_signal(signal.SIGINT)
-        run.process.wait(60)
-        assert time.monotonic() - begun < 10
-        _, alive = psutil.wait_procs(children, timeout=5)
-        assert alive == []
-        assert run.ledger().audit() == []
+@pytest.mark.parametrize("recorded", ["float32_run", "quickstart_run"], ids=["1", "2"])
+def test_a_stopped_run_ends_within_ten_seconds_and_leaves_no_engine(
+    request: pytest.FixtureRequest, recorded: str
+) -> None:
+    """The first was stopped by one signal, the second by two."""
+    found: StoppedRun = request.getfixturevalue(recorded)
+    assert found.stop.had_engine
+    assert found.stop.seconds < 10
+    assert found.stop.survivors == []
+    assert sum(found.run.ledger().trajectories.values()) > 0
+    assert found.run.ledger().audit() == []

@@ -3,8 +3,8 @@ trajectories, fresh ones and those that come back from the store as replays."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.servers.vllm import vllm_available
 from learner.data.groups import Group
 from learner.data.replay_choice import choose_replays
 from learner.data.rows import Batch, Row, build_batch
@@ -29,40 +28,14 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
-from pipeline.store import tables
-from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.zeromq import limits_of
+from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, stored
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
-from tests.support.run_handle import RunHandle, start_run
-
-GROUPS_PER_STEP = 2
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-SHORT = [
-    "run.total_steps=100",  # far more than are made: the run is interrupted
-    "environments.arithmetic.tasks=8",  # tasks come again, so their successes do
-    "environments.arithmetic.options.attempts=3",
-    "environments.arithmetic.options.low=10",
-    "environments.arithmetic.options.high=99",
-    "sampling.max_tokens=24",
-    "groups.n_rollout=4",
-    f"groups.groups_per_step={GROUPS_PER_STEP}",
-    "staleness.max=100",
-    "actor.concurrency=4",  # few at a time, never at the bound of staleness: play goes on while weights are published
-    "checkpoint.every=1000",  # payloads are kept until a checkpoint covers them
-    "checkpoint.at_end=false",
-    "publish.keep=100",
-    "replay.enabled=true",
-    "replay.start_ratio=0",
-    "replay.task_ratio=1",
-    f"scorer.functions=[{{path: '{Path(__file__).with_name('plugins_for_truth.py')}:coin', weight: 1}}]",
-    "scorer.environment_weight=0",
-    "replay.trajectories_per_task=2",
-    "replay.max_trajectories_per_task=4",
-]
-UPDATES = 6
-"""Updates whose groups a new learner asks for."""
+from tests.support.run_handle import RunHandle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1900)]
+MEAN_MAX = {"float32": 1e-3, "bfloat16": 0.1}
+"""Bound of the mean |recorded − recomputed| by the engine's dtype, nats."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +49,10 @@ class Differences:
 
 @dataclass(frozen=True)
 class Played:
-    """A run that was interrupted, and the replays that a new learner trains with its store."""
+    """A recorded run, and the replays that a new learner trains with its store."""
 
     dtype: str
     mean_max: float
-    """Bound of the mean |recorded − recomputed|, nats."""
     directory: RunDirectory
     config: RunConfig
     steps: list[dict[str, Any]]
@@ -100,42 +72,27 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=[("float32", 1e-3), ("bfloat16", 0.1)], ids=["float32", "bfloat16"])
-def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    usable, reason = vllm_available()
-    if not usable:
-        pytest.skip(f"NO vLLM TESTS HERE: {reason}")
-    dtype, mean_max = request.param
-    overrides = [*SHORT, f"engine.dtype={dtype}", f"publish.dtype={dtype}", "learner.compute_dtype=float32"]
-    with start_run(QUICKSTART, tmp_path_factory.mktemp(dtype), "truth", overrides) as run:
-        run.until("play while weights were published, and replays", lambda: enough(run), 1500)
-        assert run.interrupt() < 10
-        config = load(run.directory.config_file, environment={})
-        found = Played(dtype, mean_max, run.directory, config, run.steps(), stored(run.directory), [])
-        found.replays.extend(replayed_rows(found, anyio.run(delivered_again, config, run.directory)))
-        yield found
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """Recorded by one float32 engine, stopped while it played, and by two bfloat16 engines of a finished run."""
+    mean_max = MEAN_MAX[request.param]
+    if request.param == "float32":
+        run: RunHandle = request.getfixturevalue("float32_run").run
+        updates = FLOAT32_UPDATES
+    else:
+        run = request.getfixturevalue("two_engines_run").run
+        updates = TWO_ENGINES_STEPS
+    config = load(run.directory.config_file, environment={})
+    assert config.engine.dtype == request.param
+    found = Played(request.param, mean_max, run.directory, config, run.steps(), stored(run.directory), [])
+    copy = RunDirectory(tmp_path_factory.mktemp("again")).create()  # the stage writes into the store
+    for file in run.directory.path.glob(f"{run.directory.store_file.name}*"):
+        shutil.copy(file, copy.path)
+    found.replays.extend(replayed_rows(found, anyio.run(delivered_again, config, copy, updates)))
+    return found
 
 
-def enough(run: RunHandle) -> bool:
-    """Trajectories whose tokens come from more than one policy version, a trained replay, and complete groups."""
-    if not run.directory.store_file.exists():
-        return False
-    with closing(tables.STORE.connect(run.directory.store_file, read_only=True)) as connection:
-        (mixed,) = connection.execute("SELECT count(*) FROM trajectories WHERE version_min < version_max").fetchone()
-        (replays,) = connection.execute("SELECT count(*) FROM group_replays WHERE chosen = 1").fetchone()
-        (groups,) = connection.execute(
-            "SELECT count(*) FROM groups WHERE state IN ('ready', 'placed', 'trained')"
-        ).fetchone()
-    return bool(mixed >= 3 and replays and groups >= UPDATES * GROUPS_PER_STEP)
-
-
-def stored(directory: RunDirectory) -> list[Trajectory]:
-    with closing(tables.STORE.connect(directory.store_file, read_only=True)) as connection:
-        rows = connection.execute("SELECT header, token_ids, logprobs, spans FROM payloads").fetchall()
-    return [decode_trajectory(row) for row in rows]
-
-
-async def delivered_again(config: RunConfig, directory: RunDirectory) -> list[Group]:
+async def delivered_again(config: RunConfig, directory: RunDirectory, updates: int) -> list[Group]:
     """A learner without a checkpoint connects to the stage over the store of the run: what was trained is planned and
     delivered once more, replays with all their candidates."""
     network = MemoryNetwork()
@@ -146,10 +103,10 @@ async def delivered_again(config: RunConfig, directory: RunDirectory) -> list[Gr
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve, ctx, MemoryHub(network, heartbeat_seconds=1.0, silence_seconds_max=10.0))
             async with link, anyio.create_task_group() as learning:
-                credit = UPDATES * GROUPS_PER_STEP
+                credit = updates * config.groups.groups_per_step
                 session = LearnerSession(link, config.groups, credit, LearnerProgress(), limits_of(config))
                 learning.start_soon(session.run)
-                for update in range(UPDATES):
+                for update in range(updates):
                     groups += await session.ready(update)
                 learning.cancel_scope.cancel()
             ctx.stopping.set()
@@ -186,11 +143,10 @@ def versions_of(trajectory: Trajectory) -> set[int]:
 
 def test_recorded_logprobs_are_those_of_the_version_that_sampled_them(played: Played) -> None:
     checked = 0
-    for version in (0, 1, 2, 3):
-        mine = [t for t in played.stored if multi_turn_of_one_version(t) and version in versions_of(t)]
-        if not mine:
-            continue
-        branches = [branch for t in mine[:8] for branch in t.branches()]
+    comparable = [t for t in played.stored if multi_turn_of_one_version(t)]
+    for version in sorted(set().union(*map(versions_of, comparable))):
+        mine = [t for t in comparable if version in versions_of(t)]
+        branches = [branch for t in mine[:COMPARED_MAX] for branch in t.branches()]
         found = differences(branches, played.weights(version))
         checked += len(found.aligned)
         assert_recorded_is_recomputed(found, played.mean_max)

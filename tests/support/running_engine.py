@@ -78,6 +78,7 @@ def running_engine(config: RunConfig, index: int = 0) -> Iterator[RunningEngine]
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")])
     )
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a run: threads that spin take the cores of others
     with log.open("ab") as sink:
         process = subprocess.Popen(
             in_process_group(argv), env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
