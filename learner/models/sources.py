@@ -5,8 +5,11 @@ A package needs no network: a machine without a hub installs the model from its 
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -125,6 +128,22 @@ def find_in_package(name: str) -> Path:
     return (folders + ggufs)[0]
 
 
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Inside the block transformers parses a GGUF file once instead of three times, and builds the table of its tensors'
+    names once instead of once a module of the model: a third of the CPU time of a conversion."""
+    import gguf
+
+    real = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in real.items():
+            setattr(gguf, name, functools.cache(function))
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(gguf, name, function)
+
+
 def _convert(gguf: Path, folder: Path) -> None:
     """Write ``gguf`` as a plain checkpoint in bfloat16; quantisation is undone and forgotten."""
     import torch
@@ -132,8 +151,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+        with _parsed_once():
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
     except ImportError as error:
         raise ConfigurationError(f"reading {gguf.name} needs the packages gguf and accelerate: {error}") from error
     except Exception as error:

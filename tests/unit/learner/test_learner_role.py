@@ -25,8 +25,8 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
 from pipeline.stage.role import serve as serve_stage
-from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.supervisor.disk import describe_disk, disk_usage, remove_published
+from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 
