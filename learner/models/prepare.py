@@ -10,12 +10,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from filelock import AcquireReturnProxy, BaseFileLock, FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from learner.models.cache import cache_folder, fill_from_cache
 from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
@@ -67,7 +68,7 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
     return info
 
 
-def _acquired(lock: BaseFileLock, give_up: Callable[[], bool]) -> AcquireReturnProxy:
+def _acquired(lock: BaseFileLock, give_up: Callable[[], bool]) -> AbstractContextManager[object]:
     while True:
         try:
             return lock.acquire(timeout=LOCK_SECONDS)

@@ -12,7 +12,7 @@ from pipeline.store.evaluation_results import read_results
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#5c6b73", "#b56576", "#7fb7be", "#bbbbbb")
 
-LEGEND_COLUMNS_MAX = 4
+LEGEND_COLUMNS_MAX = 5
 
 
 def draw(metrics_file: Path, picture: Path) -> str | None:
@@ -155,6 +155,7 @@ def _dress(axis: Any) -> None:
     axis.grid(alpha=0.25, lw=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlabel("step", fontsize=8)
+    axis.locator_params(axis="x", integer=True)
     axis.tick_params(labelsize=8)
     axis.title.set_fontsize(10)
     labels = axis.get_legend_handles_labels()[1]
