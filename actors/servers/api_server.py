@@ -65,8 +65,8 @@ def register_model_classes(folder: Path) -> None:
 
 
 def fork_engine_core() -> None:
-    """Make the engine core a fork of this process. vLLM spawns it on CPUs so that OpenMP can be told which cores to
-    use; here its threads are not bound to cores, and this process starts none of them before the fork."""
+    """Make the engine core a fork of this process. On CPUs vLLM spawns it, to bind OpenMP's threads to cores; here they
+    are not bound, and this process starts none of them before the fork."""
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -75,7 +75,7 @@ def _key(made_from: Mapping[str, Any]) -> str:
 
 
 def _damage(entry: Path) -> str:
-    """What is wrong with an entry; empty when all of its files are there and whole."""
+    """The damage of an entry in words; empty when all of its files are there with their sizes."""
     try:
         sizes = json.loads((entry / CONTENTS).read_text())
         for name, size in sizes.items():

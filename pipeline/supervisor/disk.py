@@ -1,4 +1,4 @@
-"""What a run keeps on disk: removal of what a finished run no longer needs, and the account printed at the end."""
+"""Disk use of a run: removes what a finished run no longer needs, and describes what is kept and removed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def remove_published(config: RunConfig, directory: RunDirectory) -> list[str]:
 
 
 def describe_disk(directory: RunDirectory, lines: Sequence[Line], removed: Iterable[str] = ()) -> list[str]:
-    """What is kept, what was removed, and the size of the folder, as lines of text. ``lines`` of ``metrics.jsonl`` name
-    what was written; ``removed``: weight folders that were removed after the last of them."""
+    """Lines of text: kept, removed, size of the folder. The ``lines`` of ``metrics.jsonl`` name what was written;
+    ``removed``: weight folders that were removed after the last of them."""
     used = disk_usage(directory)
     kept = {kind: sorted(path.name for path in (directory.path / kind).glob("[uv]*")) for kind in _WRITTEN}
     found = []

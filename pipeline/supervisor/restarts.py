@@ -116,7 +116,7 @@ class Machine:
     culprit: str | None = field(init=False, default=None)
     """The process that ended the run by failing; its log says why."""
     _ready: dict[str, float] = field(init=False, default_factory=dict)
-    """When each process was ready for the first time."""
+    """Time at which each process was ready first."""
     _next_stage_at: float = field(init=False, default=math.inf)
 
     def __post_init__(self) -> None:

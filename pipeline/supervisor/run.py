@@ -152,7 +152,7 @@ def supervise(
 
 
 def _engine_name(config: RunConfig) -> str:
-    """What the console calls an engine. Without vLLM a CPU run uses the embedded engine."""
+    """Name of an engine on the console. Without vLLM a CPU run uses the embedded engine."""
     if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is not None:
         return "vLLM"
     return "the embedded engine"

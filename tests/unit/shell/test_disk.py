@@ -1,4 +1,4 @@
-"""What a run keeps on disk, and how it is told."""
+"""Disk use of a run: what is kept and removed, and the lines that say it."""
 
 from __future__ import annotations
 
