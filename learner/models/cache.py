@@ -28,8 +28,8 @@ from learner.models.sources import link_or_copy
 
 log = logging.getLogger(__name__)
 CONTENTS = "contents.json"
-ENTRIES_MAX = 32
-"""Entries kept; making another one removes the one that was used the longest time ago."""
+ENTRIES_MAX = 4
+"""Entries of one name that are kept; making another one removes the one that was used the longest time ago."""
 
 
 def cache_folder(configured: Path | None = None) -> Path:
@@ -60,7 +60,7 @@ def fill_from_cache(
             shutil.rmtree(entry)
         if problem:
             _make(entry, make)
-            _remove_oldest(entry)
+            _remove_oldest(entry, name)
         os.utime(entry)
         link_or_copy([path for path in sorted(entry.iterdir()) if path.name != CONTENTS], folder)
 
@@ -100,9 +100,10 @@ def _make(entry: Path, make: Callable[[Path], None]) -> None:
         raise
 
 
-def _remove_oldest(keep: Path) -> None:
-    """Remove the entries beyond ``ENTRIES_MAX`` that were used the longest time ago; one that is in use stays."""
-    entries = [path for path in keep.parent.iterdir() if (path / CONTENTS).exists() and path != keep]
+def _remove_oldest(keep: Path, name: str) -> None:
+    """Remove the entries of ``name`` beyond ``ENTRIES_MAX``, the one used the longest time ago first; one that is in
+    use stays."""
+    entries = [path for path in keep.parent.glob(f"{name}-*") if (path / CONTENTS).exists() and path != keep]
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True)[ENTRIES_MAX - 1 :]:
         try:
             with FileLock(_lock_file(entry), timeout=0):

@@ -130,8 +130,8 @@ def find_in_package(name: str) -> Path:
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Inside the block transformers parses a GGUF file once instead of three times, and builds the table of tensor names
-    once instead of once per module of the model. That halves the CPU time of a conversion."""
+    """Make transformers parse a GGUF file once instead of three times, and build the table of tensor names once instead
+    of once per module of the model. That halves the CPU time of a conversion."""
     import gguf
 
     real = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}

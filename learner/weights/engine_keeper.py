@@ -142,7 +142,7 @@ class EngineKeeper:
         self._target: Target | None = None
         self._seen = False
         self._served = False
-        """It has served a version since this process began."""
+        """True once it has served a version to this process."""
         self._wake = anyio.Event()
         self._changed = anyio.Event()
 

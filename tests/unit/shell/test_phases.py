@@ -16,7 +16,7 @@ PLAYING = {"actor-0": HealthAnswer(True, "64 episodes running", "", {"playing": 
 TRAINING = {"learner": HealthAnswer(True, "training", "", {"step": 1})}
 
 
-def test_each_phase_is_told_once_in_plain_words() -> None:
+def test_each_phase_is_printed_once_in_plain_words() -> None:
     machine, phases = Machine(RULES), Phases("vLLM", 16)
     machine.begin(0)
     assert phases.news(machine.processes, {}, 0, 0) == ["preparing the model", "starting vLLM"]
@@ -31,7 +31,7 @@ def test_each_phase_is_told_once_in_plain_words() -> None:
     assert phases.news(machine.processes, TRAINING | PLAYING, 1, 24) == []
 
 
-def test_an_engine_that_starts_again_is_told_again() -> None:
+def test_an_engine_that_starts_again_is_printed_again() -> None:
     machine, phases = Machine(RULES), Phases("vLLM", 16)
     machine.begin(0)
     machine.healthy("engine-0", 14)
@@ -49,7 +49,7 @@ def test_a_run_that_resumes_has_no_first_episodes() -> None:
     assert "playing" not in " ".join(phases.news(machine.processes, TRAINING | PLAYING, 8, 1))
 
 
-def test_several_engines_are_told_apart() -> None:
+def test_several_engines_have_their_names() -> None:
     machine, phases = Machine((Rule("engine-0", 3), Rule("engine-1", 3))), Phases("vLLM", 1)
     machine.begin(0)
     assert phases.news(machine.processes, {}, 0, 0) == ["starting vLLM (engine-0)", "starting vLLM (engine-1)"]
