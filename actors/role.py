@@ -136,10 +136,10 @@ async def _report(ctx: RoleContext, actor: Actor) -> None:
 
 
 def _state(actor: Actor, *, draining: bool) -> str:
-    rollouts = f"{actor.in_flight} rollout{'' if actor.in_flight == 1 else 's'} in flight"
+    n = actor.in_flight
     if draining:
-        return f"draining, {rollouts}"
-    return f"{rollouts}, {actor.slots - actor.in_flight} of {actor.slots} slots free"
+        return f"stopping, {n} episode{'' if n == 1 else 's'} left"
+    return f"{n} episode{'' if n == 1 else 's'} running" if n else "idle"
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,10 @@ async def serve(ctx: RoleContext, link: Link) -> None:
             return
     limit_memory(ctx.config)
     ctx.report("loading", "the model")
-    start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory)
+    try:
+        start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory, ctx.stopping.is_set)
+    except Interrupted:
+        return
     try:
         if not ctx.stopping.is_set():
             await _serve(ctx, start, link)
@@ -130,10 +134,11 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
         tasks.cancel_scope.cancel()
 
 
-def load(config: RunConfig, directory: RunDirectory) -> Start:
+def load(config: RunConfig, directory: RunDirectory, give_up: Callable[[], bool] = lambda: False) -> Start:
     """Model, optimizer and counters: of the newest complete checkpoint, else of the initial model. With several ranks
-    the other ranks load the same meanwhile. Blocks for seconds."""
-    prepare_model(config, directory.model)
+    the other ranks load the same meanwhile. Blocks for seconds, and while another process prepares the model; raises
+    :class:`Interrupted` when it gives up on that."""
+    prepare_model(config, directory.model, give_up)
     remove_leftovers(directory.checkpoints)
     rank_zero = RankZero.begin(config)
     try:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from actors.embedded.options import EngineOptions
+from actors.servers.model_folder import await_model
 
 _log = logging.getLogger("afterplay.engine")
 DRAIN_SECONDS = 1.0
@@ -21,11 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     taken."""
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    if not (options.model / "config.json").exists():
-        _log.error("no model in %s: run 'python -m learner.models.prepare FILE' first", options.model)
-        return 2
     _quiet_libraries(options.threads)
     import uvloop
+
+    import actors.embedded.routes  # noqa: F401  (seconds of imports, in which the model may still be prepared)
+
+    await_model(options.model)
 
     code = uvloop.run(serve(options))
     logging.shutdown()

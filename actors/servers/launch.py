@@ -17,10 +17,10 @@ from pipeline.runtime.rundir import RunDirectory
 EMBEDDED_BLOCK_SIZE = 16
 
 
-def main(config: RunConfig, index: int) -> int:
+def main(config: RunConfig, index: int, *, await_model: bool = False) -> int:
     """Replace this process by engine ``index``. Returns 2 on an error, after one line on stderr with the remedy."""
     try:
-        argv, environment = command(config, index)
+        argv, environment = command(config, index, await_model=await_model)
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -31,8 +31,10 @@ def main(config: RunConfig, index: int) -> int:
     os.execve(argv[0], argv, environment)
 
 
-def command(config: RunConfig, index: int) -> tuple[list[str], dict[str, str]]:
+def command(config: RunConfig, index: int, *, await_model: bool = False) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of engine ``index``, for a process that the caller starts and watches.
+
+    ``await_model``: the model folder may still be missing; the engine imports its libraries and then waits for it.
 
     Raises :class:`ConfigurationError`: no such replica, engine is external, port in use, model not prepared, a
     combination that the engine cannot do.
@@ -46,7 +48,7 @@ def command(config: RunConfig, index: int) -> tuple[list[str], dict[str, str]]:
         )
     host, port = address(config, index)
     model = RunDirectory(config.run.path).model.absolute()
-    if not (model / "config.json").exists():
+    if not await_model and not (model / "config.json").exists():
         raise ConfigurationError(
             f"no model in {model}: 'afterplay run FILE' prepares it, or 'python -m learner.models.prepare FILE' "
             "alone does"

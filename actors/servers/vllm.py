@@ -1,4 +1,4 @@
-"""Command line and environment of ``vllm serve``, and the check whether vLLM can run on this machine."""
+"""Command line and environment of a vLLM server, and the check whether vLLM can run on this machine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
             f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, "
             f"got {engine.block_size}"
         )
-    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = [sys.executable, "-m", "actors.servers.api_server"]
     arguments += ["--model", str(model), "--served-model-name", SERVED_NAME, "--host", host, "--port", str(port)]
     arguments += ["--max-model-len", str(config.model.max_length), "--dtype", engine.dtype]
     arguments += ["--max-num-seqs", str(engine.max_sequences)]
@@ -94,6 +94,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         arguments += ["--worker-extension-cls", TIED_HEAD_EXTENSION]
     if on_cpu:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
+        arguments += ["--distributed-executor-backend", "uni"]
     else:
         arguments += _device_arguments(engine)
     if engine.weight_transfer != "files":
@@ -130,6 +131,8 @@ def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
         threads = config.engine.threads or max(1, cores // config.engine.replicas)
         environment["OMP_NUM_THREADS"] = str(threads)
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM starts a worker process beside the engine core
+        environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     return environment
 
 

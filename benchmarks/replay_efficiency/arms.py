@@ -95,7 +95,8 @@ def jobs_of(
     jobs = []
     for seed in seeds:
         for arm, own in arms.items():
-            overrides = (*common, *own, f"run.total_steps={protocol.steps}", f"run.seed={seed}", "publish.keep=100000")
+            weights = ("publish.keep=100000", "publish.at_end=keep")
+            overrides = (*common, *own, f"run.total_steps={protocol.steps}", f"run.seed={seed}", *weights)
             config = load(base, overrides)
             if config.model.source == "tiny":
                 overrides += (f"model.tiny.seed={seed}",)

@@ -5,8 +5,8 @@
     checkpoints/u000010/
       model/        loads in transformers: config, float32 safetensors, tokenizer; adapters merged into the weights
       adapter/      with learner.lora: the adapters alone, float32, as peft has them; training resumes from these
-      training.pt   optimizer and random state, and where there are such: critic, average of the weights, refreshed
-                    reference policy, adaptive KL coefficient (tensors and plain values only)
+      training.pt   random state, optimizer (checkpoint.optimizer), and where there are such: critic, average of the
+                    weights, refreshed reference policy, adaptive KL coefficient (tensors and plain values only)
       shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all
       state.json    counters and the size of every file; written last
     checkpoints/best    the best evaluated one, with evaluation.keep_best (learner/checkpoints/best.py)
@@ -96,7 +96,9 @@ def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
 
 def _image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     policy = trainer.policy
-    training = {"optimizer": trainer.optimizer.state_dict(), "random": random_state()}
+    training: dict[str, Any] = {"random": random_state()}
+    if trainer.saves_optimizer:
+        training["optimizer"] = trainer.optimizer.state_dict()
     training |= {name: part for name, part in _parts(trainer).items() if part is not None}
     training, shards = _copied(training), None
     if isinstance(policy.ranks, RankGroup):
@@ -179,10 +181,15 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
     state = read_state(path)
     saved = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
     saved = restored_state(path, saved, trainer)
-    try:
-        trainer.optimizer.load_state_dict(saved["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise StoreError(f"{path} belongs to another model ({error}): choose another run.name, or delete it") from error
+    if "optimizer" in saved:
+        try:
+            trainer.optimizer.load_state_dict(saved["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise StoreError(
+                f"{path} belongs to another model ({error}): choose another run.name, or delete it"
+            ) from error
+    else:
+        log.warning("%s holds no state of the optimizer (checkpoint.optimizer): a fresh one is used", path)
     for name, load in _loaders(trainer).items():
         if name in saved:
             load(saved[name])

@@ -128,7 +128,8 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         }
 
     out = dict(saved)
-    out["optimizer"] = divided_optimizer(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
+    if "optimizer" in saved:
+        out["optimizer"] = divided_optimizer(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
     live: dict[str, Any] = {
         "average": None if trainer.average is None else trainer.average.state(),
         "reference": None if trainer.reference is None else trainer.reference.state(),

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 
+from learner.models.cache import cache_folder, fill_from_cache
 from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
-from learner.models.sources import make_readable, write_folder_model, write_hub_model, write_package_model
+from learner.models.sources import (
+    find_in_package,
+    make_readable,
+    write_folder_model,
+    write_hub_model,
+    write_package_model,
+)
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, ConfigurationError
+from pipeline.errors import AfterplayError, ConfigurationError, Interrupted
+
+log = logging.getLogger(__name__)
+LOCK_SECONDS = 0.5
+"""Interval at which a process that waits for another's preparation asks whether to give up."""
 
 
-def prepare_model(config: RunConfig, target: Path) -> ModelInfo:
+def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] = lambda: False) -> ModelInfo:
     """Make ``target`` the folder of ``config.model``: config, safetensors, tokenizer, chat template.
 
     Idempotent: a folder that was made from the same request is returned as it is. Atomic: the folder appears
     complete, by rename. Safe when several processes call it at once: one works, the others wait for its lock file
-    beside ``target``.
+    beside ``target``, until ``give_up`` is true.
 
-    Raises :class:`ConfigurationError` when the source is missing or unusable, when the run needs longer sequences than
-    the model has positions, or when ``target`` already holds another model (weights of a run belong to one model).
+    Raises :class:`Interrupted` when it gives up, and :class:`ConfigurationError` when the source is missing or
+    unusable, when the run needs longer sequences than the model has positions, or when ``target`` already holds another
+    model (weights of a run belong to one model).
     """
     target = target.expanduser().absolute()
     request = request_of(config)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent / f".{target.name}.lock"):
+    with _acquired(FileLock(target.parent / f".{target.name}.lock"), give_up):
         if (target / MANIFEST).exists():
             info = ModelInfo.load(target)
             if info.request != request:
@@ -49,6 +68,15 @@ def prepare_model(config: RunConfig, target: Path) -> ModelInfo:
     return info
 
 
+def _acquired(lock: BaseFileLock, give_up: Callable[[], bool]) -> AbstractContextManager[object]:
+    while True:
+        try:
+            return lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout as error:
+            if give_up():
+                raise Interrupted from error
+
+
 def _make(config: RunConfig, request: dict[str, object], target: Path) -> ModelInfo:
     if target.exists():
         if not target.is_dir() or any(target.iterdir()):
@@ -57,18 +85,49 @@ def _make(config: RunConfig, request: dict[str, object], target: Path) -> ModelI
             )
         target.rmdir()
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    fill = partial(_fill, config, request)
     try:
-        _write(config, scratch)
-        if request["chat_template"] is not None:
-            _replace_template(scratch, str(request["chat_template"]), config.model.trust_remote_code)
-        info = inspect_folder(scratch, config.model.source, request, config.model.trust_remote_code)
-        info.save()
+        name, made_from = _identity(config)
+        if name:
+            made_from |= {"request": request, "trust_remote_code": config.model.trust_remote_code}
+            fill_from_cache(cache_folder(config.model.cache), name, made_from, fill, scratch)
+        else:
+            fill(scratch)
         make_readable(scratch)
         os.rename(scratch, target)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return ModelInfo.load(target)
+
+
+def _identity(config: RunConfig) -> tuple[str, dict[str, Any]]:
+    """Name in the cache and facts of the source, for sources that take long to prepare. An empty name: folders and hub
+    models, whose files are linked anyway."""
+    source = config.model.source
+    if source == "tiny":
+        return "tiny", {"max_length": config.model.max_length}
+    if not source.startswith("package:"):
+        return "", {}
+    name = source.removeprefix("package:")
+    found = find_in_package(name)
+    files = [found] if found.is_file() else sorted(path for path in found.iterdir() if path.is_file())
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return re.sub(r"[^\w.-]", "_", name), {"version": metadata.version(name), "files": facts}
+
+
+def _fill(config: RunConfig, request: dict[str, object], folder: Path) -> None:
+    """Write the files of the model and the manifest into the empty ``folder``."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    log.info("making the model folder of %s", config.model.source)
+    _write(config, folder)
+    if request["chat_template"] is not None:
+        _replace_template(folder, str(request["chat_template"]), config.model.trust_remote_code)
+    inspect_folder(folder, config.model.source, request, config.model.trust_remote_code).save()
+    make_readable(folder)
 
 
 def _write(config: RunConfig, folder: Path) -> None:
@@ -103,10 +162,6 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print("usage: python -m learner.models.prepare FILE [--set section.key=value ...]", file=sys.stderr)
         return 2
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         sets = [value for flag, value in itertools.pairwise(arguments[1:]) if flag == "--set"]
         config = load_config(Path(arguments[0]), sets)

@@ -64,6 +64,7 @@ class Trainer:
         self.updates = 0
         self.mid_update = False
         self.seed = config.run.seed
+        self.saves_optimizer = config.checkpoint.optimizer
         self.kl = KLController.of(config.loss)
         learner = config.learner
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)

@@ -246,7 +246,7 @@ class ColocatedKeeper(EngineKeeper):
             await (self._wake_with(target) if asleep else self._load(target))
         elif served != target.stamp:
             await self.control.stamp(target.stamp)
-        self._seen = True
+        self._seen = self._served = True
 
     async def _wake_with(self, target: Target) -> None:
         """Wake the engine with the weights of ``target``. Without whole weights it stays asleep, whatever fails."""

@@ -88,6 +88,8 @@ WATCH_SECONDS = 1.0
 """Interval at which a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
 RETRY_SECONDS = 0.5
 RETRY_SECONDS_MAX = 5.0
+"""After failures of an engine that has served before. One that is still starting is asked every ``RETRY_SECONDS``: the
+first rollouts wait for it."""
 
 
 @dataclass(slots=True)
@@ -139,6 +141,8 @@ class EngineKeeper:
         self._on_failure = on_failure
         self._target: Target | None = None
         self._seen = False
+        self._served = False
+        """True once it has served a version to this process."""
         self._wake = anyio.Event()
         self._changed = anyio.Event()
 
@@ -172,7 +176,8 @@ class EngineKeeper:
         while True:
             wake, target = self._wake, self._target
             await self._look(target)
-            retry = RETRY_SECONDS if self._healthy else min(RETRY_SECONDS_MAX, retry * 2)
+            failing = self._served and not self._healthy
+            retry = min(RETRY_SECONDS_MAX, retry * 2) if failing else RETRY_SECONDS
             if target is self._target:
                 with anyio.move_on_after(WATCH_SECONDS if self._healthy else retry):
                     await wake.wait()
@@ -207,7 +212,7 @@ class EngineKeeper:
             await self._load(target)
         elif served != target.stamp:
             await self.control.stamp(target.stamp)
-        self._seen = True
+        self._seen = self._served = True
 
     async def _load(self, target: Target) -> None:
         """Pause, load, stamp; resume in any case, cancellation included."""

@@ -120,14 +120,21 @@ def run(
 
 
 @app.command()
-def engine(file: File, index: Index = 0, sets: Sets = None) -> None:
+def engine(
+    file: File,
+    index: Index = 0,
+    sets: Sets = None,
+    await_model: Annotated[
+        bool, typer.Option("--await-model", help="Start before the model folder is prepared, and wait for it.")
+    ] = False,
+) -> None:
     """Run one inference server, on engine.port + index.
 
     afterplay engine configs/two_engines.yaml --index 1 --set engine.port=8100
     """
     from pipeline.runtime.process import load_main
 
-    raise typer.Exit(load_main("actors.servers.launch:main")(_load(file, sets), index))
+    raise typer.Exit(load_main("actors.servers.launch:main")(_load(file, sets), index, await_model=await_model))
 
 
 @app.command()

@@ -202,6 +202,9 @@ class PublishConfig(Section):
 
     keep: int = Field(2, ge=1)
     """Newest weight folders kept on disk."""
+    at_end: Literal["remove", "keep"] = "remove"
+    """Weight folders of a finished ``afterplay run``. ``remove``: delete them, since the last checkpoint has the same
+    weights (without ``checkpoint.at_end`` the newest folder stays). ``keep``: leave them."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Type of the published weights. Engines convert them to their own type."""
     lora: Literal["merged", "adapter"] = "merged"
@@ -215,12 +218,15 @@ class PublishConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints that the learner resumes from."""
+    """Checkpoints that the learner resumes from: float32 weights and the optimizer's state."""
 
     every: int = Field(10, ge=1)
     """Updates between checkpoints. After a crash, updates since the last checkpoint are repeated from the same
     groups."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints kept on disk."""
+    """Newest checkpoints kept on disk. The best evaluated one is kept too (``evaluation.keep_best``)."""
+    optimizer: bool = True
+    """Save the optimizer's state, so that the learner resumes exactly. False: a third of the size with AdamW; a resumed
+    learner starts with a fresh optimizer."""
     at_end: bool = True
     """Also write a checkpoint after the last update."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -25,6 +26,9 @@ class ModelConfig(Section):
     """Context length of the engine: most tokens of prompt and completions together."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
+    cache: Path | None = None
+    """Folder that keeps converted models for later runs. None: the environment variable ``AFTERPLAY_CACHE``, or
+    ``~/.cache/afterplay``."""
     trust_remote_code: bool = False
     """Allow the model folder to run its own Python code when it is loaded."""
 

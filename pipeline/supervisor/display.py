@@ -13,7 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.viewer.progress import Line, describe, facts, step_of
+from pipeline.cli.viewer.progress import Line, Pace, describe, facts, step_of
+from pipeline.supervisor.phases import Phases
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Phase, Process
 
@@ -26,6 +27,8 @@ _STYLE = {
     Phase.DONE: "dim",
 }
 
+IN_STATE = ("playing",)
+"""Details that the state of a process has in words."""
 SILENCE_SECONDS = 15.0
 """Without a terminal: silence after which a line says what each process waits for."""
 
@@ -43,13 +46,18 @@ class Display:
         processes: Mapping[str, Process],
         answers: Mapping[str, HealthAnswer],
         console: Console | None = None,
+        engine: str = "the engine",
+        line: Line | None = None,
     ) -> None:
+        """``engine`` is what an engine is called; ``line``: the newest step of a run that resumes."""
         self._title = title
         self._total_steps = total_steps
         self._processes = processes
         self._answers = answers
         self.console = console or Console(highlight=False)
-        self._line: Line | None = None
+        self._line = line
+        self._phases = Phases(engine, total_steps)
+        self._pace = Pace(total_steps)
         self._started_at = self._printed_at = time.monotonic()
         self._live: Live | None = None
         if self.console.is_terminal:
@@ -74,20 +82,30 @@ class Display:
     def progress(self, line: Line) -> None:
         """Show a step of the learner."""
         self._line = line
+        self._pace.finished(step_of(line), time.monotonic())
         if self._live is None:
-            self.say(describe(line, self._total_steps))
+            left = self._time_left()
+            self.say(describe(line, self._total_steps) + (f"  {left}" if left else ""))
 
-    def idle(self) -> None:
-        """Without a terminal, print the state of all processes after ``SILENCE_SECONDS`` without a line."""
+    def refresh(self) -> None:
+        """Print the phases that have begun or ended since the last call. Without a terminal, also print the state of
+        all processes after ``SILENCE_SECONDS`` without a line."""
+        for line in self._phases.news(self._processes, self._answers, step_of(self._line), time.monotonic()):
+            self.say(line)
         if self._live is None and time.monotonic() - self._printed_at >= SILENCE_SECONDS:
             self.say("; ".join(self._describe(name) for name in self._processes if self._processes[name].alive))
 
     def _describe(self, name: str) -> str:
         process, answer = self._processes[name], self._answers.get(name)
         if answer is None or not answer.state:
-            return f"{name} {process.phase.value}"
+            return f"{name}: {process.phase.value}"
         waits = " for " if answer.state == "waiting" else ", waiting for "
-        return f"{name} {answer.state}{waits}{answer.waiting_for}" if answer.waiting_for else f"{name} {answer.state}"
+        return f"{name}: {answer.state}{waits}{answer.waiting_for}" if answer.waiting_for else f"{name}: {answer.state}"
+
+    def _time_left(self) -> str:
+        """``about 2:10 left``; empty before there is an estimate, and after the last step."""
+        left = self._pace.left(time.monotonic())
+        return f"about {clock(left)} left" if left and step_of(self._line) < self._total_steps else ""
 
     def __rich__(self) -> Group:
         return Group(self._header(), self._facts(), self._table())
@@ -100,6 +118,7 @@ class Display:
             ProgressBar(total=self._total_steps, completed=step, width=30),
             Text(f"step {step}/{self._total_steps}"),
             Text(clock(time.monotonic() - self._started_at), style="dim"),
+            Text(self._time_left(), style="dim"),
         )
         return grid
 
@@ -131,7 +150,9 @@ class Display:
 
 
 def _state(answer: HealthAnswer) -> str:
-    details = "  ".join(f"{key} {_short(value)}" for key, value in answer.details.items())
+    """The state, and the details that are not zero or empty and not in it already."""
+    shown = {key: value for key, value in answer.details.items() if value and key not in IN_STATE}
+    details = "  ".join(f"{key} {_short(value)}" for key, value in shown.items())
     return f"{answer.state}  {details}".strip()
 
 

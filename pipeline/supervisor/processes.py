@@ -42,27 +42,31 @@ class ProcessSpec:
 
 def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner") -> list[ProcessSpec]:
     """Preparation, engines, replay stage, learner, actors. Everything reads the resolved file in ``directory``.
-    ``center``: the role in place of the learner; the run ends with it."""
+    ``center``: the role in place of the learner; the run ends with it.
+
+    Engines and learner spend most of their start on imports, so they start beside the preparation of the model and
+    wait for it afterwards.
+    """
     stuck = config.supervisor.stuck_seconds_max
-    depends = (PREPARE, "replay")
+    central = Rule(center, LEARNER, depends=("replay",), awaits=(PREPARE,), ends_run=True, stuck_seconds_max=stuck)
     specs = [
         _spec(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
         _spec("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
-        _spec(center, 0, directory, Rule(center, LEARNER, depends=depends, ends_run=True, stuck_seconds_max=stuck)),
+        _spec(center, 0, directory, central),
     ]
     if config.engine.kind != "external":
         for i, url in enumerate(config.engine.addresses()):
             rule = Rule(
                 role_name("engine", i),
                 ENGINES,
-                depends=(PREPARE,),
+                awaits=(PREPARE,),
                 stateless=True,
                 start_seconds_max=config.engine.start_seconds_max,
                 stuck_seconds_max=stuck,
             )
             specs.append(_spec("engine", i, directory, rule, health_url=f"{url}/health"))
     for i in range(config.actor.replicas):
-        rule = Rule(role_name("actor", i), ACTORS, depends=depends, stuck_seconds_max=stuck)
+        rule = Rule(role_name("actor", i), ACTORS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck)
         specs.append(_spec("actor", i, directory, rule))
     return specs
 
@@ -73,6 +77,8 @@ def _spec(
     command = [sys.executable, "-m", "pipeline.cli.app", role, str(directory.config_file)]
     if role in ("actor", "engine"):
         command += ["--index", str(index)]
+    if role == "engine":
+        command.append("--await-model")
     return ProcessSpec(rule, command, health_url, probed)
 
 

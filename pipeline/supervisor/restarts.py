@@ -45,6 +45,8 @@ class Rule:
     """Drain order: lower ends first."""
     depends: tuple[str, ...] = ()
     """Started when each of these has been ready once."""
+    awaits: tuple[str, ...] = ()
+    """Started at once, but not ready before each of these is: ``start_seconds_max`` counts from then."""
     once: bool = False
     """A preparation: exit 0 is success, anything else ends the run."""
     ends_run: bool = False
@@ -113,12 +115,13 @@ class Machine:
     reason: str = field(init=False, default="")
     culprit: str | None = field(init=False, default=None)
     """The process that ended the run by failing; its log says why."""
-    _ready: set[str] = field(init=False, default_factory=set)
+    _ready: dict[str, float] = field(init=False, default_factory=dict)
+    """Time at which each process was ready first."""
     _next_stage_at: float = field(init=False, default=math.inf)
 
     def __post_init__(self) -> None:
         self.processes = {rule.name: Process(rule) for rule in self.rules}
-        missing = {d for rule in self.rules for d in rule.depends} - set(self.processes)
+        missing = {d for rule in self.rules for d in (*rule.depends, *rule.awaits)} - set(self.processes)
         if missing:
             raise ValueError(f"expected dependencies among {sorted(self.processes)}, got {sorted(missing)}")
 
@@ -137,7 +140,7 @@ class Machine:
         if process.phase is not Phase.STARTING:
             return []
         process.phase, process.running_since = Phase.RUNNING, now
-        self._ready.add(name)
+        self._ready.setdefault(name, now)
         return self._start_ready(now)
 
     def unhealthy(self, name: str, now: float) -> list[Action]:
@@ -159,7 +162,7 @@ class Machine:
             return self._advance(now)
         if code == 0 and (rule.once or (rule.ends_run and finished)):
             process.phase = Phase.DONE
-            self._ready.add(name)
+            self._ready.setdefault(name, now)
             return self._drain(ExitCode.FINISHED, "finished", now) if rule.ends_run else self._start_ready(now)
         return self._restart(process, code, now)
 
@@ -198,7 +201,8 @@ class Machine:
     def _deadline(self, process: Process) -> float:
         """Time at which a live process that is not healthy is killed."""
         if process.phase is Phase.STARTING:
-            return process.started_at + process.rule.start_seconds_max
+            begun = [process.started_at, *(self._ready.get(name, math.inf) for name in process.rule.awaits)]
+            return max(begun) + process.rule.start_seconds_max
         if process.unhealthy_since is not None:
             return process.unhealthy_since + process.rule.stuck_seconds_max
         return math.inf
@@ -208,7 +212,7 @@ class Machine:
             return []
         actions: list[Action] = []
         for process in self.processes.values():
-            if process.phase is Phase.WAITING and self._ready.issuperset(process.rule.depends):
+            if process.phase is Phase.WAITING and self._ready.keys() >= set(process.rule.depends):
                 actions += self._start(process, now)
         return actions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import time
@@ -13,7 +14,14 @@ import orjson
 from rich.console import Console
 
 from pipeline.cli.viewer.plots import draw
-from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation, print_stage_times, reached, step_of
+from pipeline.cli.viewer.progress import (
+    MetricsTail,
+    describe_evaluation,
+    print_stage_times,
+    reached,
+    read_lines,
+    step_of,
+)
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump
@@ -22,6 +30,7 @@ from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
+from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
@@ -129,12 +138,24 @@ def supervise(
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
         console.print(f"resuming after step {step_of(tail.last)} (--fresh starts over)", soft_wrap=True)
+    machine, answers = supervisor.machine, supervisor.answers
     with Display(
-        config.run.name, config.run.total_steps, supervisor.machine.processes, supervisor.answers, console
+        config.run.name, config.run.total_steps, machine.processes, answers, console, _engine_name(config), tail.last
     ) as display:
         code = anyio.run(supervisor.run, display, tail)
     _print_result(supervisor, directory, code, time.monotonic() - started_at, console)
+    removed = remove_published(config, directory) if machine.reason == "finished" else []
+    if lines := read_lines(directory.metrics_file):
+        console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
+    console.print(f"run directory {directory.path}", soft_wrap=True)
     return code
+
+
+def _engine_name(config: RunConfig) -> str:
+    """Name of an engine on the console. Without vLLM a CPU run uses the embedded engine."""
+    if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is not None:
+        return "vLLM"
+    return "the embedded engine"
 
 
 def _print_result(
@@ -155,7 +176,6 @@ def _print_result(
         console.print(f"curves {problem or directory.curves_file}", soft_wrap=True)
     elif directory.metrics_file.exists():
         console.print(f"draw the curves with: afterplay plot {_short(directory)}", soft_wrap=True)
-    console.print(f"run directory {directory.path}", soft_wrap=True)
 
 
 def _short(directory: RunDirectory) -> str:

@@ -151,10 +151,6 @@ class Supervisor:
             return
         now = time.monotonic()
         self.answers[name] = answer
-        process = self.machine.processes[name]
-        if answer.healthy and process.phase is Phase.STARTING:
-            assert self._display is not None
-            self._display.say(f"{name} ready after {now - process.started_at:.0f} s")
         self._perform(self.machine.healthy(name, now) if answer.healthy else self.machine.unhealthy(name, now))
 
     async def _follow(self, tail: MetricsTail) -> None:
@@ -166,7 +162,7 @@ class Supervisor:
                 self._display.progress(line)
             for line in evaluations.read():
                 self._display.say(describe_evaluation(line))
-            self._display.idle()
+            self._display.refresh()
             await anyio.sleep(0.5)
 
     async def _handle_signals(self) -> None:

@@ -32,6 +32,7 @@ COIN = [
     "checkpoint.every=1000",  # payloads are kept until a checkpoint covers them
     "checkpoint.at_end=false",
     "publish.keep=100",
+    "publish.at_end=keep",
     "replay.enabled=true",
     "replay.start_ratio=0",
     "replay.task_ratio=1",

@@ -1,4 +1,4 @@
-"""What Afterplay relies on in an inference engine, proved on the embedded engine and on a real vLLM server alike."""
+"""The contract that Afterplay relies on in an inference engine, proved on the embedded engine and on a real vLLM server alike."""
 
 from __future__ import annotations
 

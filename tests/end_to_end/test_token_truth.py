@@ -1,5 +1,5 @@
-"""What a real vLLM recorded is what the model says: log-probabilities and versions, token by token, of multi-turn
-trajectories, fresh ones and those that come back from the store as replays."""
+"""Log-probabilities and versions recorded by a real vLLM are those of the model, token by token, in multi-turn
+trajectories: fresh ones and replays from the store."""
 
 from __future__ import annotations
 

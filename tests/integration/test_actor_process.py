@@ -84,4 +84,4 @@ async def test_actor_plays_real_orders_on_a_real_engine_and_drains(tmp_path: Pat
         assert len(list(trajectory.branches())) == 1 and trajectory.turns[-1].signals.keys() == {"solved"}
     labels = {"env": "guess", "outcome": "complete"}
     assert ctx.registry.get_sample_value("afterplay_actor_trajectories_total", labels) == 24
-    assert "rollouts in flight" in ctx.status.state
+    assert ctx.status.state in ("idle", "stopping, 0 episodes left") or "running" in ctx.status.state

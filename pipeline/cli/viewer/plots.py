@@ -12,6 +12,8 @@ from pipeline.store.evaluation_results import read_results
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#5c6b73", "#b56576", "#7fb7be", "#bbbbbb")
 
+LEGEND_COLUMNS_MAX = 5
+
 
 def draw(metrics_file: Path, picture: Path) -> str | None:
     """Draw the picture. Returns None, or in words why there is none (no steps yet, no matplotlib)."""
@@ -153,9 +155,14 @@ def _dress(axis: Any) -> None:
     axis.grid(alpha=0.25, lw=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlabel("step", fontsize=8)
+    axis.locator_params(axis="x", integer=True)
     axis.tick_params(labelsize=8)
     axis.title.set_fontsize(10)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=7, frameon=False)
+    labels = axis.get_legend_handles_labels()[1]
+    if labels:  # below the axes, where it covers no curve and no bar
+        axis.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=min(len(labels), LEGEND_COLUMNS_MAX), fontsize=7,
+            frameon=False, columnspacing=1.0, handlelength=1.4,
+        )  # fmt: skip
     elif not axis.has_data():
         axis.text(0.5, 0.5, "not reported", ha="center", va="center", transform=axis.transAxes, color="#999999")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,33 @@ def read_lines(path: Path) -> list[Line]:
     """All lines of a ``metrics.jsonl``, the last of each step (a resumed learner repeats some steps), by step."""
     by_step = {line["step"]: line for line in MetricsTail(path).read() if isinstance(line.get("step"), int)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+class Pace:
+    """Estimate of the time left, from the times at which the last steps were finished. Pure."""
+
+    STEPS_MIN = 3
+    """Steps of this process before there is an estimate: the first ones wait for the engine."""
+    STEPS_MAX = 10
+    """Steps that the estimate looks back."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._finished: deque[tuple[int, float]] = deque(maxlen=self.STEPS_MAX + 1)
+
+    def finished(self, step: int, now: float) -> None:
+        """A step is done. A step that was made again after a restart begins a new estimate."""
+        if self._finished and step <= self._finished[-1][0]:
+            self._finished.clear()
+        self._finished.append((step, now))
+
+    def left(self, now: float) -> float | None:
+        """Seconds until the last step is done; None before there is an estimate."""
+        if len(self._finished) < self.STEPS_MIN:
+            return None
+        (first, begun), (last, ended) = self._finished[0], self._finished[-1]
+        each = (ended - begun) / (last - first)
+        return max(0.0, each * (self._total_steps - last) - (now - ended))
 
 
 def reached(line: Mapping[str, Any] | None, total_steps: int) -> bool:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from actors.servers import launch, vllm
+from actors.servers.model_folder import await_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import signal_group
@@ -58,6 +60,8 @@ def test_vllm_serves_the_prepared_folder_with_true_logprobs(tmp_path: Path, cpu_
     assert flag(argv, "--host") == "127.0.0.1"
     assert flag(argv, "--kv-cache-memory-bytes") == str(2**29)
     assert {"--enable-scale-out", "--enforce-eager"} <= set(argv)
+    assert argv[1:3] == ["-m", "actors.servers.api_server"]
+    assert (flag(argv, "--distributed-executor-backend"), environment["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("uni", "0")
     assert argv[-2:] == ["--seed", "3"]
     assert (environment["VLLM_SERVER_DEV_MODE"], environment["OMP_NUM_THREADS"], environment["A"]) == ("1", "1", "b")
 
@@ -102,6 +106,22 @@ def test_gpu_weight_transfer_is_refused_on_a_cpu(tmp_path: Path, cpu_vllm: None)
 def test_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no model in .*python -m learner\.models"):
         launch.command(config(tmp_path, prepared=False), 0)
+
+
+def test_an_engine_may_start_before_its_model_is_prepared(tmp_path: Path) -> None:
+    argv, _ = launch.command(config(tmp_path, prepared=False), 0, await_model=True)
+    assert "actors.embedded.server" in argv
+
+
+def test_waiting_for_the_model_ends_when_the_folder_appears(tmp_path: Path) -> None:
+    waiting = threading.Thread(target=await_model, args=(tmp_path / "model",))
+    waiting.start()
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "config.json").write_text("{}")
+    assert waiting.is_alive()
+    (tmp_path / "scratch").rename(tmp_path / "model")
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 def test_without_vllm_a_cpu_run_goes_on_with_the_embedded_engine_and_says_so(

@@ -62,6 +62,23 @@ def test_stopping_and_resuming_equals_never_stopping_bit_for_bit(kit, tmp_path, 
     assert all(torch.equal(expected[name], came[name]) for name in expected)
 
 
+def test_without_the_optimizer_a_checkpoint_is_smaller_and_resumes_with_a_fresh_one(kit, tmp_path, initial, caplog):
+    trainer = trainer_of(kit)
+    train(trainer, kit, 2)
+    whole = save_checkpoint(tmp_path / "whole", trainer, state_of(trainer), initial, keep=1)
+    trainer.saves_optimizer = False
+    lean = save_checkpoint(tmp_path / "lean", trainer, state_of(trainer), initial, keep=1)
+    weights = (lean / "model" / "model.safetensors").stat().st_size
+    assert (lean / "training.pt").stat().st_size < (whole / "training.pt").stat().st_size - 1.9 * weights
+    resumed = trainer_of(kit, folder=lean / "model")
+    assert restore_training(lean, resumed).updates == resumed.updates == 2
+    assert not resumed.optimizer.state_dict()["state"]
+    assert "no state of the optimizer" in caplog.text
+    expected, came = trainer.policy.snapshot("float32"), resumed.policy.snapshot("float32")
+    assert all(torch.equal(expected[name], came[name]) for name in expected)
+    train(resumed, kit, 1)
+
+
 def test_random_state_goes_on_where_it_was_saved(kit, tmp_path, initial):
     trainer = trainer_of(kit)
     path = save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)

@@ -12,8 +12,10 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from filelock import FileLock
 
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
+from learner.models.info import ModelInfo
 from learner.recorder import MetricsLog
 from learner.role import serve as serve_learner
 from pipeline.config import RunConfig
@@ -23,6 +25,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
 from pipeline.stage.role import serve as serve_stage
+from pipeline.supervisor.disk import describe_disk, disk_usage, remove_published
 from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
@@ -175,6 +178,33 @@ async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):
     text = ctx.registry.get_sample_value
     assert text("afterplay_learner_updates_total") == 3
     assert text("afterplay_learner_importance_ratio_count", {"level": "token", "source": "fresh"}) == 24
+
+
+async def test_the_folder_of_a_run_is_bounded_by_kind_however_many_steps_it_makes(world):
+    async with world(total_steps=9, checkpoint={"every": 2}) as w:
+        _, run = w.learner()
+        await run()
+    config, directory = w.config, w.directory
+    parameters = ModelInfo.load(directory.model).parameters
+    files = 40_000  # configuration, tokenizer, counters and random state of one folder
+    used = disk_usage(directory)
+    assert used["weights"] <= config.publish.keep * (2 * parameters + files)
+    assert used["checkpoints"] <= config.checkpoint.keep * (12 * parameters + files)
+    assert used["traces"] <= config.traces.bytes_max
+    assert used["logs"] == used["skipped"] == used["evaluations"] == 0
+    assert used["other"] <= 9 * 8_000
+    assert remove_published(config, directory) == ["v000008", "v000009"]
+    assert disk_usage(directory)["weights"] == 0
+    assert "removed: 9 versions of the weights, 3 checkpoints" in describe_disk(directory, w.lines(), ["v000009"])
+
+
+async def test_a_learner_that_is_stopped_while_another_prepares_the_model_ends(world):
+    async with world() as w:
+        ctx, run = w.learner()
+        with FileLock(w.directory.path / ".model.lock"):
+            ctx.stopping.set()
+            await run()
+    assert not w.directory.model.exists()
 
 
 async def test_the_stages_of_every_update_add_up_to_the_time_since_the_line_before(world):

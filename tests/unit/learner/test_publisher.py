@@ -9,6 +9,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from learner.weights import engine_keeper
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target, load_needed
 from learner.weights.publisher import Publisher, published_versions, write_weights
@@ -194,6 +195,22 @@ async def test_an_engine_that_restarts_gets_the_newest_version(engines, weights,
                 await reborn.stop()
     assert reborn.version == "1"
     assert reborn.loaded == [str(directory.weights(1).absolute())]
+
+
+async def test_an_engine_that_is_still_starting_is_asked_at_short_intervals(engines, weights, tmp_path, monkeypatch):
+    """With the back-off for failing engines a dozen attempts would take minutes."""
+    monkeypatch.setattr(engine_keeper, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(engine_keeper, "RETRY_SECONDS_MAX", 300.0)
+    engines[0].faults["/weight_info"] = 503
+    publisher, _ = publisher_of([engines[0].url], tmp_path, weights[0])
+    async with running(publisher):
+        keeper = publisher.keepers[engines[0].url]
+        with anyio.fail_after(30):
+            await publisher.publish(0, None)
+            while keeper.state.failures < 15:
+                await keeper._changed.wait()
+            engines[0].faults.clear()
+            await keeper.until_served(0)
 
 
 async def test_until_live_waits_for_the_first_engine(engines, weights, tmp_path):

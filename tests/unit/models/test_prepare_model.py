@@ -67,7 +67,7 @@ def test_template_spends_two_tokens_a_message(folder: Path) -> None:
 
 
 def test_same_request_gives_the_same_bytes_anywhere(tmp_path: Path) -> None:
-    folders = [prepare_model(tiny(), tmp_path / name).path for name in ("a", "b")]
+    folders = [prepare_model(tiny(cache=tmp_path / f"cache-{name}"), tmp_path / name).path for name in ("a", "b")]
     first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert first == second
 

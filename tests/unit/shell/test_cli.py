@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pipeline.cli.app import app
 from pipeline.cli.status import is_alive
 from pipeline.cli.viewer.plots import draw
-from pipeline.cli.viewer.progress import MetricsTail, describe, reached, read_lines
+from pipeline.cli.viewer.progress import MetricsTail, Pace, describe, reached, read_lines
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import ExitCode, load_main
@@ -170,16 +170,44 @@ def test_a_role_that_cannot_be_imported_is_a_clear_refusal():
 
 
 def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(monkeypatch):
-    machine = Machine((Rule("engine-0", 3), Rule("learner", 1)))
+    machine = Machine((Rule("engine-0", 3), Rule("learner", 1), Rule("actor-0", 0)))
     machine.begin(0)
-    answers = {"learner": HealthAnswer(True, "waiting", "an engine that serves version 0")}
+    answers = {
+        "learner": HealthAnswer(True, "waiting", "an engine that serves version 0"),
+        "actor-0": HealthAnswer(True, "64 episodes running", "", {"playing": 64, "unacknowledged": 0}),
+    }
     now = [0.0]
     monkeypatch.setattr("pipeline.supervisor.display.time.monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=200)
-    display = Display("run", 2, machine.processes, answers, console)
-    display.idle()
+    display = Display("run", 2, machine.processes, answers, console, "vLLM")
+    display.refresh()
     now[0] = 16.0
-    display.idle()
-    display.idle()
-    told = "0:16  engine-0 starting; learner waiting for an engine that serves version 0\n"
-    assert console.file.getvalue() == told
+    display.refresh()
+    display.refresh()
+    assert console.file.getvalue().splitlines() == [
+        "0:00  starting vLLM",
+        "0:00  playing the first episodes (64 at once)",
+        "0:16  engine-0: starting; learner: waiting for an engine that serves version 0; actor-0: 64 episodes running",
+    ]
+
+
+def test_steps_carry_an_estimate_of_the_time_left_from_the_third_on(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("pipeline.supervisor.display.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    display = Display("run", 5, {}, {}, console)
+    for step in range(1, 6):
+        now[0] += 70
+        display.progress({"step": step})
+    ends = [text.split("step", 1)[1] for text in console.file.getvalue().splitlines()]
+    assert ends == [" 1/5", " 2/5", " 3/5  about 2:20 left", " 4/5  about 1:10 left", " 5/5"]
+
+
+def test_the_time_left_follows_the_last_steps_and_begins_again_when_a_step_is_made_again():
+    pace = Pace(20)
+    for step in range(1, 15):
+        pace.finished(step, 100.0 * step if step <= 3 else 300.0 + step)
+    assert pace.left(314.0) == 6.0
+    assert pace.left(330.0) == 0.0
+    pace.finished(9, 400.0)
+    assert pace.left(400.0) is None

