@@ -1,4 +1,4 @@
-"""The contract that Afterplay relies on in an inference engine, proved on the embedded engine and on a real vLLM server alike."""
+"""The contract that Afterplay relies on in an inference engine, proved on the embedded engine and on a real vLLM."""
 
 from __future__ import annotations
 
