@@ -1,4 +1,4 @@
-"""What Afterplay relies on in an inference engine, proved on the embedded engine and on a real vLLM server alike."""
+"""The contract of an inference engine: what Afterplay relies on, on the embedded engine and on a real vLLM server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real vLLM recorded is what the model says: log-probabilities and versions, token by token, of multi-turn
+"""Log-probabilities and versions that a real vLLM recorded are those of the model, token by token: of multi-turn
 trajectories, fresh ones and those that come back from the store as replays."""
 
 from __future__ import annotations
