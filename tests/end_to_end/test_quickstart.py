@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.recorded_runs import StoppedRun, mixed
+from tests.end_to_end.recorded_runs import StoppedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1900)]
 
@@ -15,7 +15,6 @@ def test_share_of_right_first_answers_reaches_nine_tenths(quickstart_run: Stoppe
     print("share of right first answers by step:", first_right)
     assert first_right[0] < 0.5
     assert max(first_right) >= 0.9
-    assert mixed(run.directory) >= 3, "rollouts are played while weights are published"
     assert run.ledger(rows=True).audit() == []
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
