@@ -43,7 +43,7 @@ def test_what_the_actor_sends_is_accepted() -> None:
         ({"n": 2}, "n=2"),
         ({"stop": ["x"]}, "stop="),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"temprature": 1.0}, "temprature: not known"),
+        ({"temprature": 1.0}, "temprature: unknown"),
         ({"temperature": float("inf")}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),

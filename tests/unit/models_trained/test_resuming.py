@@ -92,5 +92,5 @@ def test_a_part_that_was_switched_on_begins_anew(config_of, initial, resume, tmp
     save_checkpoint(tmp_path / "c", plain, CheckpointState(0, 0, {}), initial, keep=1)
     trainer = resume(config_of({"ema_decay": 0.5}), initial, tmp_path / "c")
     assert trainer.average is not None
-    assert "holds no average" in caplog.text
+    assert "has no average" in caplog.text
     assert len(find_checkpoints(tmp_path / "c")) == 1

@@ -135,7 +135,7 @@ def scribbled(path: Path) -> None:
     [
         (lambda path: path.write_text("dear diary, this is not a data base " * 10), "something else"),
         (lambda path: path.write_bytes(b"short"), "something else"),
-        (foreign_sqlite, "something else"),
+        (foreign_sqlite, "another program"),
         (other_version, "a newer Afterplay"),
         (older_version, "an older Afterplay"),
         (changed("DROP TABLE pool"), "expected pool with .* is not there"),

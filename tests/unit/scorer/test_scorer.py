@@ -101,11 +101,11 @@ async def test_a_function_cannot_change_what_is_stored() -> None:
     assert given.task.payload == {"rows": [1, 2]} and "found" not in given.turns[0].signals
 
 
-async def test_an_async_function_that_holds_the_loop_is_told_to_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_async_function_that_holds_the_loop_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     stage = scorer({"path": "holds_the_loop"}, {"path": "slowly"})
     for _ in range(2):
         assert (await stage.score(trajectory())).reward == 2.5
-    told = [record.message for record in caplog.records if "held the event loop" in record.message]
+    told = [record.message for record in caplog.records if "blocked the event loop" in record.message]
     assert len(told) == 1 and told[0].startswith("holds_the_loop") and "worker: true" in told[0]
 
 
