@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,17 @@ from tests.support.simulated_roles import rollout
 SPLITS = {"a": {"train": [[0, 10, 1]], "eval": [[10, 14, 1]]}}
 
 
+OPENED: list[Stage] = []
+"""Stages of the running test."""
+
+
+@pytest.fixture(autouse=True)
+def close_stores() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().store.close()
+
+
 class Stage:
     """A core over a store; messages and results are kept. :meth:`restart` goes on from the store."""
 
@@ -38,6 +50,7 @@ class Stage:
         self.shown: list[str] = []
         self.store: Any = None
         self.now = 0.0
+        OPENED.append(self)
         self.restart()
 
     def restart(self, **sections: Any) -> None:

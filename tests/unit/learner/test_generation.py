@@ -47,7 +47,7 @@ def test_gradient_checkpointing_runs_each_layer_again_in_the_backward_pass(kit, 
     config = kit.run_config({"gradient_checkpointing": checkpointing, "packing": "padded"})
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
     seen = []
-    trainer.policy.layers[0].register_forward_pre_hook(lambda *_: seen.append(1))
+    trainer.policy.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append(1))
     trainer.step(Batch(0, (), kit.make_rows(1)), 0)
     assert len(seen) == calls
     trainer.score(kit.make_rows(1))
