@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from actors.embedded.options import EngineOptions
-from actors.servers.model_folder import await_model
+from pipeline.runtime.rundir import await_model
 
 _log = logging.getLogger("afterplay.engine")
 DRAIN_SECONDS = 1.0

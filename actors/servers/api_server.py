@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.servers.model_folder import await_model
+from pipeline.runtime.rundir import await_model
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 ENGINE = (

@@ -1,4 +1,4 @@
-"""Layout of a run directory, atomic writes, and file locks.
+"""Layout of a run directory, the wait for its model, atomic writes, and file locks.
 
 ::
 
@@ -24,7 +24,9 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,11 @@ from typing import Any
 import orjson
 
 from pipeline.errors import StoreError
+
+LOOK_SECONDS = 0.05
+"""Interval at which a model folder is looked for: there is no event to wait for across processes."""
+
+log = logging.getLogger("afterplay.rundir")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,15 @@ class RunDirectory:
     @property
     def lock_file(self) -> Path:
         return self.path / "run.lock"
+
+
+def await_model(folder: Path) -> None:
+    """Block until ``folder``, which appears complete by rename, is a prepared model. A signal ends the wait with the
+    process."""
+    if not (folder / "config.json").exists():
+        log.info("waiting for the model in %s", folder)
+    while not (folder / "config.json").exists():
+        time.sleep(LOOK_SECONDS)
 
 
 def write_json_atomically(path: Path, value: Any, *, durable: bool = False) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from actors.servers import launch, vllm
-from actors.servers.model_folder import await_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import signal_group
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory, await_model
 
 
 def config(directory: Path, prepared: bool = True, **engine: Any) -> RunConfig:
