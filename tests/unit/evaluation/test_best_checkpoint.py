@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import orjson
+import pytest
 from prometheus_client import CollectorRegistry
 
 from learner.checkpoints.best import BestKeeper, is_evaluated, keep_best
@@ -106,6 +108,28 @@ async def test_the_best_is_in_place_when_the_last_result_comes_as_the_run_ends(t
         await keeper.settle()
         assert (tmp_path / "best").resolve().name == "best-u000015"
         tasks.cancel_scope.cancel()
+
+
+async def test_the_best_takes_its_place_as_soon_as_its_checkpoint_is_reported_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, writer, _ = keeper_of(tmp_path)
+    monkeypatch.setattr("learner.checkpoints.writer.write_image", lambda root, image, *_: write(root, image.updates))
+    kept_at_report = []
+
+    async def durable(updates: int) -> None:
+        await keeper.apply({"best": best_of(updates)})
+        kept_at_report.append(is_complete(tmp_path / "best"))
+
+    writer._durable = durable
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            async with writer.slot(10) as submit:
+                submit(SimpleNamespace(updates=10))  # type: ignore[arg-type]
+            await writer.idle()
+            tasks.cancel_scope.cancel()
+    assert kept_at_report == [True]
 
 
 async def test_a_checkpoint_that_is_gone_leaves_the_best_as_it_was(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from filelock import FileLock
 
+from learner.checkpoints.best import BestKeeper
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.models.info import ModelInfo
 from learner.recorder import MetricsLog
@@ -25,6 +26,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
 from pipeline.stage.role import serve as serve_stage
+from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.disk import describe_disk, disk_usage, remove_published
 from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
@@ -266,6 +268,21 @@ async def test_a_killed_learner_makes_the_lost_updates_again_under_new_versions(
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert w.engine.versions == sorted(w.engine.versions)
     assert {version: len(weights) for version, weights in w.engine.weights_of.items() if len(weights) > 1} == {}
+
+
+async def test_the_best_checkpoint_is_in_place_when_a_run_ends_however_late_its_keeper_acts(world, monkeypatch):
+    monkeypatch.setattr(BestKeeper, "run", lambda keeper: anyio.sleep_forever())
+    sections = {
+        "environments": {"toy": {"name": "arithmetic", "held_out": {"eval": 4}}},
+        "evaluation": {"every": 1, "keep_best": "score"},
+    }
+    async with world(total_steps=1, checkpoint={"at_end": False}, **sections) as w:
+        _, run = w.learner()
+        await run()
+    results = read_results(w.directory.evaluations_file)
+    assert [r["updates"] for r in results] == [0, 1]
+    best = max(results, key=lambda r: (r["score"], -r["updates"]))
+    assert read_state(w.directory.checkpoints / "best").updates == best["updates"]
 
 
 async def test_a_learner_killed_before_its_first_checkpoint_starts_over(world):

@@ -6,14 +6,17 @@ import anyio
 import orjson
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointState, read_state
+from learner.checkpoints.checkpoint import CheckpointState, read_state, save_checkpoint
 from learner.data.trained import Trained, TrainedGroup
+from learner.role import load
 from learner.session import LearnerProgress, LearnerSession
 from pipeline.config.learner import GroupsConfig
 from pipeline.errors import WireError
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import GroupPlan, Task
 from pipeline.transport.codec import encode_plan, encode_trajectory
 from pipeline.transport.protocol import Event, EventKind, Kind, Limits, WireMessage
+from tests.unit.learner.test_learner_role import config_of
 
 FACTS = Trained(
     {"all": 0.5, "fresh": 0.9, "replay": 0.2},
@@ -45,8 +48,11 @@ class Wire:
     async def send(self, message):
         self.sent.append(message)
 
+    def happened(self, event):
+        self._queue.put_nowait(event)
+
     def came(self, kind, header, frames=()):
-        self._queue.put_nowait(Event(EventKind.MESSAGE, "hub", WireMessage(kind, header, frames)))
+        self.happened(Event(EventKind.MESSAGE, "hub", WireMessage(kind, header, frames)))
 
 
 def session_on(wire, progress=None):
@@ -96,6 +102,31 @@ def test_a_resumed_learner_says_again_what_was_not_acknowledged(tmp_path):
     session_on(wire, LearnerProgress(1, 3, 1, again.unacknowledged, trained=again.trained))
     assert wire.hello["consumed"] == [[0, ["g"]]]
     assert wire.hello["trained"] == [[0, TOLD]]
+
+
+async def test_the_newest_version_is_announced_again_after_every_connection():
+    """Its message may be lost with the connection before, and the stage admits no group until it comes."""
+    wire = Wire()
+    session = session_on(wire)
+    welcome = Event(EventKind.CONNECTED, "hub", WireMessage(Kind.WELCOME, {"updates": 0, "policy_version": -1}))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run)
+        await session.announce(4, 3)
+        await session.announce(5, 4)
+        wire.sent.clear()
+        for event in (welcome, Event(EventKind.DISCONNECTED, "hub", reason="silent"), welcome):
+            wire.happened(event)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert wire.sent == [WireMessage(Kind.VERSION, {"policy_version": 5, "updates": 4})] * 2
+
+
+def test_a_learner_starts_with_what_the_run_had_not_acknowledged_at_its_checkpoint(tmp_path):
+    config = config_of(tmp_path, "http://127.0.0.1:9")
+    directory = RunDirectory(config.run.path).create()
+    state = CheckpointState(2, 5, {1: ["g"]}, trained={1: FACTS})
+    save_checkpoint(directory.checkpoints, load(config, directory).trainer, state, directory.model, keep=1)
+    assert load(config, directory).progress == LearnerProgress(2, 5, 2, {1: ["g"]}, trained={1: FACTS})
 
 
 def test_a_checkpoint_written_before_replay_is_read(tmp_path):

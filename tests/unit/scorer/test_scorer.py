@@ -37,6 +37,22 @@ async def test_reward_is_the_weighted_sum_of_all_parts() -> None:
     assert dict(verdict.rewards) == {"environment": 1.0, "length": 2.0, "slowly": 0.5}
 
 
+async def test_the_start_of_a_worker_process_is_not_bounded_by_the_limit_of_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+
+    async def run_sync(function: Any, *args: Any, **options: Any) -> tuple[str, float]:
+        limits.append((function.__name__, anyio.current_effective_deadline() - anyio.current_time() > 60))
+        return "value", 1.0
+
+    monkeypatch.setattr("anyio.to_process.run_sync", run_sync)
+    stage = scorer({"path": "length", "worker": True, "timeout_seconds": 60})
+    for _ in range(2):
+        assert (await stage.score(trajectory())).rewards["length"] == 1.0
+    assert limits == [("warm_up", True), ("call_in_worker", False), ("call_in_worker", False)]
+
+
 @pytest.mark.parametrize(
     ("name", "reason", "worker"),
     [
