@@ -46,9 +46,12 @@ class BranchTip:
 
 @dataclass(slots=True, eq=False)
 class _Sampled:
-    """A finished call, with the reward that it gets later."""
+    """A finished call, with the reward that it gets later. It does not hold the whole prompt: only what was added."""
 
-    call: PendingCall
+    branch: int
+    number: int
+    added_ids: tuple[int, ...]
+    added: tuple[Message, ...]
     completion: TokenSpan
     text: str
     finish_reason: FinishReason
@@ -59,13 +62,13 @@ class _Sampled:
     @property
     def order(self) -> tuple[int, int]:
         """Sorts by branch, and within a branch by call."""
-        return self.call.branch, self.call.number
+        return self.branch, self.number
 
     def turn(self, branch: int) -> Turn:
         return Turn(
-            context=TokenSpan.context(self.call.added_ids),
+            context=TokenSpan.context(self.added_ids),
             completion=self.completion,
-            context_messages=self.call.added,
+            context_messages=self.added,
             completion_message=Message("assistant", self.text),
             finish_reason=self.finish_reason,
             temperature=self.temperature,
@@ -134,7 +137,17 @@ class Recorder:
     ) -> BranchTip:
         """Record the completion of ``call`` as a turn. ``completed`` is its text."""
         self._sampled.append(
-            _Sampled(call, generation.as_span(), completed.text, generation.finish_reason, temperature, signals or {})
+            _Sampled(
+                branch=call.branch,
+                number=call.number,
+                added_ids=call.added_ids,
+                added=call.added,
+                completion=generation.as_span(),
+                text=completed.text,
+                finish_reason=generation.finish_reason,
+                temperature=temperature,
+                signals=signals or {},
+            )
         )
         return BranchTip(call, tuple(generation.token_ids.tolist()), completed)
 
@@ -166,8 +179,8 @@ class Recorder:
     def turns(self) -> tuple[Turn, ...]:
         """Branch by branch, numbered from 0; within a branch in the order of its calls."""
         ordered = sorted(self._sampled, key=lambda sampled: sampled.order)
-        branches = {branch: i for i, branch in enumerate(dict.fromkeys(s.call.branch for s in ordered))}
-        return tuple(sampled.turn(branches[sampled.call.branch]) for sampled in ordered)
+        branches = {branch: i for i, branch in enumerate(dict.fromkeys(s.branch for s in ordered))}
+        return tuple(sampled.turn(branches[sampled.branch]) for sampled in ordered)
 
     def _begun(
         self,
