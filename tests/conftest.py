@@ -32,7 +32,7 @@ CPU_SECONDS_MAX = 2.0
 """Budget of a unit or simulation test that is not marked ``slow``: CPU time of its call and of the processes that it
 waited for, without fixtures and without what this process imports for the first time. It applies where
 AFTERPLAY_TEST_BUDGET is set, as scripts/check.py does."""
-CPU_NOISE = 2.0
+CPU_NOISE = 3.0
 """A test fails at so many times its budget: the same work takes nearly twice the CPU time on a machine that shares
 cores and caches with other processes."""
 imports = {"seconds": 0.0}
