@@ -100,7 +100,7 @@ def test_tests_are_counted_by_outcome_and_reason_and_held_to_their_budget(
     (tmp_path / "unit").mkdir()
     (tmp_path / "unit" / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "conftest.py").write_text("import tests.conftest\nfrom tests.conftest import *\n"
-                                          "tests.conftest.CPU_SECONDS_MAX = 0.1\n")  # fmt: skip
+                                          "tests.conftest.CPU_SECONDS_MAX, tests.conftest.CPU_NOISE = 0.1, 2.0\n")  # fmt: skip
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: sample\n")
     command = ("pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", str(tmp_path / "unit"))
     monkeypatch.setattr(check, "PARTS", {"sample": command})
@@ -110,7 +110,7 @@ def test_tests_are_counted_by_outcome_and_reason_and_held_to_their_budget(
     told = capfd.readouterr().out
     assert result.became == "FAILED (exit code 1)"
     assert result.tests == {"passed": 9, "failed": 1, "skipped": 2} and result.skipped == {"no vLLM here": 2}, told
-    assert "test_over" in told and "expected at most 0.1 s of CPU time, it took 0.3 s" in told
+    assert "test_over" in told and "expected at most 0.1 s of CPU time, it took 0." in told
     slowest = told.partition("most CPU time")[2]
     assert 0 < slowest.index("test_over") < slowest.index("test_within")
     table = check.summary([result, check.Result("lint", "passed", 1.0)])
