@@ -99,8 +99,8 @@ def test_tests_are_counted_by_outcome_and_reason_and_held_to_their_budget(
 ) -> None:
     (tmp_path / "unit").mkdir()
     (tmp_path / "unit" / "test_sample.py").write_text(SAMPLE)
-    (tmp_path / "conftest.py").write_text("import tests.conftest\nfrom tests.conftest import *\n"
-                                          "tests.conftest.CPU_SECONDS_MAX, tests.conftest.CPU_NOISE = 0.1, 2.0\n")  # fmt: skip
+    budget = "tests.conftest.CPU_SECONDS_MAX, tests.conftest.CPU_NOISE = 0.1, 2.0\n"
+    (tmp_path / "conftest.py").write_text(f"import tests.conftest\nfrom tests.conftest import *\n{budget}")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: sample\n")
     command = ("pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", str(tmp_path / "unit"))
     monkeypatch.setattr(check, "PARTS", {"sample": command})
