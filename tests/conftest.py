@@ -33,8 +33,8 @@ CPU_SECONDS_MAX = 2.0
 waited for, without fixtures and without what this process imports for the first time. It applies where
 AFTERPLAY_TEST_BUDGET is set, as scripts/check.py does."""
 CPU_NOISE = 3.0
-"""A test fails at so many times its budget: the same work takes nearly twice the CPU time on a machine that shares
-cores and caches with other processes."""
+"""Multiple of its budget at which a test fails: the same work takes up to twice the CPU time on a machine that shares
+cores and caches with other processes, and some machines are slower."""
 imports = {"seconds": 0.0}
 """CPU time of the imports of this process."""
 

@@ -82,7 +82,7 @@ def require_vllm() -> None:
 
 @dataclass(frozen=True)
 class Stop:
-    """How a run ended after signals."""
+    """The end of a run after signals."""
 
     seconds: float
     had_engine: bool
@@ -106,7 +106,7 @@ class TwoEnginesRun:
     hits: int
     """Prefix-cache hits of both engines before the kill."""
     before: list[Trajectory]
-    """What was trained by then, and has therefore finished before the counters were read."""
+    """Trajectories trained by then: they finished before the counters were read."""
     exit_code: int
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.supervisor.phases import Phases
+from pipeline.supervisor.display import Phases
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 
