@@ -59,7 +59,12 @@ def fill_from_cache(
             log.warning("the cached model in %s is damaged (%s): it is made again", entry, problem)
             shutil.rmtree(entry)
         if problem:
-            _make(entry, make)
+            try:
+                _make(entry, make)
+            except OSError as error:  # a full disk or quota, say
+                log.warning("the model cannot be kept in the cache %s (%s): it is made for this run alone", root, error)
+                make(folder)
+                return
             _remove_oldest(entry, name)
         os.utime(entry)
         link_or_copy([path for path in sorted(entry.iterdir()) if path.name != CONTENTS], folder)

@@ -167,3 +167,17 @@ def test_waiting_for_another_preparation_is_given_up_when_the_process_stops(tmp_
 
     with FileLock(tmp_path / ".model.lock"), pytest.raises(Interrupted):
         prepare_model(config(tmp_path), tmp_path / "model", give_up=lambda: True)
+
+
+def test_a_cache_without_space_does_not_stop_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, folder = tmp_path / "cache", tmp_path / "model"
+    folder.mkdir()
+
+    def make(target: Path) -> None:
+        if target.is_relative_to(root):
+            raise OSError(28, "No space left on device")
+        (target / "config.json").write_text("{}")
+
+    fill_from_cache(root, "m", {"a": 1}, make, folder)
+    assert (folder / "config.json").is_file() and "No space left" in caplog.text
+    assert [path.name for path in (root / "models").iterdir() if path.suffix != ".lock"] == []
