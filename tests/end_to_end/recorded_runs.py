@@ -61,15 +61,16 @@ FLOAT32 = [
     "staleness.max=100",
     "actor.concurrency=4",  # few at a time, never at the bound of staleness: play goes on while weights are published
 ]
-TWO_ENGINES_STEPS = 4
+TWO_ENGINES_STEPS = 7
 STEPS_BEFORE_KILL = 2
+"""More where the second engine came later."""
 TWO_ENGINES = [
     *COIN,
     f"run.total_steps={TWO_ENGINES_STEPS}",
     "environments.arithmetic.options.low=100",
     "environments.arithmetic.options.high=999",
-    "environments.arithmetic.tasks=4",  # each step has them all, so from the second on there are replays
-    "groups.groups_per_step=4",
+    "environments.arithmetic.tasks=2",  # each step has them all, so from the second on there are replays
+    "groups.groups_per_step=2",
     "staleness.max=0",  # no publication in the middle of a conversation: that would empty the caches
 ]
 
@@ -181,12 +182,19 @@ def mixed(directory: RunDirectory) -> int:
 def two_engines_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEnginesRun]:
     """To its last step, with one engine killed on the way."""
     with played(tmp_path_factory, "two_engines", "two_engines", TWO_ENGINES) as run:
-        run.until_step(STEPS_BEFORE_KILL, 900)
+        steps = run.until("two steps and rollouts of both engines", lambda: both_played(run), 900)
         hits = sum(cache.hits for cache in caches(run))
-        versions = range(STEPS_BEFORE_KILL)
-        before = [t for t in stored(run.directory) if (seen := t.version_range()) and seen[1] in versions]
+        before = [t for t in stored(run.directory) if (seen := t.version_range()) and seen[1] < steps]
         os.kill(engine_process(run).pid, signal.SIGKILL)
         yield TwoEnginesRun(run, hits, before, run.finish(900))
+
+
+def both_played(run: RunHandle) -> int:
+    """The number of steps, once the rollouts of these come from two engines; else 0."""
+    steps = len(run.steps())
+    if steps < STEPS_BEFORE_KILL:
+        return 0
+    return steps if len({t.engine.engine_ids for t in stored(run.directory)}) == 2 else 0
 
 
 def caches(run: RunHandle) -> list[PrefixCache]:
