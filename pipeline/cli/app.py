@@ -120,6 +120,37 @@ def run(
 
 
 @app.command()
+def chaos(
+    file: File,
+    minutes: Annotated[float, typer.Option("--minutes", "-m", min=0.1, help="Time from the first update on.")] = 10.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the schedule of faults.")] = 0,
+    every: Annotated[float, typer.Option("--every", min=0.5, help="Mean seconds between two faults.")] = 15.0,
+    stall: Annotated[float, typer.Option("--stall", min=1, help="Longest time without anything new, seconds.")] = 60.0,
+    sets: Sets = None,
+) -> None:
+    """Run FILE while its processes are killed, stopped and starved, then audit it from outside.
+
+    Faults come at random times drawn from the seed: SIGKILL to a process or to the whole run, SIGSTOP for some seconds,
+    no free cores, a damaged copy of the store. Afterwards the run must make two more updates and end. The exit code is
+    0 if every sum adds up, nothing was lost, and it never stood still. The run directory is that of FILE with -chaos
+    behind it; it is emptied first.
+
+      afterplay chaos configs/replay_tiny.yaml --minutes 60 --seed 1
+    """
+    from pipeline.supervisor.chaos import OVERRIDES, run_chaos, schedule
+
+    overrides = [*(sets or []), *OVERRIDES]
+    overrides.append(f"run.name={_load(file, overrides).run.name}-chaos")
+    config = _load(file, overrides)
+    command = [sys.executable, "-m", "pipeline.cli.app", "run", str(file)]
+    for override in overrides:
+        command += ["--set", override]
+    seconds = 60 * minutes
+    faults = schedule(seed, seconds, every, config.transport.silence_seconds_max)
+    raise typer.Exit(run_chaos(config, command, faults, seconds, stall))
+
+
+@app.command()
 def engine(
     file: File,
     index: Index = 0,

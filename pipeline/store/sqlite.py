@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,11 @@ class Database:
             raise StoreError(
                 f"the {self.noun} {path} cannot be created: {error}. Set {self.option} to a writable place"
             ) from error
+
+    def copy(self, path: Path, to: Path) -> None:
+        """Write the file at ``path``, which others may be writing to, to ``to``."""
+        with closing(self.connect(path, read_only=True)) as source, closing(sqlite3.connect(to)) as target:
+            source.backup(target)
 
     def fill(self, connection: sqlite3.Connection) -> None:
         """Make an empty database one of ours."""

@@ -52,6 +52,28 @@ def draw(metrics_file: Path, picture: Path) -> str | None:
     return None
 
 
+def draw_resources(
+    seconds: Sequence[float], panels: Mapping[str, Sequence[Mapping[str, int]]], marks: Sequence[float], picture: Path
+) -> None:
+    """Stacked areas of bytes over time, one panel for each title, with a line at each of ``marks``."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.8), dpi=110, layout="constrained", facecolor="white")
+    for axis, (title, samples) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        axis.set_title(f"{title} (MB)")
+        names = sorted({name for sample in samples for name, n_bytes in sample.items() if n_bytes})
+        heights = [[sample.get(name, 0) / 1e6 for sample in samples] for name in names]
+        if names:
+            axis.stackplot(seconds, *heights, labels=names, colors=_COLOURS, alpha=0.85)
+        for mark in marks:
+            axis.axvline(mark, color="#999999", lw=0.5, ls=":")
+        _dress(axis, "seconds")
+    figure.savefig(picture, format="png")
+
+
 def _series(lines: Iterable[Line], key: str, within: str | None = None) -> tuple[list[int], list[float]]:
     """Steps and values of one key; lines without a number there are skipped."""
     points = []
@@ -151,10 +173,10 @@ def _seconds(axis: Any, lines: list[Line]) -> None:
             base = [b + h for b, h in zip(base, heights, strict=True)]
 
 
-def _dress(axis: Any) -> None:
+def _dress(axis: Any, over: str = "step") -> None:
     axis.grid(alpha=0.25, lw=0.6)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel("step", fontsize=8)
+    axis.set_xlabel(over, fontsize=8)
     axis.locator_params(axis="x", integer=True)
     axis.tick_params(labelsize=8)
     axis.title.set_fontsize(10)

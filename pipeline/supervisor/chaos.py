@@ -1,0 +1,406 @@
+"""``afterplay chaos``: a run that is killed, stopped and starved on schedule, and its books read from outside.
+
+The schedule is drawn from a seed. What is hit depends on which processes live at that moment, so the same seed gives
+the same faults at the same times, not the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.cli.viewer.plots import draw_resources
+from pipeline.cli.viewer.progress import Line, read_lines
+from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, StoreError
+from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.store import tables
+from pipeline.store.ledger import Ledger, read_ledger
+from pipeline.store.store import store_path
+from pipeline.supervisor.disk import disk_usage, size
+from pipeline.supervisor.run import RunIsAlive, run_lock
+
+LOOK_SECONDS = 0.5
+"""Interval at which the run is looked at: there is no event to wait for across processes."""
+SAMPLE_SECONDS = 5.0
+"""Interval at which memory and disk are measured."""
+DRAIN_SECONDS_MAX = 60.0
+STEPS_AFTERWARDS = 2
+"""Updates that the run must make after the last fault."""
+OVERRIDES = ("run.total_steps=1000000", "supervisor.restarts_max=1000000", "replay.start_ratio=0")
+"""The run ends with the time of the command, and replay, if enabled, begins at once."""
+
+
+class FaultKind(StrEnum):
+    KILL = "kill"
+    """SIGKILL to one process."""
+    STOP = "stop"
+    """SIGSTOP to one process, and SIGCONT after a while: it was stopped, swapped out or cut off."""
+    STARVE = "starve"
+    """Other programs take all cores for a while."""
+    RESTART = "restart"
+    """SIGKILL to the supervisor, which takes the whole run with it. The run is started again."""
+    DAMAGE = "damage"
+    """A copy of the store is damaged and read."""
+
+
+SHARES = {FaultKind.KILL: 8, FaultKind.STOP: 5, FaultKind.STARVE: 2, FaultKind.RESTART: 1, FaultKind.DAMAGE: 2}
+"""Shares of the kinds in a schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One entry of the schedule."""
+
+    at: float
+    """Seconds since the first update."""
+    kind: FaultKind
+    draw: float
+    """In [0, 1): which of the processes that live at that time is hit, or where the damage is."""
+    seconds: float
+    """Duration of a STOP or STARVE."""
+
+
+def schedule(seed: int, seconds: float, every_seconds: float, silence_seconds_max: float) -> list[Fault]:
+    """Faults with exponential times between them, ``every_seconds`` on average. A stop lasts up to twice the silence
+    after which a peer counts as lost, so half of them cost the process its connection."""
+    rng, faults, at = random.Random(seed), [], 0.0
+    kinds, shares = list(SHARES), list(SHARES.values())
+    while (at := at + rng.expovariate(1 / every_seconds)) < seconds:
+        (kind,) = rng.choices(kinds, shares)
+        faults.append(Fault(at, kind, rng.random(), rng.uniform(0.5, 2 * silence_seconds_max)))
+    return faults
+
+
+def damaged(data: bytes, draw: float) -> bytes:
+    """``data`` truncated, with a zeroed block or with a flipped bit, at a place that ``draw`` in [0, 1) decides."""
+    way, place = divmod(draw * 3, 1)
+    at = min(int(place * len(data)), len(data) - 1)
+    if way == 0:
+        return data[:at]
+    if way == 1:
+        return data[:at] + bytes(min(4096, len(data) - at)) + data[at + 4096 :]
+    return data[:at] + bytes([data[at] ^ 1 << int(place * 2**20) % 8]) + data[at + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """Memory and disk at one time."""
+
+    seconds: float
+    memory: Mapping[str, int]
+    """Resident bytes of each role, its children included."""
+    disk: Mapping[str, int]
+    """Bytes in the run directory by kind (:func:`pipeline.supervisor.disk.disk_usage`)."""
+
+
+@dataclass(slots=True)
+class Books:
+    """Accounts of the run, read from its files while it runs and after it ended."""
+
+    received: int = 0
+    steps: int = 0
+    changed_at: float = 0.0
+    """Time at which something new was last seen: a trajectory or an update."""
+    longest: float = 0.0
+    """Seconds of the longest time without anything new."""
+    lost: int = 0
+    """Trajectories that were counted once and were missing later."""
+    problems: list[str] = field(default_factory=list)
+
+    def look(self, ledger: Ledger | None, steps: int, now: float) -> None:
+        """Compare with the last look."""
+        received = self.received if ledger is None else ledger.trajectories.get("received", 0)
+        if received < self.received:
+            self.lost += self.received - received
+        if (received, steps) != (self.received, self.steps):
+            self.received, self.steps, self.changed_at = received, steps, now
+        self.longest = max(self.longest, now - self.changed_at)
+
+    def close(self, ledger: Ledger, lines: Sequence[Line]) -> None:
+        """The audit after the end of the run."""
+        self.problems += ledger.audit()
+        if [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
+            self.problems.append(f"expected the steps 1 to {len(lines)} in metrics.jsonl, got others")
+        if len(lines) != ledger.updates:
+            self.problems.append(f"metrics.jsonl has {len(lines)} updates, the store {ledger.updates}")
+        fresh = sum(line["n_trajectories"] - line["n_replayed"] for line in lines)
+        if fresh != ledger.trajectories.get("trained", 0):
+            self.problems.append(
+                f"the learner trained on {fresh} fresh trajectories, the store has "
+                f"{ledger.trajectories.get('trained', 0)} as trained"
+            )
+
+
+class Chaos:
+    """Runs ``file`` in ``directory`` and injects the faults of a schedule. Blocks; one use."""
+
+    def __init__(self, config: RunConfig, command: Sequence[str], reaper: OrphanReaper, console: Console) -> None:
+        self.directory = RunDirectory(config.run.path.absolute())
+        self.books = Books()
+        self.samples: list[ResourceUse] = []
+        self.faults: list[tuple[float, str]] = []
+        """Seconds and description of what was done."""
+        self.done: Counter[str] = Counter()
+        self._config = config
+        self._command = command
+        self._reaper = reaper
+        self._console = console
+        self._folder = self.directory.path / "chaos"
+        self._log = self.directory.path.with_name(f"{self.directory.path.name}.log")
+        self._begun = time.monotonic()
+        self._undo: list[tuple[float, contextlib.ExitStack]] = []
+        """Times at which faults that last end."""
+        self._run: ChildGroup | None = None
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self._begun
+
+    def run(self, faults: Sequence[Fault], seconds: float) -> None:
+        """Until ``seconds`` after the first update and some updates more. Raises :class:`AfterplayError` when the run
+        ends by itself or stands still."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.unlink(missing_ok=True)
+        self._start("--fresh")
+        try:
+            self._until(lambda: self.books.steps > 0, "its first update")
+            first, waiting = self.now, list(faults)
+            while self.now < first + seconds:
+                while waiting and waiting[0].at <= self.now - first:
+                    self._inject(waiting.pop(0))
+                self._look()
+            self._end_faults(math.inf)
+            goal = self.books.steps + STEPS_AFTERWARDS
+            self._until(lambda: self.books.steps >= goal, f"update {goal}, after the last fault")
+            self._stop()
+        finally:
+            self._end_faults(math.inf)
+            self._write()
+            if self._run is not None:
+                self._run.kill()
+        self.books.close(read_ledger(self._store(), rows=True), read_lines(self.directory.metrics_file))
+
+    def _start(self, *more: str) -> None:
+        with self._log.open("ab") as output:
+            self._run = ChildGroup([*self._command, *more], self._reaper, output=output)
+
+    def _stop(self) -> None:
+        assert self._run is not None
+        self._run.terminate()
+        with contextlib.suppress(TimeoutError):
+            code = self._run.end.result(DRAIN_SECONDS_MAX)
+            if code:
+                self.books.problems.append(f"the run ended with {describe_exit(code)} when it was asked to stop")
+            return
+        self.books.problems.append(f"the run did not end within {DRAIN_SECONDS_MAX:g} s after SIGTERM")
+
+    def _until(self, reached: Callable[[], bool], what: str) -> None:
+        limit = self._config.engine.start_seconds_max + self._config.supervisor.stuck_seconds_max
+        deadline = self.now + limit
+        while not reached():
+            if self.now > deadline:
+                raise AfterplayError(f"the run did not come to {what} within {limit:g} s: see {self._log}")
+            self._look()
+
+    def _look(self) -> None:
+        """Wait a moment, note what is new, measure, and end faults whose time is over."""
+        time.sleep(LOOK_SECONDS)
+        assert self._run is not None
+        if self._run.end.done():
+            raise AfterplayError(f"the run ended by itself ({describe_exit(self._run.end.result())}): see {self._log}")
+        self._end_faults(self.now)
+        with contextlib.suppress(StoreError):  # not there yet, or it restarts
+            self.books.look(read_ledger(self._store()), len(read_lines(self.directory.metrics_file)), self.now)
+        if not self.samples or self.now - self.samples[-1].seconds >= SAMPLE_SECONDS:
+            memory = read_processes().memory(self._pids())
+            self.samples.append(ResourceUse(self.now, memory, disk_usage(self.directory)))
+
+    def _inject(self, fault: Fault) -> None:
+        live = sorted((name, pid) for name, pid in self._pids().items() if name != "supervisor")
+        if fault.kind in (FaultKind.KILL, FaultKind.STOP) and not live:
+            return
+        what = f"{fault.kind}"
+        match fault.kind:
+            case FaultKind.KILL | FaultKind.STOP:
+                name, pid = live[int(fault.draw * len(live))]
+                what += f" {name}"
+                number = signal.SIGKILL if fault.kind is FaultKind.KILL else signal.SIGSTOP
+                if not send(pid, number):
+                    return
+                if fault.kind is FaultKind.STOP:
+                    what += f" for {fault.seconds:.1f} s"
+                    self._end_later(fault.seconds).callback(send, pid, signal.SIGCONT)
+            case FaultKind.STARVE:
+                what += f" for {fault.seconds:.1f} s"
+                end = self._end_later(fault.seconds)
+                for _ in range(2 * (os.cpu_count() or 1)):
+                    end.callback(ChildGroup([sys.executable, "-c", "while True: pass"], self._reaper).kill)
+            case FaultKind.RESTART:
+                assert self._run is not None
+                self._end_faults(math.inf)
+                send(self._run.pid, signal.SIGKILL)
+                self._await_lock()
+                self._start()
+            case FaultKind.DAMAGE:
+                what += f": {self._damage(fault.draw)}"
+        self.done[fault.kind] += 1
+        self.faults.append((self.now, what))
+        self._console.print(f"{self.now:7.1f} s  {what}", soft_wrap=True)
+
+    def _await_lock(self) -> None:
+        """Wait until the processes of the killed run are gone, so that it can be started again."""
+        deadline = self.now + DRAIN_SECONDS_MAX
+        while self.now < deadline:
+            with contextlib.suppress(RunIsAlive), run_lock(self.directory, mark=False):
+                return
+            time.sleep(LOOK_SECONDS)
+        raise AfterplayError(f"{self.directory.path} is still locked {DRAIN_SECONDS_MAX:g} s after the run was killed")
+
+    def _end_later(self, seconds: float) -> contextlib.ExitStack:
+        end = contextlib.ExitStack()
+        self._undo.append((self.now + seconds, end))
+        return end
+
+    def _end_faults(self, now: float) -> None:
+        for entry in [entry for entry in self._undo if entry[0] <= now]:
+            self._undo.remove(entry)
+            entry[1].close()
+
+    def _damage(self, draw: float) -> str:
+        """Damage a copy of the store; in words what its reader makes of it."""
+        copy = self._folder / "damaged.sqlite"
+        self._folder.mkdir(exist_ok=True)
+        tables.STORE.copy(self._store(), copy)
+        copy.write_bytes(damaged(copy.read_bytes(), draw))
+        try:
+            wrong = read_ledger(copy, rows=True).audit()
+        except AfterplayError as error:
+            return f"a copy of the store is refused: {error}"
+        finally:
+            for file in self._folder.glob(f"{copy.name}*"):
+                file.unlink()
+        return f"a copy of the store is read; its audit finds {len(wrong)} problems"
+
+    def _store(self) -> Path:
+        return store_path(self._config, self.directory)
+
+    def _pids(self) -> dict[str, int]:
+        """Processes that live, by role, the supervisor among them. The file may be old and a number taken by a
+        stranger, so only children of the supervisor count."""
+        assert self._run is not None
+        states = read_json(self.directory.processes_file) or {}
+        ours = read_processes().children[self._run.pid]
+        found = {name: int(state["pid"]) for name, state in states.items() if state.get("pid") in ours}
+        return {"supervisor": self._run.pid, **found}
+
+    def _write(self) -> None:
+        """``samples.jsonl``, ``faults.jsonl`` and the picture of both."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "samples.jsonl").open("wb") as file:
+            file.writelines(orjson.dumps(asdict(sample)) + b"\n" for sample in self.samples)
+        with (self._folder / "faults.jsonl").open("wb") as file:
+            file.writelines(orjson.dumps({"seconds": at, "what": what}) + b"\n" for at, what in self.faults)
+        seconds = [sample.seconds for sample in self.samples]
+        panels = {
+            "resident memory by role": [sample.memory for sample in self.samples],
+            "disk by kind": [sample.disk for sample in self.samples],
+        }
+        draw_resources(seconds, panels, [at for at, _ in self.faults], self._folder / "resources.png")
+
+
+def send(pid: int, number: int) -> bool:
+    """Signal a process; False when it is gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """All processes of the machine."""
+
+    children: Mapping[int, Sequence[int]]
+    resident: Mapping[int, int]
+    """Bytes."""
+
+    def memory(self, roles: Mapping[str, int]) -> dict[str, int]:
+        """Resident bytes of each process in ``roles`` and its descendants, up to those that are a role themselves."""
+        others = set(roles.values())
+
+        def family(pid: int) -> Iterator[int]:
+            yield pid
+            for child in self.children.get(pid, ()):
+                if child not in others:
+                    yield from family(child)
+
+        return {name: sum(self.resident.get(one, 0) for one in family(pid)) for name, pid in roles.items()}
+
+
+def read_processes() -> Processes:
+    """From ``ps``, which Linux and macOS have."""
+    answer = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=False)
+    children: dict[int, list[int]] = defaultdict(list)
+    resident = {}
+    for line in answer.stdout.splitlines():
+        pid, parent, kilobytes = map(int, line.split())
+        children[parent].append(pid)
+        resident[pid] = kilobytes * 1024
+    return Processes(children, resident)
+
+
+def run_chaos(
+    config: RunConfig, command: Sequence[str], faults: Sequence[Fault], seconds: float, stall_seconds_max: float
+) -> ExitCode:
+    """Run, inject, report. FAILED when the books do not balance, something was lost, or nothing was new for longer than
+    ``stall_seconds_max``. Raises :class:`AfterplayError` when the run cannot continue."""
+    console = Console(highlight=False)
+    with OrphanReaper() as reaper:
+        chaos = Chaos(config, command, reaper, console)
+        chaos.run(faults, seconds)
+    console.print(report(chaos))
+    folder = chaos.directory.path / "chaos"
+    console.print(f"faults.jsonl, samples.jsonl and resources.png are in {folder}", soft_wrap=True)
+    books = chaos.books
+    failed = books.problems or books.lost or books.longest > stall_seconds_max
+    return ExitCode.FAILED if failed else ExitCode.FINISHED
+
+
+def report(chaos: Chaos) -> Table:
+    """A table of what was done and what the books say."""
+    books, samples = chaos.books, chaos.samples
+    rows = {
+        "faults": ", ".join(f"{kind} {n}" for kind, n in sorted(chaos.done.items())) or "none",
+        "updates": f"{books.steps}",
+        "trajectories": f"{books.received} received, {books.lost} lost",
+        "longest time without anything new": f"{books.longest:.1f} s",
+        "audit": "; ".join(books.problems) or "every sum adds up",
+    }
+    if samples:
+        ends = samples[len(samples) // 4], samples[-1]
+        memory, disk = ([size(sum(getattr(s, what).values())) for s in ends] for what in ("memory", "disk"))
+        rows["memory"] = f"{memory[0]} after a quarter of the time, {memory[1]} at the end"
+        rows["disk"] = f"{disk[0]} after a quarter of the time, {disk[1]} at the end"
+    table = Table(box=None, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

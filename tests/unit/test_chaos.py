@@ -1,0 +1,69 @@
+"""The pure parts of ``afterplay chaos``: its schedule, the damage that it does, and how it reads the books."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.store.ledger import Ledger
+from pipeline.supervisor.chaos import Books, Processes, damaged, schedule
+
+
+def test_a_seed_gives_one_schedule() -> None:
+    assert schedule(3, 600, 10, 10) == schedule(3, 600, 10, 10) != schedule(4, 600, 10, 10)
+
+
+def test_faults_come_in_order_within_the_time_and_at_the_wanted_rate() -> None:
+    faults = schedule(1, 36_000, 10, 10)
+    assert faults == sorted(faults, key=lambda fault: fault.at)
+    assert faults[0].at > 0 and faults[-1].at < 36_000
+    assert 3_400 < len(faults) < 3_800
+    assert all(0 <= fault.draw < 1 and 0.5 <= fault.seconds <= 20 for fault in faults)
+
+
+@given(st.binary(min_size=1, max_size=20_000).filter(any), st.floats(0, 1, exclude_max=True))
+def test_damage_never_leaves_a_file_longer_and_is_the_same_for_the_same_draw(data: bytes, draw: float) -> None:
+    assert damaged(data, draw) == damaged(data, draw)
+    assert len(damaged(data, draw)) <= len(data)
+    if draw < 1 / 3 or draw >= 2 / 3:
+        assert damaged(data, draw) != data
+
+
+def test_time_without_anything_new_ends_with_a_trajectory_or_an_update() -> None:
+    books = Books()
+    for now, received, steps in ((1.0, 0, 0), (4.0, 5, 0), (10.0, 5, 0), (11.0, 5, 1), (13.0, 5, 1)):
+        books.look(Ledger(trajectories={"received": received}), steps, now)
+    assert books.longest == 6.0
+
+
+def test_a_count_that_goes_back_is_a_loss() -> None:
+    books = Books()
+    for received in (10, 7):
+        books.look(Ledger(trajectories={"received": received}), 1, 0.0)
+    assert books.lost == 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "updates", "trained", "problem"),
+    [
+        ((1, 2), 2, 14, None),
+        ((1, 3), 2, 14, "steps 1 to 2"),
+        ((1, 2), 3, 14, "the store 3"),
+        ((1, 2), 2, 15, "14 fresh trajectories"),
+    ],
+)
+def test_learner_and_store_must_agree_on_what_was_trained(
+    steps: tuple[int, ...], updates: int, trained: int, problem: str | None
+) -> None:
+    books = Books()
+    lines = [{"step": step, "n_trajectories": 8, "n_replayed": 1} for step in steps]
+    ledger = Ledger(trajectories={"received": trained, "trained": trained}, updates=updates)
+    books.close(ledger, lines)
+    assert (problem is None) == (books.problems == [])
+    assert problem is None or problem in books.problems[0]
+
+
+def test_memory_of_a_role_has_its_children_but_not_another_role() -> None:
+    tree = Processes({1: [2, 3], 2: [4], 3: [5]}, {1: 10, 2: 20, 3: 30, 4: 40, 5: 50})
+    assert tree.memory({"supervisor": 1, "actor-0": 2}) == {"supervisor": 90, "actor-0": 60}
