@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from learner.build import load_trainer
 from learner.checkpoints.best import BestKeeper
-from learner.checkpoints.checkpoint import checkpoint_path
+from learner.checkpoints.resume import find_resumption
 from learner.checkpoints.writer import STOP_SHARE, CheckpointWriter
 from learner.device_turn import DeviceTurn, limit_memory
 from learner.loop import LearnerLoop
@@ -28,6 +28,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import Interrupted
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import remove_leftovers
+from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.transport.protocol import Link
@@ -45,6 +46,8 @@ class Start:
     checkpoint: Path | None
     rank_zero: RankZero | None = None
     """Starts and watches the other ranks; None: there is one."""
+    damaged: tuple[str, ...] = ()
+    """A sentence for each damaged checkpoint that was passed over."""
 
 
 async def main(ctx: RoleContext) -> None:
@@ -75,6 +78,8 @@ async def serve(ctx: RoleContext, link: Link) -> None:
 
 async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
     metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
+    metrics.damaged_checkpoints.set(len(damaged_folders(ctx.directory.checkpoints)))
+    ctx.notices += start.damaged
     interrupt = start.trainer.policy.interrupt
     async with (
         link,
@@ -135,24 +140,28 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
 
 
 def load(config: RunConfig, directory: RunDirectory, give_up: Callable[[], bool] = lambda: False) -> Start:
-    """Model, optimizer and counters: of the newest complete checkpoint, else of the initial model. With several ranks
+    """Model, optimizer and counters: of the newest intact checkpoint, else of the initial model. With several ranks
     the other ranks load the same meanwhile. Blocks for seconds, and while another process prepares the model; raises
-    :class:`Interrupted` when it gives up on that."""
+    :class:`Interrupted` when it gives up on that, and :class:`DamagedFiles` where no checkpoint is intact."""
     prepare_model(config, directory.model, give_up)
     remove_leftovers(directory.checkpoints)
+    found = find_resumption(directory.checkpoints)
+    for sentence in found.damaged:
+        log.error("%s", sentence)
     rank_zero = RankZero.begin(config)
     try:
-        trainer, state = load_trainer(config, directory, None if rank_zero is None else rank_zero.group)
+        group = None if rank_zero is None else rank_zero.group
+        trainer, state = load_trainer(config, directory, found.checkpoint, group)
     except BaseException:
         if rank_zero is not None:
             rank_zero.end()
         raise
     if state is None:
-        return Start(trainer, LearnerProgress(), None, rank_zero)
+        return Start(trainer, LearnerProgress(), None, rank_zero, found.damaged)
     progress = LearnerProgress(
         state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained
     )
-    return Start(trainer, progress, checkpoint_path(directory.checkpoints, state.updates), rank_zero)
+    return Start(trainer, progress, found.checkpoint, rank_zero, found.damaged)
 
 
 def choose_version(progress: LearnerProgress, recorded: int, written: list[int]) -> int:

@@ -10,6 +10,7 @@ from rich.table import Table
 from pipeline.cli.viewer.progress import MetricsTail, describe, describe_evaluation, print_stage_times
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
+from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
@@ -35,6 +36,8 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
         console.print(describe(tail.last, config.run.total_steps), soft_wrap=True)
         print_stage_times(directory.metrics_file, console)
     _evaluations(directory, console)
+    for name, facts in damaged_folders(directory.checkpoints).items():
+        console.print(facts.get("sentence") or f"checkpoints/{name} is damaged", style="red", soft_wrap=True)
     try:
         ledger = read_ledger(store_path(config, directory))
     except StoreError as error:

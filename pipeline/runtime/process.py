@@ -29,7 +29,7 @@ from typing import Any
 import anyio
 
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, ConfigurationError, ForcedExit, FormatMismatch
+from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles, ForcedExit, FormatMismatch
 from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
 from pipeline.metrics.server import MetricsServer
 from pipeline.runtime.plugin_guard import bounded_prints
@@ -55,7 +55,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """An error; the log has it."""
     CONFIGURATION = 2
-    """The run file or an option is wrong; restarting does not help."""
+    """The run file or an option is wrong, or files are damaged beyond repair; restarting does not help."""
     FORCED = 3
     """Ended without finishing: a second signal, or a drain that took too long."""
     GAVE_UP = 4
@@ -92,6 +92,8 @@ class RoleContext:
         self.stopping = anyio.Event()
         """Set when the process should drain and return."""
         self.status = Status()
+        self.notices: list[str] = []
+        """Sentences that the user should read, in order; ``afterplay run`` prints each once."""
         self.process = ProcessMetrics(
             self.registry, config.run.name, config.advantage.estimator.name, config.model.source
         )
@@ -118,6 +120,7 @@ class RoleContext:
             "state": status.state if age <= HEARTBEAT_SECONDS_MAX else "stuck",
             "waiting_for": status.waiting_for,
             "details": status.details,
+            "notices": self.notices,
             "heartbeat_age_seconds": round(age, 3),
             "stopping": self.stopping.is_set(),
         }
@@ -274,7 +277,7 @@ def _explain(name: str, error: BaseException) -> int:
     """Log why a role ended; returns its exit code."""
     leaves = list(_leaves(error))
     for leaf in leaves:
-        if isinstance(leaf, ConfigurationError | FormatMismatch):
+        if isinstance(leaf, ConfigurationError | FormatMismatch | DamagedFiles):
             print(f"{name}: {leaf}", file=sys.stderr, flush=True)
             return ExitCode.CONFIGURATION
     log.error("%s failed", name, exc_info=error)

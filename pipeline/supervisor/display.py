@@ -55,6 +55,8 @@ class Phases:
         self, processes: Mapping[str, Process], answers: Mapping[str, HealthAnswer], steps_done: int, now: float
     ) -> Iterator[tuple[str, str]]:
         """Key and line of each event so far."""
+        for name, answer in answers.items():
+            yield from ((f"notice {name} {notice}", notice) for notice in answer.notices)
         prepare = processes.get(PREPARE)
         if prepare is not None and prepare.alive:
             yield "preparing", "preparing the model"

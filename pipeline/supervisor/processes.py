@@ -104,6 +104,7 @@ class HealthAnswer:
     state: str = ""
     waiting_for: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
 
 
 def check_health(url: str) -> HealthAnswer:
@@ -140,4 +141,5 @@ def _read(healthy: bool, body: bytes) -> HealthAnswer:
         str(answer.get("state", "serving" if healthy else "")),
         str(answer.get("waiting_for", "")),
         answer["details"] if isinstance(answer.get("details"), dict) else {},
+        tuple(map(str, answer["notices"])) if isinstance(answer.get("notices"), list) else (),
     )

@@ -20,16 +20,19 @@ from learner.models.info import ModelInfo
 from learner.recorder import MetricsLog
 from learner.role import serve as serve_learner
 from pipeline.config import RunConfig
+from pipeline.errors import DamagedFiles
 from pipeline.metrics.learner import STAGES
-from pipeline.runtime.process import RoleContext
+from pipeline.runtime.process import ExitCode, RoleContext, _explain
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
 from pipeline.stage.role import serve as serve_stage
 from pipeline.store.evaluation_results import read_results
+from pipeline.store.ledger import read_ledger
 from pipeline.supervisor.disk import describe_disk, disk_usage, remove_published
 from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from tests.support.damage import flip
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 
 
@@ -346,3 +349,40 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
                 ):
                     await reported.wait()
             ctx.stopping.set()
+
+
+async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(world):
+    """The replay stage has freed the groups of updates 3 and 4, which the damaged checkpoint had: others are played."""
+    async with world(total_steps=8, checkpoint={"every": 2}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await w.until_step(5)
+            ctx.stopping.set()
+        newest, older = find_checkpoints(w.directory.checkpoints)
+        flip(newest / "training.pt")
+        ctx, run = w.learner()
+        await run()
+        assert ctx.status.state == "finished"
+    [sentence] = ctx.health()[1]["notices"]
+    lost = int(newest.name[1:]) - int(older.name[1:])
+    assert f"{newest.name} is damaged" in sentence and f"{older.name}: {lost} updates are made again" in sentence
+    assert ctx.registry.get_sample_value("afterplay_learner_damaged_checkpoints") == 1
+    assert [line["step"] for line in w.lines()] == list(range(1, 9))
+    assert w.engine.versions == sorted(w.engine.versions)
+    assert {version: len(weights) for version, weights in w.engine.weights_of.items() if len(weights) > 1} == {}
+    ledger = read_ledger(w.directory.store_file)
+    assert ledger.audit() == [] and ledger.updates == 8
+
+
+async def test_a_learner_without_an_intact_checkpoint_ends_with_one_sentence(world, capsys):
+    async with world(total_steps=2, checkpoint={"every": 1, "at_end": False, "keep": 1}) as w:
+        _, run = w.learner()
+        await run()
+        for path in find_checkpoints(w.directory.checkpoints):
+            flip(path / "model" / "model.safetensors")
+        _, run = w.learner()
+        with pytest.raises(DamagedFiles) as caught:
+            await run()
+    assert _explain("learner", caught.value) == ExitCode.CONFIGURATION, "the supervisor does not start it again"
+    assert capsys.readouterr().err.count("\n") == 1

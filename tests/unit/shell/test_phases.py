@@ -49,6 +49,13 @@ def test_a_run_that_resumes_has_no_first_episodes() -> None:
     assert "playing" not in " ".join(phases.news(machine.processes, TRAINING | PLAYING, 8, 1))
 
 
+def test_a_notice_of_a_role_is_printed_once() -> None:
+    phases = Phases("vLLM", 16)
+    answers = {"learner": HealthAnswer(True, "loading", notices=("checkpoint u000006 is damaged",))}
+    assert phases.news({}, answers, 3, 0) == ["checkpoint u000006 is damaged"]
+    assert phases.news({}, answers, 4, 1) == []
+
+
 def test_several_engines_have_their_names() -> None:
     machine, phases = Machine((Rule("engine-0", 3), Rule("engine-1", 3))), Phases("vLLM", 1)
     machine.begin(0)
