@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from learner.checkpoints.checkpoint import numbered_checkpoints, read_state
-from pipeline.errors import DamagedFiles, FormatMismatch
+from pipeline.errors import DamagedFiles
 from pipeline.runtime.contents import CONTENTS, DAMAGED, damaged_folders, find_damage, set_aside
 
 

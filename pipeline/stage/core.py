@@ -76,6 +76,7 @@ class StageCore:
             entries=snapshot.entries,
             tasks=snapshot.tasks,
             state=meta.get("experience"),
+            updates=meta.get("experience_updates"),
             sizes=self.sampler.sizes,
         )
         self.replays = ReplayGroups(config, records, batches, payloads, journal, self.experience, self.sampler)

@@ -140,6 +140,7 @@ class Dispatch:
         """Everything before update ``updates`` is safe at the learner: forget it."""
         self.durable_updates = max(self.durable_updates, updates)
         self._journal.meta("durable_updates", self.durable_updates)
+        self._replays.experience.covered(updates)
         for group in list(self._records.values()):
             made = group.consumed and group.update is not None and group.update < updates
             if made or (group.state is GroupState.CANCELLED and group.admitted_update < updates):
@@ -199,6 +200,7 @@ class Dispatch:
         if self._batches.consumed > updates:
             log.warning("the learner continues from %d updates, %d were made: %d groups are trained again",
                         updates, self._batches.consumed, len(again))  # fmt: skip
+            self._replays.experience.roll_back(updates)
         self._batches.roll_back(updates, again)
         self._close_gaps()
         self.durable_updates = min(self.durable_updates, updates)
@@ -227,8 +229,9 @@ class Dispatch:
         if not groups:
             return
         update = groups[0].update
+        assert update is not None, groups[0]
         version = self._batches.policy_version if report.policy_version is None else report.policy_version
-        if update is not None and self._versions.note(update, version):
+        if self._versions.note(update, version):
             self._journal.meta("trained_versions", self._versions.state())
         for group in [g for g in groups if g.dropped]:
             group.state, group.ended_at = GroupState.UNINFORMATIVE, self._clock.wall
@@ -248,7 +251,7 @@ class Dispatch:
                 self._journal.observe("trained_age", max(0, version - record.facts.version_min))
             self._journal.count(Count.TRAJECTORIES_HELD, -group.n_fresh)
             self._journal.count(Count.TRAJECTORIES_TRAINED, group.n_fresh)
-        self._replays.trained(groups, report, version)
+        self._replays.trained(update, groups, report, version)
 
     def _untrain(self, group: GroupRecord) -> None:
         self._journal.count(Count.GROUPS_UNINFORMATIVE if group.dropped else Count.GROUPS_TRAINED, -1)
@@ -256,6 +259,7 @@ class Dispatch:
         self._journal.group(group)
         self._journal.count(Count.GROUPS_ROLLED_BACK)
         if group.dropped:
+            self._replays.count_dropped(group)
             return
         for record in self._members(group):
             record.state = TrajectoryState.HELD

@@ -140,8 +140,8 @@ class ReplayGroups:
         if not finished and group.task.environment in self._config.environments:
             self.experience.cancelled(group.task)
 
-    def trained(self, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
-        """One update was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
+    def trained(self, update: int, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
+        """``update`` was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
         row_ids = {}
         for group in groups:
             self._choose(group, report.replayed.get(group.group_id, ()), version)
@@ -151,6 +151,7 @@ class ReplayGroups:
         self._journal.count(Count.REPLAYS_CHOICE_FAILED, report.choice_failed)
         factor = self.experience.factor
         self.experience.consumed(
+            update=update,
             used=used,
             ess=report.ess,
             entropies={row_ids[t]: value for t, value in report.entropies.items() if t in row_ids},

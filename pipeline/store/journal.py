@@ -212,6 +212,8 @@ class Journal:
         self._experience = changes
         if changes.state is not None:
             self.meta("experience", changes.state)
+        if changes.updates is not None:
+            self.meta("experience_updates", changes.updates)
 
     def forget_payload(self, row_id: int) -> None:
         if self._payloads.pop(row_id, None) is None:

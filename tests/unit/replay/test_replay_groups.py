@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -204,11 +205,14 @@ def test_a_repeated_consumed_message_uses_nothing_twice(tmp_path: Any) -> None:
 
 
 def test_a_rolled_back_group_is_sent_again_with_the_same_candidates(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "s.sqlite", half)
+    stage = Stage(tmp_path / "s.sqlite", half, ess_guard={"enabled": True})
     plan = stage.until_replayed()
     before = stage.updates
-    stage.train(stage.plans)
     stage.round()
+    entries, factor = deepcopy(stage.core.experience.entries), stage.core.experience.factor
+    stage.train(stage.plans, ess={"replay": 0.0}, entropy={entry.trajectory_id: 7.0 for entry in entries})
+    stage.round()
+    assert stage.core.experience.entries != entries
     hello = {"schema_version": SCHEMA_VERSION, "role": "learner", "session": "t", "updates": before}
     stage.core.peer_down("learner", left=False)
     stage.core.peer_up("learner", {**hello, "policy_version": -1, "credit_groups": 8})
@@ -216,6 +220,9 @@ def test_a_rolled_back_group_is_sent_again_with_the_same_candidates(tmp_path: An
     assert plan["candidates"] in [p["candidates"] for p in again if p["group_id"] == plan["group_id"]]
     counters = stage.counters()
     assert counters["replays.trained"] == 0 and counters["replays.rolled_back"] == 1
+    assert stage.core.experience.entries == entries, "uses and entropies are those from before the update"
+    assert stage.core.experience.factor == factor == 1.0
+    assert stage.store.load().entries == entries, "in the store too"
     stage.store.close()
 
 
