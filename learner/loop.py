@@ -49,6 +49,8 @@ from pipeline.runtime.process import RoleContext
 log = logging.getLogger(__name__)
 EVALUATION_MARGIN_SECONDS = 60.0
 """Added to twice ``evaluation.seconds_max`` to bound the wait for the last evaluation: another may run before it."""
+LOOK_SECONDS = 5.0
+"""Interval at which a wait for rollouts is reported again and damaged weights are looked for."""
 ACKNOWLEDGE_SECONDS_MAX = 5.0
 """Bound on the wait for the replay stage to record the last update."""
 
@@ -58,6 +60,9 @@ class LivePublisher(Protocol):
 
     async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication: ...
     async def until_live(self, version: int) -> None: ...
+    @property
+    def damaged(self) -> int | None: ...
+    async def write_again(self, tensors: Mapping[str, Tensor]) -> None: ...
     def live(self, version: int) -> tuple[str, ...]: ...
     def trouble(self) -> dict[str, str]: ...
 
@@ -169,13 +174,14 @@ class LearnerLoop:
             waiting.start_soon(take, waiting.cancel_scope)
             while True:
                 self._ctx.beat()
+                await self._repair_weights()
                 p = session.group_progress(update)
                 missing = f"rollouts: {p.complete} of {p.needed} groups of step {update + 1}"
                 if not session.connected:
                     missing = f"the replay stage ({missing})"
                 self._ctx.report("waiting", missing, step=update + 1, groups=p.complete, trajectories=p.trajectories,
                                  engines=self._publisher.trouble())  # fmt: skip
-                with anyio.move_on_after(5.0):
+                with anyio.move_on_after(LOOK_SECONDS):
                     await session.changed()
         return found
 
@@ -199,6 +205,13 @@ class LearnerLoop:
             await self._device.release()
         self._publication_done = anyio.Event()
         tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._publication_done)
+
+    async def _repair_weights(self) -> None:
+        """Where the files of the newest version are damaged, write them again: an engine that has restarted cannot
+        serve without them. Only while the trainer has these weights."""
+        if self._publisher.damaged == self.version:
+            log.error("the files of version %d are damaged: they are written again", self.version)
+            await self._publisher.write_again(await self._snapshot())
 
     async def _publish(
         self, version: int, updates: int, tensors: Mapping[str, Tensor] | None, done: anyio.Event
@@ -247,8 +260,9 @@ class LearnerLoop:
             return
         with anyio.move_on_after(2 * section.seconds_max + EVALUATION_MARGIN_SECONDS) as waiting:
             while not is_evaluated(session.evaluation, self._trainer.updates):
+                await self._repair_weights()
                 self._ctx.report("evaluating", "rollouts of held-out tasks", step=self._trainer.updates)
-                with anyio.move_on_after(5.0):
+                with anyio.move_on_after(LOOK_SECONDS):
                     await session.changed()
         if waiting.cancelled_caught:
             log.warning("the last weights were not evaluated in time: the run ends without their evaluation")

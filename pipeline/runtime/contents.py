@@ -43,7 +43,7 @@ def write_contents(folder: Path) -> int:
             for path, digest in zip(files, digests, strict=True)
         }
     value = {"files": found, "sha256": _own_digest(found)}
-    (folder / CONTENTS).write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+    write_json_atomically(folder / CONTENTS, value)
     return sum(file["bytes"] for file in found.values())
 
 

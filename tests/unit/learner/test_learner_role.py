@@ -375,6 +375,37 @@ async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_s
     assert ledger.audit() == [] and ledger.updates == 8
 
 
+async def test_a_restarted_engine_gets_damaged_weights_written_again_while_the_learner_waits(world, monkeypatch):
+    """The engine restarts when everything that could be played is trained: no next version would come."""
+    monkeypatch.setattr("learner.weights.engine_keeper.WATCH_SECONDS", 0.02)
+    monkeypatch.setattr("learner.loop.LOOK_SECONDS", 0.02)
+
+    handle, send, loaded_again, looks = Engine.handle, MemoryLink.send, anyio.Event(), itertools.count(1)
+
+    async def restarting(engine, request):
+        folder = w.directory.weights(2)
+        published = engine.version == "2" and (folder / "contents.json").exists()
+        if request.path == "/weight_info" and published and next(looks) == 5:  # by then the publication is over
+            flip(folder / "model.safetensors")
+            engine.version, engine.digest = "default", "initial"
+        if request.path == "/update_weight_version" and engine.versions[-1:] == [2]:
+            loaded_again.set()
+        return await handle(engine, request)
+
+    async def hold(link, message):
+        if message.kind is Kind.TRAJECTORY and w.engine.versions[-1] == 2:
+            await loaded_again.wait()
+        return await send(link, message)
+
+    monkeypatch.setattr(Engine, "handle", restarting)
+    monkeypatch.setattr(MemoryLink, "send", hold)
+    async with world(total_steps=3, staleness={"max": 0}) as w:
+        _, run = w.learner()
+        await run()
+    assert w.engine.versions == [0, 1, 2, 2, 3]
+    assert {version: len(weights) for version, weights in w.engine.weights_of.items()} == dict.fromkeys("0123", 1)
+
+
 async def test_a_learner_without_an_intact_checkpoint_ends_with_one_sentence(world, capsys):
     async with world(total_steps=2, checkpoint={"every": 1, "at_end": False, "keep": 1}) as w:
         _, run = w.learner()

@@ -15,7 +15,9 @@ from learner.weights.engine_keeper import Target, load_needed
 from learner.weights.publisher import Publisher, published_versions, write_weights
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.runtime.contents import find_damage
 from pipeline.runtime.rundir import RunDirectory
+from tests.support.damage import DAMAGES
 
 
 class FakeEngine:
@@ -195,6 +197,30 @@ async def test_an_engine_that_restarts_gets_the_newest_version(engines, weights,
                 await reborn.stop()
     assert reborn.version == "1"
     assert reborn.loaded == [str(directory.weights(1).absolute())]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "contents.json"])
+async def test_an_engine_is_not_given_damaged_weights_and_has_them_once_they_are_written_again(
+    engines, weights, tmp_path, file, damage
+):
+    publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
+    async with running(publisher):
+        await publisher.publish(1, weights[1])
+        keeper, engine = publisher.keepers[engines[0].url], engines[0]
+        written = (directory.weights(1) / "model.safetensors").read_bytes()
+        DAMAGES[damage](directory.weights(1) / file)
+        engine.version = "default"  # as of one that has restarted
+        with anyio.fail_after(10):
+            while not keeper.state.trouble:
+                await keeper._changed.wait()
+            assert f"{directory.weights(1)} are damaged ({file} " in keeper.state.trouble
+            assert (len(engine.loaded), engine.version, publisher.damaged) == (1, "default", 1)
+            await publisher.write_again(weights[1])
+            await keeper.until_served(1)
+    assert (len(engine.loaded), engine.version, publisher.damaged) == (2, "1", None)
+    assert (directory.weights(1) / "model.safetensors").read_bytes() == written
+    assert find_damage(directory.weights(1)) == ""
 
 
 async def test_an_engine_that_is_still_starting_is_asked_at_short_intervals(engines, weights, tmp_path, monkeypatch):
