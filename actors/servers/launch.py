@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from actors.servers.vllm import SERVED_NAME, vllm_available, vllm_command
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.rundir import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory
 
 EMBEDDED_BLOCK_SIZE = 16
 
@@ -28,6 +28,8 @@ def main(config: RunConfig, index: int, *, await_model: bool = False) -> int:
         argv = in_process_group(argv)
     sys.stdout.flush()
     sys.stderr.flush()
+    if await_model:
+        environment = {**environment, AWAIT_MODEL: str(PREPARE_SECONDS_MAX)}
     os.execve(argv[0], argv, environment)
 
 

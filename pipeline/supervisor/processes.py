@@ -15,7 +15,7 @@ import orjson
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.runtime.process import role_name
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, read_json
 from pipeline.supervisor.restarts import Rule
 
 ACTORS, LEARNER, REPLAY, ENGINES = range(4)
@@ -50,7 +50,13 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
     stuck = config.supervisor.stuck_seconds_max
     central = Rule(center, LEARNER, depends=("replay",), awaits=(PREPARE,), ends_run=True, stuck_seconds_max=stuck)
     specs = [
-        _spec(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
+        _spec(
+            PREPARE,
+            0,
+            directory,
+            Rule(PREPARE, ENGINES, once=True, start_seconds_max=PREPARE_SECONDS_MAX),
+            probed=False,
+        ),
         _spec("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
         _spec(center, 0, directory, central),
     ]
