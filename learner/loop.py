@@ -207,7 +207,7 @@ class LearnerLoop:
         tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._publication_done)
 
     async def _repair_weights(self) -> None:
-        """Where the files of the newest version are damaged, write them again: an engine that has restarted cannot
+        """Write the files of the newest version again if they were found damaged: an engine that has restarted cannot
         serve without them. Only while the trainer has these weights."""
         if self._publisher.damaged == self.version:
             log.error("the files of version %d are damaged: they are written again", self.version)

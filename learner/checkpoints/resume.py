@@ -1,7 +1,7 @@
 """Chooses the checkpoint that a learner resumes from: the newest whose files hold the bytes that were written.
 
-A damaged one is renamed to ``uNNNNNN.damaged``: it is never chosen again and never deleted. The learner says so in its
-log, on the console of ``afterplay run`` and in a metric; ``afterplay status`` repeats it.
+A damaged one is renamed to ``uNNNNNN.damaged``: it is never chosen again and never deleted. A sentence about it is in
+the learner's log, on the console of ``afterplay run`` and in ``afterplay status``; a metric counts them.
 """
 
 from __future__ import annotations

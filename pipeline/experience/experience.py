@@ -219,7 +219,7 @@ class Experience:
             self._updates.covered(updates)
 
     def roll_back(self, updates: int) -> None:
-        """The learner goes on from weights of so many updates: take back what :meth:`consumed` did for later ones.
+        """The learner continues from weights of so many updates: take back what :meth:`consumed` did for later ones.
         Entries that have left the pool since stay away."""
         if not self._enabled:
             return

@@ -1,4 +1,4 @@
-"""What each update changed in the experience, so that a learner that resumes from an older checkpoint takes it back.
+"""Records what each update changed in the experience, so that it is undone when a learner resumes from before it.
 
 A record is kept until no checkpoint is left that is older than its update.
 """
@@ -18,7 +18,7 @@ class UpdateEffects:
     factor: float
     """The guard's."""
     started: bool
-    """Whether mixing had begun."""
+    """True if mixing had begun."""
     used: list[int] = field(default_factory=list)
     """``row_id`` of each entry that was trained as a replay."""
     entropies: list[tuple[int, float | None]] = field(default_factory=list)

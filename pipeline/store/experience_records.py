@@ -145,7 +145,7 @@ class ExperienceChanges:
     state: Mapping[str, Any] | None = None
     """Counters of the draws, latch of the start, guard: small, JSON, replaces the one before."""
     updates: list[dict[str, Any]] | None = None
-    """What the latest updates changed, to take it back: JSON, replaces the one before."""
+    """Changes that the latest updates made, so that they can be undone: JSON, replaces the one before."""
 
     def __bool__(self) -> bool:
         rows = self.entries or self.removed or self.tasks or self.forgotten_tasks
