@@ -44,7 +44,7 @@ def write_contents(folder: Path) -> int:
         }
     value = {"files": found, "sha256": _own_digest(found)}
     write_json_atomically(folder / CONTENTS, value)
-    return sum(file["bytes"] for file in found.values())
+    return sum(path.stat().st_size for path in files)
 
 
 def find_damage(folder: Path, *, digests: bool = True) -> str:
