@@ -200,6 +200,9 @@ class Dispatch:
         if self._batches.consumed > updates:
             log.warning("the learner continues from %d updates, %d were made: %d groups are trained again",
                         updates, self._batches.consumed, len(again))  # fmt: skip
+            if updates < self.durable_updates:
+                log.warning("the groups of %d updates were freed when a checkpoint covered them: others are played",
+                            self.durable_updates - updates)  # fmt: skip
             self._replays.experience.roll_back(updates)
         self._batches.roll_back(updates, again)
         self._close_gaps()
