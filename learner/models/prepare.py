@@ -57,15 +57,15 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
     except TimeoutError as error:
         raise ConfigurationError(f"expected {target} to be prepared, but {error}: end that process") from error
     with held:
-        if (target / MANIFEST).exists():
+        if (target / CONTENTS).exists() and (problem := find_damage(target)):
+            info = _replace(config, request, target, problem, give_up)
+        elif (target / MANIFEST).exists():
             info = ModelInfo.load(target)
             if info.request != request:
                 raise ConfigurationError(
                     f"{target} holds model {info.source!r}, the run file asks for {config.model.source!r} "
                     "(or other options of it): choose another run.name, or delete the run directory"
                 )
-            if (target / CONTENTS).exists() and (problem := find_damage(target)):
-                info = _replace(config, request, target, problem, give_up)
         else:
             info = _make(config, request, target, give_up)
     if config.model.max_length > info.max_position:

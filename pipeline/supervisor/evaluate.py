@@ -65,7 +65,8 @@ def evaluate_checkpoint(
     weights = find_weights(run, request.checkpoint)
     if weights.model is not None and (problem := find_damage(weights.model.parent)):
         raise ConfigurationError(
-            f"--checkpoint: {weights.name} in {run.checkpoints} is damaged ({problem}): name another of {_there(run)}"
+            f"--checkpoint: {weights.name} in {run.checkpoints} is damaged ({problem}): name another one of "
+            f"{_there(run)}"
         )
     directory = _folder(run, weights)
     try:

@@ -186,13 +186,14 @@ def test_a_preparation_that_another_process_does_not_end_is_waited_for_a_bounded
         prepare_model(config(tmp_path), tmp_path / "model")
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "afterplay_model.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_model_of_a_run_is_made_again_from_its_source(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: str, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = prepare_model(config(tmp_path), tmp_path / "run" / "model")
     weights = (first.path / "model.safetensors").read_bytes()
-    DAMAGES[damage](first.path / "model.safetensors")
+    DAMAGES[damage](first.path / file)
     again = prepare_model(config(tmp_path), tmp_path / "run" / "model")
     assert again == first and (again.path / "model.safetensors").read_bytes() == weights
     assert "the model in" in caplog.text and "is made again" in caplog.text

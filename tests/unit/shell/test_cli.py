@@ -16,6 +16,7 @@ from pipeline.cli.viewer.plots import draw
 from pipeline.cli.viewer.progress import MetricsTail, Pace, describe, reached, read_lines
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.contents import set_aside
 from pipeline.runtime.process import ExitCode, load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.display import Display
@@ -109,9 +110,12 @@ def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path
     directory = RunDirectory(tmp_path / "r").create()
     directory.config_file.write_text("run: {total_steps: 9}")
     write_lines(directory, line(0), line(1))
+    (directory.checkpoints / "u000003").mkdir()
+    set_aside(directory.checkpoints / "u000003", {"sentence": "checkpoint u000003 is damaged (x)"})
     result = invoke("status", str(directory.path))
     assert result.exit_code == 0
     told = " ".join(result.output.split())  # the lines of long paths are wrapped
+    assert "checkpoint u000003 is damaged (x)" in told
     assert "not running" in told and "step 1/9 reward 0.100 first_right 0.350 ratio 1.000" in told
 
 
