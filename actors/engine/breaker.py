@@ -41,7 +41,7 @@ class Breaker:
 
     def __init__(self, jitter: Callable[[], float]) -> None:
         self.down = True
-        """It does not answer, or says that it cannot serve."""
+        """True while the engine does not answer, or says that it cannot serve."""
         self.problem = "not probed yet"
         """Reason why it is not closed, in words."""
         self._jitter = jitter
@@ -101,7 +101,7 @@ class Breaker:
             self._open(now, f"it was tried again and failed: {problem}")
 
     def went_down(self, problem: str) -> None:
-        """It refused a connection, has restarted, or its health probe failed."""
+        """No request is sent until a probe succeeds: it refused a connection, has restarted, or a probe failed."""
         self.down, self.problem = True, problem
 
     def came_up(self) -> None:

@@ -20,11 +20,11 @@ from pipeline.errors import EngineBusy, EngineGone, EngineProtocolError, EngineR
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
-"""Of an answer without tokens. vLLM's metrics are the longest, 0.2 MB."""
+"""Bytes of an answer without tokens. vLLM's metrics are the longest, 0.2 MB."""
 TOKEN_BYTES_MAX, HEAD_BYTES_MAX = 1024, 64 * 1024
-"""Of an answer with tokens: for each that may be sampled (vLLM's JSON takes 90 to 250), and for all else."""
+"""Bytes of an answer with tokens: for each that may be sampled (vLLM's JSON takes 90 to 250), and for all else."""
 ANSWERS_BYTES_MAX = 256 * 1024 * 1024
-"""Of all answers that are read at the same time (``actor.answers_bytes_max``)."""
+"""Bytes of all answers that are read at the same time (``actor.answers_bytes_max``)."""
 CONNECT_SECONDS_MAX = 30.0
 """Long, because thousands of first requests at once may have to wait for the engine to accept them; probes are
 shorter."""

@@ -142,7 +142,7 @@ class EnginePool:
             self._announce()
 
     def _failed(self, lease: Lease, error: EngineError) -> None:
-        """What a failed request says about its engine. A refusal is an answer; too much to do is no failure."""
+        """Count a failed request against its engine. A refusal is an answer; having too much to do is no failure."""
         if isinstance(error, EngineRefused):
             self._answered(lease)
         elif not isinstance(error, EngineBusy):

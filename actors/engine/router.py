@@ -95,7 +95,7 @@ class Lease:
     move: MoveReason | None = None
     """Reason for the move, where it moved."""
     trial: bool = False
-    """It tries a half-open engine."""
+    """True if it tries a half-open engine."""
     released: bool = False
     owner: _Session | None = field(default=None, repr=False)
 
@@ -288,7 +288,7 @@ class Router:
         return state.sessions + 1 <= share * min(1.0, (now - state.returned_at) / RETURN_SECONDS)
 
     def _noticed(self, state: EngineState, was_closed: bool, now: float) -> bool:
-        """Whether the breaker closed or stopped being closed."""
+        """True if the breaker closed, or stopped being closed."""
         if state.breaker.closed == was_closed:
             return False
         state.returned_at = now if state.breaker.closed else None

@@ -104,7 +104,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterMachine = RouterMachine.TestCase
-TestRouterMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRouterMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def fit_router(*versions: int, sessions_max: int = 100) -> Router:
