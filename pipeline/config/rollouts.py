@@ -68,10 +68,12 @@ class EngineConfig(Section):
     """Seconds that an engine has to become ready after its start. After that it counts as failed and is restarted."""
     request_seconds_max: float = Field(120.0, gt=0)
     """Time limit of one generation request, in seconds. A slower request fails and is retried (``actor.retries``)."""
-    part_tokens: int | None = Field(1024, ge=1)
+    part_tokens: int | None = Field(256, ge=1)
     """Tokens of one generation request at most. A longer turn is requested in parts, so that one whose engine is lost
     continues on another from the parts before; ``request_seconds_max`` is the limit of each part. Turns with stop
-    strings are not divided. None: one request per turn."""
+    strings are not divided. Each part sends the whole prompt again, and waits again where an engine has more requests
+    than it decodes at once: raise it for contexts over 16,000 tokens and for engines with a queue. None: one request
+    per turn."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
     """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``nccl``, ``ipc``: vLLM's
     weight transfer between GPUs, or between processes on one GPU."""
