@@ -98,7 +98,7 @@ class EngineGone(EngineUnavailable):
 
 
 class EngineBusy(EngineUnavailable):
-    """The engine is healthy and has too much to do; ``seconds``: how long it asks to wait, where it says so."""
+    """The engine is healthy and has too much to do. ``seconds``: the wait that it asks for; None: it names none."""
 
     def __init__(self, message: str, seconds: float | None = None) -> None:
         super().__init__(message)
