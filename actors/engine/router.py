@@ -64,6 +64,8 @@ class EngineState:
     sessions: int = 0
     returned_at: float | None = None
     """Time at which it came back, until it has its share of the sessions."""
+    was_up: bool = False
+    """True once it has been up: the first time is no return, and moves no conversation."""
 
     @property
     def alive(self) -> bool:
@@ -291,7 +293,8 @@ class Router:
         """True if the breaker closed, or stopped being closed."""
         if state.breaker.closed == was_closed:
             return False
-        state.returned_at = now if state.breaker.closed else None
+        state.returned_at = now if state.breaker.closed and state.was_up else None
+        state.was_up |= state.breaker.closed
         self._steady = self._is_steady()
         return True
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.engine.pool import EnginePool, NoEngineFit
-from actors.engine.router import RETURN_SECONDS, Lease, MoveReason, Placement, Router
+from actors.engine.router import Lease, MoveReason, Placement, Router
 from pipeline.errors import ConfigurationError, EngineGone
 from pipeline.metrics.actor import ActorMetrics
 from tests.support.stub_engine import StubEngine
@@ -110,7 +110,7 @@ TestRouterMachine.settings = settings(max_examples=100, stateful_step_count=40, 
 def fit_router(*versions: int, sessions_max: int = 100) -> Router:
     router = Router(ENGINES[: len(versions)], sessions_max, still)
     for name, version in zip(ENGINES, versions, strict=False):
-        router.probed(name, -RETURN_SECONDS, healthy=True, version=version)
+        router.probed(name, 0.0, healthy=True, version=version)
     return router
 
 
@@ -217,6 +217,17 @@ def test_engine_that_keeps_failing_loses_its_conversations_and_gets_its_share_ba
     settled = dict(router.statistics().moves)
     turns(30, 0.0)
     assert router.statistics().moves == settled, "no conversation moves once they are balanced"
+
+
+def test_engine_that_starts_late_gets_new_conversations_alone() -> None:
+    router = Router(ENGINES[:2], 1000, still)
+    router.probed("a", 0.0, healthy=True, version=0)
+    for session in range(50):
+        turn(router, str(session))
+    router.probed("b", 10.0, healthy=True, version=0)
+    for session in range(100):
+        turn(router, str(session), 30.0)
+    assert balance(router) == (50, 50) and router.statistics().moves == {}
 
 
 def test_conversations_return_to_a_restarted_engine_between_turns_as_far_as_balance_needs() -> None:
