@@ -95,8 +95,9 @@ class Policy:
         left, ids, version_min = sampling.max_tokens, prompt_ids, self._version
         while True:
             asked = min(most, left)
+            part_sampling = sampling if asked == sampling.max_tokens else replace(sampling, max_tokens=asked)
             try:
-                part = await self._tried(ids, replace(sampling, max_tokens=asked), version_min)
+                part = await self._tried(ids, part_sampling, version_min)
             except EngineError:
                 if whole is not None:
                     self._discard(whole.generation)
