@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 
 from actors.actor import Actor
-from actors.engine.base import PausableTimeout
+from actors.engine.base import AnswerMemory, PausableTimeout
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
@@ -75,6 +75,7 @@ async def main(ctx: RoleContext) -> None:
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
     vocabulary = _vocabulary(ctx.directory.model / "config.json")
     patience = PausableTimeout() if config.engine.colocate == "sleep" else None
+    memory = AnswerMemory(config.actor.answers_bytes_max)
     pool = EnginePool(
         [
             EngineClient(
@@ -83,6 +84,7 @@ async def main(ctx: RoleContext) -> None:
                 vocabulary=vocabulary,
                 model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
                 patience=patience,
+                memory=memory,
             )
             for url in config.engine.addresses()
         ],

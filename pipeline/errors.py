@@ -17,6 +17,8 @@
     ├── NotEnough               more was asked of a buffer than it holds
     ├── EngineError             an inference engine failed
     │   ├── EngineUnavailable   ... it does not answer (try another engine, or later)
+    │   │   ├── EngineGone      ... no request can succeed there before a probe of its health does
+    │   │   └── EngineBusy      ... it has too much to do for this request now
     │   ├── EngineRefused       ... it answered that the request is wrong (never retry)
     │   └── EngineProtocolError ... it answered something that is not in the protocol
     ├── PlugInError             user code failed; ``boundary`` names which and keeps the traceback
@@ -94,6 +96,18 @@ class EngineError(AfterplayError):
 
 class EngineUnavailable(EngineError):
     """The engine does not answer."""
+
+
+class EngineGone(EngineUnavailable):
+    """The engine takes no connections, or has restarted."""
+
+
+class EngineBusy(EngineUnavailable):
+    """The engine is healthy and has too much to do. ``seconds``: the wait that it asks for; None: it names none."""
+
+    def __init__(self, message: str, seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class EngineRefused(EngineError):

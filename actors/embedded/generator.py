@@ -265,7 +265,7 @@ class Generator:
     def _completed(self, request: EngineRequest, output: GenerationOutput) -> GeneratedTokens:
         if output.error is not None:
             self.finished["error"] += 1
-            raise Refused(503, f"request {request.request_id} failed in the engine: {output.error}")
+            raise Refused(500, f"request {request.request_id} failed in the engine: {output.error}")
         ids = output.generated_tokens
         self.prompt_tokens += len(request.token_ids)
         self.generation_tokens += len(ids)

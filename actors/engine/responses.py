@@ -4,8 +4,8 @@ Every fault is an :class:`EngineProtocolError` with the engine, the expected and
 are labels: a decimal number is a policy version; ``default`` (vLLM's label before the first stamp) is *no* version.
 An engine reports ``default`` after a start or restart: its weights are then those of its folder, which are
 version 0 only if the learner has not resumed from something else. So unstamped engines are not routed to, and tokens
-that are labelled ``default`` (the engine restarted during the request) raise :class:`EngineUnavailable`: the
-request is repeated.
+that are labelled ``default`` (the engine restarted during the request) raise :class:`EngineGone`: the request is
+repeated.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.engine.base import Generation, PrefixCache
-from pipeline.errors import EngineProtocolError, EngineUnavailable, SchemaError
+from pipeline.errors import EngineGone, EngineProtocolError, EngineUnavailable, SchemaError
 from pipeline.schema import FinishReason, VersionSpan
+from pipeline.schema.tokens import LOGPROB_MAX, LOGPROB_MIN
 
 UNSTAMPED = "default"
-LOGPROB_MAX = 1e-4
-"""Rounding can lift a log-probability of 0 a little above it."""
 _FINISH = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -114,8 +113,8 @@ def _logprobs(engine: str, values: Any, length: int) -> npt.NDArray[np.float32]:
     if not all(type(v) is float or type(v) is int for v in values):
         raise _fault(engine, "log-probabilities that are numbers", _short(values))
     array = np.asarray(values, dtype=np.float32)
-    if not bool(np.all(np.isfinite(array) & (array <= LOGPROB_MAX))):
-        raise _fault(engine, "finite log-probabilities <= 0", _short(values))
+    if not bool(np.all((array >= LOGPROB_MIN) & (array <= LOGPROB_MAX))):
+        raise _fault(engine, f"log-probabilities of sampled tokens, {LOGPROB_MIN:g} to 0", _short(values))
     return np.minimum(array, np.float32(0.0))
 
 
@@ -144,9 +143,7 @@ def _version_spans(engine: str, spans: Any, length: int) -> tuple[VersionSpan, .
         if end > start:
             version = read_version(engine, label)
             if version is None:
-                raise EngineUnavailable(
-                    f"engine {engine} sampled with weights without a version stamp: it was restarted"
-                )
+                raise EngineGone(f"engine {engine} sampled with weights without a version stamp: it was restarted")
             try:
                 out.append(VersionSpan(start, end, version))
             except SchemaError as error:

@@ -68,6 +68,12 @@ class EngineConfig(Section):
     """Seconds that an engine has to become ready after its start. After that it counts as failed and is restarted."""
     request_seconds_max: float = Field(120.0, gt=0)
     """Time limit of one generation request, in seconds. A slower request fails and is retried (``actor.retries``)."""
+    part_tokens: int | None = Field(256, ge=1)
+    """Tokens of one generation request at most. A longer turn is requested in parts, so that one whose engine is lost
+    continues on another from the parts before; ``request_seconds_max`` is the limit of each part. Turns with stop
+    strings are not divided. Each part sends the whole prompt again, and waits again where an engine has more requests
+    than it decodes at once: raise it for contexts over 16,000 tokens and for engines with a queue. None: one request
+    per turn."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
     """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``nccl``, ``ipc``: vLLM's
     weight transfer between GPUs, or between processes on one GPU."""
@@ -210,11 +216,15 @@ class ActorConfig(Section):
     outbox_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
     """Memory for finished trajectories that wait for their acknowledgement, in bytes. When it is full, the actor takes
     no new orders."""
+    answers_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
+    """Memory for answers of engines that are read at the same time, in bytes. Further answers wait. One answer has at
+    most 64 KiB and 1 KiB for each token that may be sampled."""
     sessions_max: int = Field(100_000, ge=1)
     """Conversations whose engine the router remembers, so that the next turn finds its prefix cache. The least recently
     used are forgotten first."""
     retries: int = Field(3, ge=0)
-    """Retries of one generation request after an engine failure, before the episode fails."""
+    """Retries of one generation request after an engine failure, before the episode fails. An engine that answers HTTP
+    429 or 503 is asked again for up to ``engine_wait_seconds_max`` instead."""
     engine_wait_seconds_max: float = Field(300.0, gt=0)
     """Seconds that an episode waits for a healthy engine before it fails."""
     drain_seconds_max: float = Field(5.0, ge=0)

@@ -19,7 +19,7 @@ from pipeline.metrics.base import (
     histogram,
 )
 
-DROPS = ("stale", "duplicate", "corrupt", "schema")
+DROPS = ("stale", "duplicate", "corrupt", "schema", "unpublished")
 PEERS = ("actor", "learner")
 TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
                    "evaluated", "uninformative")  # fmt: skip
@@ -70,7 +70,8 @@ class ReplayMetrics(MetricSet):
     inserted_trajectories_total = counter("Trajectories accepted.", env="environments")
     sampled_trajectories_total = counter("Trajectories sent to the learner, repeats included.")
     dropped_trajectories_total = counter(
-        "Trajectories dropped or refused; reason = stale (staleness.late: drop), duplicate, corrupt or schema.",
+        "Trajectories dropped or refused; reason = stale (staleness.late: drop), duplicate, corrupt, schema or "
+        "unpublished (of a policy version that no learner of this run can have published).",
         reason=DROPS,
     )
     oldest_policy_version = gauge("Oldest policy version that sampled a waiting trajectory.")

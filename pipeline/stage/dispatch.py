@@ -84,6 +84,7 @@ class Dispatch:
             self.consumed(int(update), ids, reports.get(int(update), UpdateReport()))
         if hello["session"] != self.session or updates > self._batches.consumed:
             self.session = hello["session"]
+            self._batches.learner_starts += 1
             self._journal.meta("session", self.session)
             self._agree(updates)
         holding = {number for text in hello.get("holding", ()) if (number := parse_group_id(text)) is not None}
@@ -105,6 +106,7 @@ class Dispatch:
             )
             return
         self._batches.policy_version, self._batches.live = policy_version, updates
+        self._batches.learner_starts = 0
         self._journal.meta("policy_version", policy_version)
         self._journal.meta("live", updates)
         self._replays.published()

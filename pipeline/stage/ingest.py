@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Bytes that are not the ordered trajectory."""
+    """Bytes that are not the ordered trajectory, or cannot be one of this run."""
 
     drop: Drop
     reason: str
@@ -69,7 +69,7 @@ def _untrained(trajectory: Trajectory, facts: Facts) -> Drop | None:
 ScoreNow = Callable[[Trajectory], Verdict]
 
 _ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED}
-_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
+_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ", f"{Drop.UNPUBLISHED}: ")
 
 
 class Ingest:
@@ -105,6 +105,12 @@ class Ingest:
             return
         seen = examine(frames, self._limits, order.key, self._records[order.key.group].task)
         self._leases.ended([order])
+        if isinstance(seen, Arrival) and seen.facts.version_max > self._batches.version_max:
+            seen = Unreadable(
+                Drop.UNPUBLISHED,
+                f"expected policy versions up to {self._batches.version_max}, got tokens of {seen.facts.version_max}: "
+                "no learner of this run can have published it",
+            )
         if isinstance(seen, Unreadable):
             why = f"{seen.drop.value}: {seen.reason}"
             self._journal.refuse(actor, order.key.text, why)

@@ -15,8 +15,8 @@ from pipeline.stage.core import StageCore
 from pipeline.store.records import CancelReason, Drop
 
 M = ReplayMetrics
-_REFUSED = (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA)
-_UNREADABLE = (Drop.DUPLICATE, Drop.CORRUPT, Drop.SCHEMA)
+_REFUSED = (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA, Drop.UNPUBLISHED)
+_UNREADABLE = (Drop.DUPLICATE, Drop.CORRUPT, Drop.SCHEMA, Drop.UNPUBLISHED)
 _CANCELLED = [reason for reason in CancelReason if reason is not CancelReason.UNINFORMATIVE]
 _COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
     ("trajectories.trained", M.terminal_trajectories_total, "trained"),

@@ -53,6 +53,7 @@ class Count(StrEnum):
     TRAJECTORIES_DROPPED_UNKNOWN = "trajectories.dropped.unknown"
     TRAJECTORIES_DROPPED_CORRUPT = "trajectories.dropped.corrupt"
     TRAJECTORIES_DROPPED_SCHEMA = "trajectories.dropped.schema"
+    TRAJECTORIES_DROPPED_UNPUBLISHED = "trajectories.dropped.unpublished"
     TRAJECTORIES_DROPPED_REPLACED = "trajectories.dropped.replaced"
     TRAJECTORIES_DROPPED_UNINFORMATIVE = "trajectories.dropped.uninformative"
     PAYLOAD_BYTES = "payload.bytes"

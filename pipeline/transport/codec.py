@@ -48,7 +48,7 @@ from pipeline.schema import (
     Turn,
     VersionSpan,
 )
-from pipeline.schema.tokens import LOGPROB_MAX
+from pipeline.schema.tokens import are_sampled_logprobs
 from pipeline.transport import protocol
 from pipeline.transport.frames import array_bytes, json_object, n_bytes
 from pipeline.transport.protocol import Buffer, Frames, Kind, Limits
@@ -339,7 +339,7 @@ def _decode_turns(
     and ``KeyError``, ``TypeError``, ``ValueError`` or ``AttributeError`` for a header of another form.
     """
     ids, logprobs = _read_only(ids), _read_only(logprobs)
-    sound = (not len(ids) or ids.min() >= 0) and (not len(logprobs) or logprobs.max() <= LOGPROB_MAX)
+    sound = (not len(ids) or ids.min() >= 0) and are_sampled_logprobs(logprobs)
     rows = spans.tolist()
     turns = []
     at_id = at_logprob = at_span = 0

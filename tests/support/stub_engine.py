@@ -17,7 +17,7 @@ import orjson
 from aiohttp import web
 
 from actors.engine.base import Generation, PrefixCache, Sampling
-from pipeline.errors import EngineRefused, EngineUnavailable
+from pipeline.errors import EngineGone, EngineRefused
 from pipeline.schema import FinishReason, VersionSpan
 
 Script = Callable[[Sequence[int], Sampling], Sequence[int]]
@@ -86,11 +86,11 @@ class StubEngine:
         finally:
             self.in_flight -= 1
         if not self.alive:
-            raise EngineUnavailable(f"engine {self._name} is dead")
+            raise EngineGone(f"engine {self._name} is dead")
         if self.fault is not None:
             raise self.fault
         if first is None or self.version is None:
-            raise EngineUnavailable(f"engine {self._name} has weights without a version stamp")
+            raise EngineGone(f"engine {self._name} has weights without a version stamp")
         ids = np.asarray(self._script(token_ids, sampling)[: sampling.max_tokens], dtype=np.int32)
         stopped = len(ids) > 0 and int(ids[-1]) in sampling.stop_token_ids
         logprobs = np.linspace(-2.0, -0.1, len(ids), dtype=np.float32)
@@ -105,7 +105,7 @@ class StubEngine:
     async def health(self) -> None:
         await anyio.lowlevel.checkpoint()
         if not self.alive:
-            raise EngineUnavailable(f"engine {self._name} is dead")
+            raise EngineGone(f"engine {self._name} is dead")
 
     def wake(self) -> None:
         self.sleeping = False

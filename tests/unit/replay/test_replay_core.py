@@ -362,6 +362,36 @@ def test_an_engine_behind_its_order_makes_the_group_late() -> None:
     assert stage.ledger().groups["late"] == 1
 
 
+def test_tokens_of_a_version_that_nobody_published_are_refused_and_ordered_again() -> None:
+    stage = started()
+    order, later = stage.orders()[:2]
+    header = stage.answer(order, version=10**6)
+    assert list(header["refused"]) == [order.order_id] and "unpublished" in header["refused"][order.order_id]
+    again = [o for o in stage.orders() if (o.group_id, o.slot) == (order.group_id, order.slot)]
+    assert [o.order_id for o in again] == [order.order_id, again[1].order_id]
+    assert stage.answer(again[1])["trajectory_ids"] == [again[1].order_id]
+    assert stage.answer(order, version=10**6)["refused"] == {order.order_id: "unpublished"}
+    assert stage.answer(later)["trajectory_ids"] == [later.order_id]
+    assert stage.ledger().trajectories["dropped.unpublished"] == 2
+
+
+def test_version_is_known_as_soon_as_the_learner_can_have_published_it() -> None:
+    stage = started(staleness={"max": 1})
+    stage.answer_all()
+    assert stage.core.batches.version_max == 2, "two updates are at the learner, their versions not announced"
+    train(stage, 0)
+    stage.tell(
+        Kind.CONSUMED, update=1, group_ids=sorted(g.group_id for g in stage.core.records.values() if g.update == 1)
+    )
+    stage.round()
+    assert stage.core.policy_version == 1 and stage.core.batches.version_max >= 2, "made, not announced"
+    before = stage.core.batches.version_max
+    stage.core.peer_down("learner", left=False)
+    assert stage.core.batches.version_max >= 2, "it may publish while it is cut off"
+    stage.learner(session="t", updates=2, version=None)
+    assert stage.core.batches.version_max == before + 1, "a learner that starts again may skip one"
+
+
 def test_a_trajectory_without_a_reward_is_a_failed_rollout() -> None:
     stage = Stage(scored=False)
     stage.actor()
