@@ -77,7 +77,11 @@ class Routes:
     async def generate(self, request: web.Request) -> web.Response:
         parsed = self._generator.bounds.parse(await request.read())
         completion = await self._generator.generate(parsed)
-        return _json(_generate_body(parsed, completion))
+        answer = _generate_body(parsed, completion)
+        if parsed.prompt_logprobs:
+            scores = zip(parsed.token_ids[1:], await self._generator.score(parsed.token_ids), strict=True)
+            answer["prompt_logprobs"] = [None, *({str(token): {"logprob": score}} for token, score in scores)]
+        return _json(answer)
 
     async def pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")

@@ -6,10 +6,10 @@ look at the engine. An engine that is down or slow only lags; it blocks nothing 
 
 A load is not atomic: vLLM replaces weights layer by layer. An engine in which a load began and did not succeed stays
 paused, its weights labelled ``withdrawn``, until a load has succeeded. The next one first undoes what is left of the
-last; after ``SPOILT_MAX`` in a row the engine is ended, and its supervisor starts it anew. One that refused the load
-before it began goes on with the weights that it has. It counts as live when it has also resumed. Then a probe proves
-which weights it serves (:mod:`learner.weights.probe`), beside its rollouts and without delaying the publication; an
-engine that it refutes is withdrawn and loads again.
+last; after ``SPOILT_MAX`` in a row the engine is ended, and its supervisor restarts it. One that refused the load
+before it began continues with the weights that it has. An engine counts as live only after it has resumed. Then a probe
+proves which weights it serves (:mod:`learner.weights.probe`), beside its rollouts and without delaying the publication;
+an engine that it refutes is withdrawn and loads again.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class EngineKeeper:
         self._on_failure = on_failure
         self._probe = probe
         self._unproven = False
-        """It serves weights that no probe has proved yet."""
+        """True while it serves weights that no probe has proved."""
         self._spoilt = 0
         """Loads in a row that began and were not whole, or whose result the probe refuted."""
         self._target: Target | None = None
@@ -292,7 +292,7 @@ class EngineKeeper:
             raise
 
     async def _resume(self) -> None:
-        """Let an engine that failed go on with the weights that it has."""
+        """Let an engine that failed continue with the weights that it has."""
         try:
             await self.control.resume()
         except EngineError as error:

@@ -13,9 +13,12 @@ from pydantic import BaseModel
 from pipeline.config import load
 from pipeline.config.algorithm import SupervisedConfig
 from pipeline.config.load import dump
-from pipeline.config.rollouts import ACTOR_KEY, LEARNER_KEY, EnvironmentConfig
+from pipeline.config.rollouts import LEARNER_KEY, EnvironmentConfig
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
+
+ACTOR_KEY_FILE = "engine_actor.secret"
+"""In the run directory: the key with which actors of the run may generate."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -33,7 +36,8 @@ def resolve(config: RunConfig) -> RunConfig:
                 _require_free(engine.host, port + i, f"engine.port (replica {i})")
         engine = engine.model_copy(update={"port": port})
     if engine.kind != "external" and engine.actor_key is None:
-        engine = engine.model_copy(update={"actor_key": ACTOR_KEY, "learner_key": LEARNER_KEY})
+        place = f"file:{config.run.path.absolute() / ACTOR_KEY_FILE}"
+        engine = engine.model_copy(update={"actor_key": place, "learner_key": LEARNER_KEY})
     host, port = split_address(replay.address)
     if port == 0:
         port = free_ports(host, 1)

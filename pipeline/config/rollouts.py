@@ -33,8 +33,8 @@ class ModelConfig(Section):
     """Allow the model folder to run its own Python code when it is loaded."""
 
 
-ACTOR_KEY, LEARNER_KEY = "env:AFTERPLAY_ENGINE_ACTOR_KEY", "env:AFTERPLAY_ENGINE_LEARNER_KEY"
-"""Where the processes of ``afterplay run`` find the keys that it makes."""
+LEARNER_KEY = "env:AFTERPLAY_ENGINE_LEARNER_KEY"
+"""Place of the learner's key that ``afterplay run`` makes."""
 _KEY_PLACE = r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:.+)$"
 
 
@@ -53,11 +53,11 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = ()
     """Base URLs at which actors and learner reach the engines. Empty: host and ports above."""
     actor_key: str | None = Field(None, pattern=_KEY_PLACE)
-    """Where the key is with which actors may generate, never the key itself: ``env:NAME`` (an environment variable) or
-    ``file:PATH`` (readable by its owner alone). It is sent as ``Authorization: Bearer KEY``, also to ``external``
+    """Place of the key with which actors may generate, never the key itself: ``env:NAME`` (an environment variable) or
+    ``file:PATH`` (readable by its owner alone). The key is sent as ``Authorization: Bearer KEY``, also to ``external``
     engines. None: ``afterplay run`` makes a key for the engines that it starts; otherwise none is sent."""
     learner_key: str | None = Field(None, pattern=_KEY_PLACE)
-    """Where the key is with which the learner may also load weights, pause and sleep. As ``actor_key``; for
+    """Place of the key with which the learner may also load weights, pause and sleep. As ``actor_key``; for
     ``external`` engines with one key, name the same place in both."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     """Type of the weights and activations in the engine. ``auto``: that of the model folder."""

@@ -1,8 +1,9 @@
 """Keys of the engines: made for the processes of ``afterplay run``, and found by the roles that use them.
 
 The actors' key opens generation, the learner's key also the control routes (weights, pause, sleep). The run file never
-holds a key, only where it is: ``env:NAME`` or ``file:PATH``. ``afterplay run`` makes new keys at each start and gives
-each process the ones of its role in environment variables.
+holds a key, only where it is: ``env:NAME`` or ``file:PATH``. ``afterplay run`` makes new keys at each start. That of
+the actors is a file in the run directory, so that more actors may join. That of the learner is in no file: engines and
+learner get it as an environment variable.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import os
 import secrets
 from pathlib import Path
 
-from pipeline.config.rollouts import ACTOR_KEY, LEARNER_KEY, EngineConfig
+from pipeline.config.explain import ACTOR_KEY_FILE
+from pipeline.config.rollouts import LEARNER_KEY, EngineConfig
 from pipeline.errors import ConfigurationError
 
-_ENV = "env:"
-_KEYS = {"engine": ("actor_key", "learner_key"), "actor": ("actor_key",), "learner": ("learner_key",)}
-"""Keys of each role. The evaluator stands in for the learner; other roles get none."""
+_ENV, _FILE = "env:", "file:"
+_KEYS = {
+    "engine": ("actor_key", "learner_key"),
+    "actor": ("actor_key",),
+    "learner": ("learner_key",),
+    "evaluator": ("learner_key",),
+    "other": (),
+}
+"""Keys of each role."""
 
 
 def find_key(engine: EngineConfig, name: str) -> str | None:
@@ -54,20 +62,28 @@ def authorization(key: str | None) -> dict[str, str]:
 
 def key_environments(engine: EngineConfig) -> dict[str, dict[str, str]]:
     """Environment variables with keys for each role of ``afterplay run``; ``other`` is for all others. A variable whose
-    key the role may not have is empty, so that it does not inherit it. Keys of our own are new at each call."""
+    key the role may not have is empty, so that it does not inherit it. The learner's key of our own is new at each
+    call."""
     values = {}
     for where in (engine.actor_key, engine.learner_key):
         if where is not None and where.startswith(_ENV):
-            ours = where in (ACTOR_KEY, LEARNER_KEY)
-            values[where] = secrets.token_urlsafe(32) if ours else os.environ.get(where.removeprefix(_ENV), "")
-    roles = {**_KEYS, "evaluator": _KEYS["learner"], "other": ()}
+            name = where.removeprefix(_ENV)
+            values[where] = secrets.token_urlsafe(32) if where == LEARNER_KEY else os.environ.get(name, "")
     return {
         role: {
             where.removeprefix(_ENV): value if where in {getattr(engine, name) for name in names} else ""
             for where, value in values.items()
         }
-        for role, names in roles.items()
+        for role, names in _KEYS.items()
     }
+
+
+def make_actor_key(engine: EngineConfig, run: Path) -> None:
+    """Write a new key for the actors where ``engine.actor_key`` is the file in the run directory ``run``."""
+    file = run.absolute() / ACTOR_KEY_FILE
+    if engine.actor_key == f"{_FILE}{file}":
+        file.unlink(missing_ok=True)
+        _write_key(file)
 
 
 def is_loopback(host: str) -> bool:
@@ -80,16 +96,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-ACTOR_FILE, LEARNER_FILE = "engine_actor.secret", "engine_learner.secret"
+LEARNER_KEY_FILE = "engine_learner.secret"
 
 
 def make_key_files(folder: Path) -> None:
-    """Write a key for actors and one for the learner, for roles that are not started by ``afterplay run``. Each is
-    readable by its owner alone; give a role only its own."""
-    for name in (ACTOR_FILE, LEARNER_FILE):
-        try:
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigurationError(f"keys cannot be written to {folder}: {error}") from error
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(32))
+    """Write a key for actors and one for the learner, for roles that are not started by ``afterplay run``; keep those
+    that are there. Each is readable by its owner alone; give a role only its own."""
+    for name in (ACTOR_KEY_FILE, LEARNER_KEY_FILE):
+        if not (folder / name).exists():
+            _write_key(folder / name)
+
+
+def _write_key(file: Path) -> None:
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(f"a key cannot be written to {file}: {error}") from error
+    with os.fdopen(descriptor, "w") as opened:
+        opened.write(secrets.token_urlsafe(32))

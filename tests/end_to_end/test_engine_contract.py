@@ -16,7 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from actors.engine.base import Sampling
+from actors.engine.client import EngineClient
+from actors.servers.lock import CONTROL, GENERATION
+from learner.policy.reference import prompt_logprobs
+from learner.weights.probe import WeightProbe
 from pipeline.config import RunConfig
+from pipeline.metrics.base import CollectorRegistry
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.engine_keys import authorization
 from pipeline.runtime.rundir import RunDirectory
 from tests.end_to_end.conftest import VLLM
 from tests.support.running_engine import RunningEngine, running_engine
@@ -75,7 +83,8 @@ class Api:
 async def api(request: pytest.FixtureRequest) -> AsyncIterator[Api]:
     """With the model's weights under a version of its own."""
     engine = request.getfixturevalue(f"{request.param}_engine")
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector, headers=engine.control) as session:
         api = Api(engine, session)
         if _folders.get(engine.url, api.model) == api.model:
             await api.stamp(next_version(engine))
@@ -151,6 +160,46 @@ async def test_recorded_logprobs_are_those_of_the_sampled_distribution(api: Api,
     mine, theirs = recomputed(api.model, ids, choice["token_ids"], temperature), recorded(choice)
     assert (mine - theirs).abs().mean() < MEAN_ERROR_MAX
     assert (mine[1:] - theirs[:-1]).abs().mean() > 100 * MEAN_ERROR_MAX, "shifting by one token must fail"
+
+
+CLOSED = ("/abort_requests", "/reset_prefix_cache", "/server_info", "/start_profile", "/release_kv_cache_memory",
+          "/weight_checker", "/v1/unload_lora_adapter", "/v1/chat/completions", "/docs", "/openapi.json")  # fmt: skip
+"""Routes of vLLM that Afterplay does not use."""
+
+
+async def test_without_the_learners_key_nobody_controls_an_engine(api: Api) -> None:
+    url, actor = api.engine.url, authorization(api.engine.key("actor"))
+    async with aiohttp.ClientSession() as stranger:
+        for path in sorted({*CONTROL, *CLOSED}):
+            for method in ("GET", "POST", "PUT", "OPTIONS"):
+                async with stranger.request(method, url + path, json={}) as answer:
+                    assert answer.status == 401, (method, path)
+                async with stranger.request(method, url + path, json={}, headers=actor) as answer:
+                    assert answer.status == 403, (method, path)
+        for path in GENERATION:
+            async with stranger.get(url + path) as answer:
+                assert answer.status == 401, path
+        for path in ("/health", "/metrics"):
+            async with stranger.get(url + path) as answer:
+                assert answer.status == 200, path
+    client = EngineClient(url, key=api.engine.key("actor"))
+    async with client:
+        assert await client.weight_version() == _versions[url]
+        assert len((await client.generate(prompt(api, 8), Sampling(max_tokens=2))).token_ids) <= 2
+    assert (await api.post("/pause?mode=keep"))[0] == 200
+    assert (await api.post("/resume"))[0] == 200
+    for path in CLOSED:
+        assert (await api.post(path))[0] == 403, path
+
+
+async def test_an_engine_scores_a_prompt_as_the_learner_does(api: Api) -> None:
+    ids = prompt(api, 24, seed=11)
+    row = WeightProbe(ids, 0.5, LearnerMetrics(CollectorRegistry())).row
+    sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    status, answer = await api.post("/inference/v1/generate", {"token_ids": ids, "sampling_params": sampling})
+    assert status == 200, answer
+    expected = recomputed(api.model, ids[:1], ids[1:], 1.0)
+    assert (expected - torch.from_numpy(prompt_logprobs(answer, row))).abs().mean() < MEAN_ERROR_MAX
 
 
 async def test_requests_of_different_temperature_share_a_batch(api: Api) -> None:
