@@ -337,6 +337,7 @@ class EngineKeeper:
             return
         results.labels(result="refuted").inc()
         self._spoilt += 1
+        self._on_failure()
         await self._withdraw()
         self._failed(
             target,
