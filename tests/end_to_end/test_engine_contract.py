@@ -21,7 +21,9 @@ from actors.engine.client import EngineClient
 from actors.servers.lock import CONTROL, GENERATION
 from learner.policy.reference import prompt_logprobs
 from learner.weights.probe import WeightProbe
+from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
+from pipeline.config.learner import PublishConfig
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import authorization
@@ -297,6 +299,52 @@ async def test_weights_that_do_not_fit_are_refused_and_change_nothing(api: Api, 
     assert (await api.post("/collective_rpc", body))[0] >= 400
     choice = await api.generate(ids, max_tokens=10, ignore_eos=True)
     assert (recomputed(api.model, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean() < MEAN_ERROR_MAX
+
+
+def cut_off(folder: Path) -> Path:
+    """``folder`` with a tensor of a late layer that is too small: a load fails after most layers."""
+    tensors = load_file(folder / "model.safetensors")
+    name = max(name for name in tensors if name.endswith("mlp.up_proj.weight"))
+    save_file(
+        {**tensors, name: tensors[name][:5].contiguous()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    return folder
+
+
+@pytest.mark.vllm
+@pytest.mark.smoke
+async def test_a_half_loaded_vllm_serves_nothing_until_a_load_is_whole(
+    vllm_engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.weights.engine_keeper.SPOILT_MAX", 1000)
+    broken, whole = next_version(vllm_engine), next_version(vllm_engine)
+
+    def write(folder: Path, tensors: Any) -> int:
+        other_weights(api, folder, seed=9)
+        if folder == directory.weights(broken):
+            cut_off(folder)
+        return 1
+
+    directory = RunDirectory(tmp_path)
+    publisher = Publisher(
+        [vllm_engine.url], directory, PublishConfig(), None, write=write, key=vllm_engine.key("learner")
+    )
+    async with aiohttp.ClientSession(headers=vllm_engine.control) as session, publisher:
+        api = Api(vllm_engine, session)
+        ids = prompt(api, 20, seed=10)
+        publishing = asyncio.create_task(publisher.run())
+        done = await publisher.publish(broken, {})
+        assert done.live == () and "500" in done.lagging[vllm_engine.url]
+        async with session.get(vllm_engine.url + "/weight_info") as answer:
+            assert await answer.json() == {"weight_version": "withdrawn"}
+        request = asyncio.create_task(api.generate(ids, max_tokens=20, ignore_eos=True))
+        assert not (await asyncio.wait([request], timeout=0.3))[0]
+        assert (await publisher.publish(whole, {})).live == (vllm_engine.url,)
+        choice = await request
+        publishing.cancel()
+    folder = _folders[vllm_engine.url] = directory.weights(whole)
+    assert choice["weight_versions"] == [{"version": str(whole), "start": 0, "end": 20}]
+    assert (recomputed(folder, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean() < MEAN_ERROR_MAX
 
 
 async def test_client_that_leaves_frees_its_place(api: Api) -> None:
