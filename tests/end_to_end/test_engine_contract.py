@@ -293,7 +293,7 @@ async def test_wrong_request_gets_a_json_error(api: Api, body: dict[str, Any], s
 
 async def test_weights_that_do_not_fit_are_refused_and_change_nothing(api: Api, tmp_path: Path) -> None:
     if on_vllm(api):
-        pytest.skip("vLLM 0.32 answers 500 and dies of a folder it cannot load: its supervisor starts it again")
+        pytest.skip("vLLM 0.32 answers 500, and would die of the next step: it stays paused until a load is whole")
     ids = prompt(api, 12, seed=9)
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "missing")}}
     assert (await api.post("/collective_rpc", body))[0] >= 400
