@@ -49,7 +49,7 @@ BODY_BYTES_MAX = 64 * 2**20
 
 def application(generator: Generator, lock: RouteLock | None = None) -> web.Application:
     """Routes over ``generator``, behind ``lock``."""
-    guards = [] if lock is None else [_guard(lock)]
+    guards: list[Any] = [] if lock is None else [_guard(lock)]
     app = web.Application(middlewares=[*guards, _errors_as_json], client_max_size=BODY_BYTES_MAX)
     routes = Routes(generator)
     app.router.add_post("/inference/v1/generate", routes.generate)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anyio
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -329,19 +330,25 @@ async def test_a_half_loaded_vllm_serves_nothing_until_a_load_is_whole(
     publisher = Publisher(
         [vllm_engine.url], directory, PublishConfig(), None, write=write, key=vllm_engine.key("learner")
     )
-    async with aiohttp.ClientSession(headers=vllm_engine.control) as session, publisher:
+    async with (
+        aiohttp.ClientSession(headers=vllm_engine.control) as session,
+        publisher,
+        anyio.create_task_group() as tasks,
+        asyncio.timeout(120),
+    ):
         api = Api(vllm_engine, session)
         ids = prompt(api, 20, seed=10)
-        publishing = asyncio.create_task(publisher.run())
+        tasks.start_soon(publisher.run)
         done = await publisher.publish(broken, {})
         assert done.live == () and "500" in done.lagging[vllm_engine.url]
         async with session.get(vllm_engine.url + "/weight_info") as answer:
             assert await answer.json() == {"weight_version": "withdrawn"}
         request = asyncio.create_task(api.generate(ids, max_tokens=20, ignore_eos=True))
         assert not (await asyncio.wait([request], timeout=0.3))[0]
-        assert (await publisher.publish(whole, {})).live == (vllm_engine.url,)
+        await publisher.publish(whole, {})
+        await publisher.until_live(whole)
         choice = await request
-        publishing.cancel()
+        tasks.cancel_scope.cancel()
     folder = _folders[vllm_engine.url] = directory.weights(whole)
     assert choice["weight_versions"] == [{"version": str(whole), "start": 0, "end": 20}]
     assert (recomputed(folder, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean() < MEAN_ERROR_MAX
