@@ -248,6 +248,7 @@ class ColocatedKeeper(EngineKeeper):
         if asleep or load_needed(served, target, seen=self._seen):
             await (self._wake_with(target) if asleep else self._load(target, served))
         elif served != target.stamp:
+            self._whole = True
             await self.control.stamp(target.stamp)
         self._seen = self._served = True
 
@@ -261,7 +262,6 @@ class ColocatedKeeper(EngineKeeper):
             if await self.control.wake_up("weights"):
                 await self.control.pause()  # it was only paused, and this call has ended that
             await self._replace_weights(target)
-            await self.control.stamp(target.stamp)
             if not await self.control.wake_up("kv_cache"):
                 raise EngineProtocolError(
                     f"expected {self.control.url} to be awake after /wake_up, but it still sleeps"

@@ -161,6 +161,8 @@ class EngineKeeper:
         self._probe = probe
         self._unproven = False
         """True while it serves weights that no probe has proved."""
+        self._whole = False
+        """True once this process knows that the engine's weights are all of one version."""
         self._spoilt = 0
         """Loads in a row that began and were not whole, or whose result the probe refuted."""
         self._target: Target | None = None
@@ -238,6 +240,7 @@ class EngineKeeper:
         if load_needed(served, target, seen=self._seen):
             await self._load(target, served)
         elif served != target.stamp:
+            self._whole = True
             await self.control.stamp(target.stamp)
         self._seen = self._served = True
 
@@ -246,22 +249,15 @@ class EngineKeeper:
         self.state.live = None
         start = time.perf_counter()
         self.loading = target
-        whole = True
         try:
             if served == UNSTAMPED:
-                self._spoilt = 0
+                self._whole, self._spoilt = True, 0
                 await self.control.withdraw()  # else a learner that takes over takes them for the initial weights
             await self.control.pause()
-            whole = False
-            try:
-                await self._replace_weights(target)
-            except EngineRefused:
-                whole = True
-                raise
-            await self.control.stamp(target.stamp)
+            await self._replace_weights(target)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await (self._resume() if whole else self._withdraw())
+                await (self._resume() if self._whole else self._withdraw())
             raise
         finally:
             self.loading = None
@@ -271,7 +267,8 @@ class EngineKeeper:
         self.state.load_seconds = time.perf_counter() - start
 
     async def _replace_weights(self, target: Target) -> None:
-        """Load into an engine that is paused. :class:`pipeline.errors.EngineRefused`: nothing has changed."""
+        """Load into an engine that is paused, and stamp."""
+        before, self._whole = self._whole, False
         if self._spoilt >= SPOILT_MAX:
             self._spoilt = 1
             with contextlib.suppress(EngineRefused):  # it has no lock of ours: somebody else starts it again
@@ -282,7 +279,8 @@ class EngineKeeper:
                 await self.control.abandon_update()
         try:
             await self._loader.load(self.control, target)
-        except EngineRefused:
+        except EngineRefused:  # it said so before anything changed
+            self._whole = before
             raise
         except EngineError:
             self._spoilt += 1
@@ -290,6 +288,8 @@ class EngineKeeper:
         except BaseException:
             self._spoilt = max(1, self._spoilt)
             raise
+        await self.control.stamp(target.stamp)
+        self._whole = True
 
     async def _resume(self) -> None:
         """Let an engine that failed continue with the weights that it has."""
@@ -321,7 +321,7 @@ class EngineKeeper:
             try:
                 difference = await self._probe.difference(self.control, target.expected)
             except EngineError as error:
-                self._unproven = not isinstance(error, EngineRefused)
+                self._unproven = isinstance(error, EngineUnavailable)
                 results.labels(result="unanswered").inc()
                 log.warning(
                     "engine %s: no answer to the probe of version %d: %s", self.control.url, target.version, error
@@ -336,6 +336,7 @@ class EngineKeeper:
             results.labels(result="proven").inc()
             return
         results.labels(result="refuted").inc()
+        self._whole = False
         self._spoilt += 1
         self._on_failure()
         await self._withdraw()

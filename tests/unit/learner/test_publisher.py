@@ -65,7 +65,7 @@ class FakeEngine:
         if path == "/collective_rpc" and fault in (500, "hang", "for ever"):
             self.half_loaded = True
         if path == "/collective_rpc" and self.half_loaded:
-            fault = fault if fault in (500, "hang") else 500
+            fault = fault if fault in (404, 500, "hang") else 500
         if fault == "hang":
             await self.released.wait()
         if fault == "garbage":
@@ -214,6 +214,25 @@ async def test_a_half_loaded_engine_stays_paused_and_withdrawn_until_a_load_is_w
             engine.faults.clear()
             await publisher.keepers[engine.url].until_served(1)
     assert (engine.version, engine.paused, engine.broken) == ("1", False, [])
+
+
+async def test_a_half_loaded_engine_that_refuses_the_next_load_does_not_resume(engines, weights, tmp_path):
+    engine = engines[0]
+    publisher, _ = publisher_of([engine.url], tmp_path, weights[0])
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(0, None)
+            keeper = publisher.keepers[engine.url]
+            for fault in (500, 404):
+                engine.faults["/collective_rpc"] = fault
+                before = keeper.state.failures
+                await publisher.publish(1, weights[1])
+                while keeper.state.failures < before + 2:
+                    await keeper._changed.wait()
+                assert (engine.paused, engine.version) == (True, "withdrawn")
+            engine.faults.clear()
+            await keeper.until_served(1)
+    assert (engine.paused, engine.broken) == (False, [])
 
 
 async def test_an_engine_that_does_not_resume_is_not_live_and_is_tried_until_it_does(engines, weights, tmp_path):
