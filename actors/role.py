@@ -31,6 +31,7 @@ from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig
 from pipeline.experience.memory import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.transport.zeromq import limits_of, open_link
@@ -74,6 +75,7 @@ async def main(ctx: RoleContext) -> None:
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
     vocabulary = _vocabulary(ctx.directory.model / "config.json")
+    key = find_key(config.engine, "actor_key")
     patience = PausableTimeout() if config.engine.colocate == "sleep" else None
     memory = AnswerMemory(config.actor.answers_bytes_max)
     pool = EnginePool(
@@ -85,6 +87,8 @@ async def main(ctx: RoleContext) -> None:
                 model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
                 patience=patience,
                 memory=memory,
+                key=key,
+                run=config.run.id,
             )
             for url in config.engine.addresses()
         ],

@@ -21,6 +21,7 @@ from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.rundir import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,11 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
     if source == "lora_off":
         return AdaptersOff(policy, tokens_max)
     if source == "server":
-        return ServerReference(options, policy.interrupt) if policy.ranks.rank == 0 else AskedElsewhere()
+        if policy.ranks.rank:
+            return AskedElsewhere()
+        ours = (options.url or "").rstrip("/") in config.engine.addresses()
+        key = find_key(config.engine, "learner_key") if ours else None
+        return ServerReference(options, policy.interrupt, key)
     folder = options.folder if options.folder is not None else initial_model
     model = read_model(folder, trust_remote_code=config.model.trust_remote_code)
     whole = learner.model_copy(update={"lora": LoraConfig(), "gradient_checkpointing": False})

@@ -14,6 +14,7 @@ from learner.checkpoints.best import is_evaluated
 from learner.session import LearnerProgress, LearnerSession
 from learner.weights.publisher import Publisher
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import read_json
 from pipeline.transport.protocol import Link
@@ -37,7 +38,15 @@ async def serve(ctx: RoleContext, link: Link) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(link)
         publisher = await stack.enter_async_context(
-            Publisher(config.engine.addresses(), directory, config.publish, None, on_failure=failed)
+            Publisher(
+                config.engine.addresses(),
+                directory,
+                config.publish,
+                None,
+                on_failure=failed,
+                key=find_key(config.engine, "learner_key"),
+                run=config.run.id,
+            )
         )
         async with anyio.create_task_group() as tasks:
 

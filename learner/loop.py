@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 import anyio.to_thread
+import numpy as np
 from torch import Tensor
 
 from learner.checkpoints.best import is_evaluated
@@ -32,7 +33,7 @@ from learner.checkpoints.skipped_steps import write_skipped
 from learner.checkpoints.writer import CheckpointWriter
 from learner.data.groups import Group
 from learner.data.replay_choice import ReplayChoice
-from learner.data.rows import Batch
+from learner.data.rows import Batch, TokenArray
 from learner.device_turn import DeviceTurn
 from learner.observability.report import StepReport
 from learner.observability.timing import LoopClock
@@ -42,6 +43,7 @@ from learner.session import LearnerSession
 from learner.traces import Tracer
 from learner.training.trainer import Trainer
 from learner.weights.engine_keeper import Publication
+from learner.weights.probe import WeightProbe
 from learner.weights.publisher import weights_to_publish
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
@@ -58,7 +60,11 @@ ACKNOWLEDGE_SECONDS_MAX = 5.0
 class LivePublisher(Protocol):
     """Interface of the publisher that the loop uses."""
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication: ...
+    @property
+    def probe(self) -> WeightProbe | None: ...
+    async def publish(
+        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+    ) -> Publication: ...
     async def until_live(self, version: int) -> None: ...
     @property
     def damaged(self) -> int | None: ...
@@ -198,13 +204,24 @@ class LearnerLoop:
 
     async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
         """Begin to publish the current version, once the publication before is done."""
+        expected = await self._expected()
         if not self._publication_done.is_set():
             self._ctx.report("publishing", "the engines to take the version before")
             await self._publication_done.wait()
         if self._device is not None:
             await self._device.release()
         self._publication_done = anyio.Event()
-        tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._publication_done)
+        facts = (self.version, self._trainer.updates, tensors, expected)
+        tasks.start_soon(self._publish, *facts, self._publication_done)
+
+    async def _expected(self) -> TokenArray | None:
+        """log π of the probe under the current weights, which the engines must give it too; None without a probe, or
+        where it is not finite."""
+        probe = self._publisher.probe
+        if probe is None:
+            return None
+        expected = await anyio.to_thread.run_sync(self._trainer.score, [probe.row])
+        return expected if bool(np.isfinite(expected).all()) else None
 
     async def _repair_weights(self) -> None:
         """Write the files of the newest version again if they were found damaged: an engine that has restarted cannot
@@ -214,10 +231,15 @@ class LearnerLoop:
             await self._publisher.write_again(await self._snapshot())
 
     async def _publish(
-        self, version: int, updates: int, tensors: Mapping[str, Tensor] | None, done: anyio.Event
+        self,
+        version: int,
+        updates: int,
+        tensors: Mapping[str, Tensor] | None,
+        expected: TokenArray | None,
+        done: anyio.Event,
     ) -> None:
         try:
-            publication = await self._publisher.publish(version, tensors)
+            publication = await self._publisher.publish(version, tensors, expected)
             if not publication.live:
                 log.warning("no engine serves version %d yet: %s", version, dict(publication.lagging))
                 await self._publisher.until_live(version)

@@ -46,6 +46,7 @@ async def serve(options: EngineOptions) -> int:
 
     from actors.embedded.generator import Generator
     from actors.embedded.routes import application
+    from actors.servers.lock import RouteLock
 
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[BaseException | None] = loop.create_future()
@@ -59,7 +60,7 @@ async def serve(options: EngineOptions) -> int:
     generator = Generator(options, fatal=end)
     generator.start()
     runner = web.AppRunner(
-        application(generator),
+        application(generator, RouteLock.of_environment()),
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=3600,

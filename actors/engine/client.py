@@ -17,6 +17,7 @@ import orjson
 from actors.engine.base import AnswerMemory, Generation, PausableTimeout, PrefixCache, Sampling
 from actors.engine.responses import read_completion, read_generate, read_prefix_cache, read_version
 from pipeline.errors import EngineBusy, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.runtime.engine_keys import authorization
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
@@ -41,7 +42,8 @@ class EngineClient:
 
     ``vocabulary``: size of the model's vocabulary, where given; ids at or above it are refused as garbage. ``model``:
     name that requests ask for; None: what the engine serves. ``patience``: the time of a request stands still while
-    the engine sleeps. ``memory``: of the answers of all engines.
+    the engine sleeps. ``key`` opens the engine's routes. ``run``: only weights with this run's stamp have a version.
+    ``memory``: of the answers of all engines.
     """
 
     def __init__(
@@ -53,12 +55,16 @@ class EngineClient:
         model: str | None = None,
         patience: PausableTimeout | None = None,
         memory: AnswerMemory | None = None,
+        key: str | None = None,
+        run: str | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._named: dict[str, Any] = {} if model is None else {"model": model}
         self._vocabulary = vocabulary
         self._request_timeout = aiohttp.ClientTimeout(total=request_seconds_max, sock_connect=CONNECT_SECONDS_MAX)
         self._patience = patience
+        self._headers = authorization(key)
+        self._run = run
         self._request_seconds_max = request_seconds_max
         self._probe_timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS_MAX)
         self._memory = memory or AnswerMemory(ANSWERS_BYTES_MAX)
@@ -93,7 +99,8 @@ class EngineClient:
                 body["cache_salt"] = cache_salt
             status, answer = await self._post(GENERATE, body, session_id, sampling.max_tokens)
             if status != 404 or _error_object(answer) is not None:
-                return read_generate(self._url, self._accepted(status, answer), sampling.max_tokens, self._vocabulary)
+                accepted = self._accepted(status, answer)
+                return read_generate(self._url, accepted, sampling.max_tokens, self._vocabulary, self._run)
             self._has_generate = False
         return await self._complete(token_ids, sampling, parameters, session_id, cache_salt)
 
@@ -125,7 +132,7 @@ class EngineClient:
             raise EngineProtocolError(
                 f"engine {self._url}: expected weight_info to hold weight_version, got {str(info)[:160]}"
             )
-        return read_version(self._url, info["weight_version"])
+        return read_version(self._url, info["weight_version"], self._run)
 
     async def health(self) -> None:
         status, answer = await self._request("GET", "/health", None, self._probe_timeout)
@@ -190,6 +197,11 @@ class EngineClient:
         """The JSON of a good answer; raises what a bad status means."""
         if status >= 500 or status in (408, 425):
             raise EngineUnavailable(f"engine {self._url} answered HTTP {status}: {_text(answer)}")
+        if status in (401, 403):
+            raise EngineUnavailable(
+                f"engine {self._url} does not accept our key (HTTP {status}): it belongs to another run, or "
+                f"engine.actor_key is wrong: {_error_object(answer) or _text(answer)}"
+            )
         if status >= 400:
             raise EngineRefused(
                 f"engine {self._url} refused the request (HTTP {status}): {_error_object(answer) or _text(answer)}"
@@ -224,7 +236,10 @@ class EngineClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
             self._session = aiohttp.ClientSession(
-                connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+                connector=connector,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
             )
         return self._session
 

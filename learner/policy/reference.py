@@ -36,6 +36,7 @@ from pipeline.errors import (
     StoreError,
     TrainingError,
 )
+from pipeline.runtime.engine_keys import authorization
 
 
 class Reference(Protocol):
@@ -156,9 +157,10 @@ _TEXT_MAX = 300
 
 
 class ServerReference:
-    """A reference policy behind HTTP. ``interrupt`` cancels the requests."""
+    """A reference policy behind HTTP. ``interrupt`` cancels the requests; ``key`` opens the server."""
 
-    def __init__(self, config: ReferenceConfig, interrupt: threading.Event) -> None:
+    def __init__(self, config: ReferenceConfig, interrupt: threading.Event, key: str | None = None) -> None:
+        self._headers = authorization(key)
         self._url = f"{(config.url or '').rstrip('/')}/v1/completions"
         self._config = config
         self._interrupt = interrupt
@@ -204,7 +206,7 @@ class ServerReference:
                 pass
             raise Interrupted
 
-        async with aiohttp.ClientSession() as session, anyio.create_task_group() as watching:
+        async with aiohttp.ClientSession(headers=self._headers) as session, anyio.create_task_group() as watching:
             watching.start_soon(watch_interrupt)
             async with anyio.create_task_group() as tasks:
                 for row, offset in zip(rows, token_offsets(rows), strict=True):
@@ -254,7 +256,8 @@ class ServerReference:
 
 
 def prompt_logprobs(answer: Any, row: Row) -> TokenArray:
-    """log-probs of the sampled tokens of ``row``, float32 ``[S]``, out of an answer of ``/v1/completions``.
+    """log-probs of the sampled tokens of ``row``, float32 ``[S]``, out of an answer of ``/v1/completions`` or
+    ``/inference/v1/generate``.
 
     Raises :class:`EngineProtocolError` when a token's is missing.
     """
@@ -268,7 +271,7 @@ def prompt_logprobs(answer: Any, row: Row) -> TokenArray:
             raise ValueError("NaN")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineProtocolError(
-            "expected prompt_logprobs of every token from the reference server, got "
+            "expected prompt_logprobs of every token from the server, got "
             f"{type(error).__name__}: {error} in {str(answer)[:_TEXT_MAX]}: does it know prompt_logprobs (vLLM does)?"
         ) from error
     return np.asarray(found, dtype=np.float32)

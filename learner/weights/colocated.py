@@ -33,8 +33,10 @@ import anyio
 
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, load_needed
+from learner.weights.probe import WeightProbe
 from pipeline.errors import EngineError, EngineProtocolError
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.process import RoleContext
 
 log = logging.getLogger(__name__)
@@ -199,8 +201,9 @@ class ColocatedKeeper(EngineKeeper):
         on_failure: Callable[[], None],
         device: SharedDevice,
         sleep_level: int,
+        probe: WeightProbe | None = None,
     ) -> None:
-        super().__init__(control, loader, timeout_seconds, on_failure)
+        super().__init__(control, loader, timeout_seconds, on_failure, probe)
         self._device = device
         self._level = sleep_level
         self._asleep = False
@@ -243,8 +246,9 @@ class ColocatedKeeper(EngineKeeper):
         served = await self.control.version()
         asleep = await self.control.is_sleeping()
         if asleep or load_needed(served, target, seen=self._seen):
-            await (self._wake_with(target) if asleep else self._load(target))
+            await (self._wake_with(target) if asleep else self._load(target, served))
         elif served != target.stamp:
+            self._whole = True
             await self.control.stamp(target.stamp)
         self._seen = self._served = True
 
@@ -257,8 +261,7 @@ class ColocatedKeeper(EngineKeeper):
         try:
             if await self.control.wake_up("weights"):
                 await self.control.pause()  # it was only paused, and this call has ended that
-            await self._loader.load(self.control, target)
-            await self.control.stamp(target.stamp)
+            await self._replace_weights(target)
             if not await self.control.wake_up("kv_cache"):
                 raise EngineProtocolError(
                     f"expected {self.control.url} to be awake after /wake_up, but it still sleeps"
@@ -281,7 +284,8 @@ async def put_engines_to_sleep(ctx: RoleContext) -> None:
     find it empty. Waits until the engines are up, whatever state a learner that died has left them in. Returns when
     they sleep or the process is asked to stop."""
     config = ctx.config
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    headers = authorization(find_key(config.engine, "learner_key"))
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
         for url in config.engine.addresses():
             control = EngineControl(url, session, config.publish.timeout_seconds)
             while not ctx.stopping.is_set():

@@ -19,17 +19,20 @@ import anyio.to_thread
 import orjson
 from torch import Tensor
 
+from learner.data.rows import TokenArray
 from learner.policy.backbone import DTYPES
 from learner.policy.policy import Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper, Publication, Target, WeightLoader
+from learner.weights.probe import WeightProbe, make_probe
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineRefused
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
+from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -96,7 +99,11 @@ class Publisher:
         write: Callable[[Path, Mapping[str, Tensor]], int] | None = None,
         device: SharedDevice | None = None,
         sleep_level: int = 1,
+        key: str | None = None,
+        run: str | None = None,
+        probe: WeightProbe | None = None,
     ) -> None:
+        """``key`` opens the engines' control routes; ``run`` is stamped with the version."""
         self._addresses = tuple(addresses)
         self._directory = directory
         self._config = config
@@ -110,10 +117,16 @@ class Publisher:
         self.device = device
         """Set where engines and learner take turns on one device."""
         self._sleep_level = sleep_level
+        self._headers = authorization(key)
+        self._run = run
+        self.probe = probe
+        """Proves which weights an engine serves; None: nothing does."""
         self.keepers: dict[str, EngineKeeper] = {}
 
     async def __aenter__(self) -> Publisher:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=self._headers
+        )
         timeout = self._config.timeout_seconds
         for url in self._addresses:
             control = EngineControl(url, self._session, timeout)
@@ -124,8 +137,10 @@ class Publisher:
     def _keeper(self, control: EngineControl) -> EngineKeeper:
         timeout = self._config.timeout_seconds
         if self.device is None:
-            return EngineKeeper(control, self._loader, timeout, self._on_failure)
-        return ColocatedKeeper(control, self._loader, timeout, self._on_failure, self.device, self._sleep_level)
+            return EngineKeeper(control, self._loader, timeout, self._on_failure, self.probe)
+        return ColocatedKeeper(
+            control, self._loader, timeout, self._on_failure, self.device, self._sleep_level, self.probe
+        )
 
     async def __aexit__(self, *args: object) -> None:
         if self._session is not None:
@@ -137,15 +152,18 @@ class Publisher:
             for keeper in self.keepers.values():
                 group.start_soon(keeper.run)
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication:
+    async def publish(
+        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+    ) -> Publication:
         """See :meth:`learner.weights.engine_keeper.WeightPublisher.publish`; ``run`` must be running."""
         start = time.perf_counter()
         if tensors is None:
-            target, n_bytes = Target(version, self._directory.model, initial=True), 0
+            target, n_bytes = Target(version, self._directory.model, initial=True, run=self._run, expected=expected), 0
         else:
             folder = self._directory.weights(version)
             n_bytes = await anyio.to_thread.run_sync(self._write, folder, tensors)
-            target = Target(version, folder, tensors=tensors if self._loader.reads_memory else None)
+            kept = tensors if self._loader.reads_memory else None
+            target = Target(version, folder, tensors=kept, run=self._run, expected=expected)
         responsive = [keeper for keeper in self.keepers.values() if keeper.responsive]
         async with self._digesting(target):
             self._set_target(target)
@@ -280,6 +298,9 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
         _writer(config, policy),
         SharedDevice(config.engine.addresses(), metrics) if config.engine.colocate == "sleep" else None,
         config.engine.sleep_level,
+        find_key(config.engine, "learner_key"),
+        config.run.id,
+        make_probe(config, directory.model, metrics),
     )
 
 
@@ -303,4 +324,5 @@ def _loader(config: RunConfig) -> WeightLoader:
         return FolderLoader()
     from learner.weights.vllm_transfer import VllmTransferLoader
 
-    return VllmTransferLoader(config.engine.weight_transfer, config.publish.timeout_seconds)
+    key = find_key(config.engine, "learner_key")
+    return VllmTransferLoader(config.engine.weight_transfer, config.publish.timeout_seconds, key)

@@ -230,16 +230,21 @@ def prepare(file: File, sets: Sets = None) -> None:
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; created if missing.")],
 ) -> None:
-    """Create CURVE keys, which connections between machines require.
+    """Create CURVE keys, which connections between machines require, and the keys of engines beyond loopback.
 
     Copy the folder to each machine of the run and set transport.curve to it:
 
       afterplay keys keys
       afterplay replay FILE --set transport.curve=keys --set replay.address=tcp://0.0.0.0:5555
+
+    Engines on other machines need engine.actor_key: file:keys/engine_actor.secret (engines and actors) and
+    engine.learner_key: file:keys/engine_learner.secret (engines and learner). Give a role only its own.
     """
+    from pipeline.runtime.engine_keys import make_key_files
     from pipeline.transport.curve import make_keys
 
     make_keys(directory)
+    make_key_files(directory)
     typer.echo(f"keys in {directory}. Use them with --set transport.curve={directory}; keep *.key_secret to yourself")
 
 

@@ -216,6 +216,11 @@ class PublishConfig(Section):
     """Seconds that an engine has to load a version. The run does not wait longer for a slow engine, which is tried
     again in the background."""
 
+    probe_nats_max: float | None = Field(0.5, gt=0)
+    """Largest mean difference, in nats, between the log-probabilities that learner and engine give the tokens of a
+    short fixed text after a publication. An engine beyond it serves other weights: it gets no requests until it has
+    loaded them again. Costs one prefill of 32 tokens in each engine and one forward pass of the learner. None: off."""
+
 
 class CheckpointConfig(Section):
     """Checkpoints that the learner resumes from: float32 weights and the optimizer's state."""

@@ -29,6 +29,9 @@ class RunSection(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
     """Name of the run and of its directory."""
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]+$", max_length=64)
+    """Identity that the learner stamps on published weights. Actors sample only from weights of their own run. None:
+    ``afterplay run`` makes a new one at each start; roles that you start yourself stamp versions without a run."""
     directory: Path = Path("runs")
     """Parent of the run directory, which is ``directory/name``."""
     total_steps: int = Field(100, ge=1)

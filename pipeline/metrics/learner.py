@@ -144,6 +144,11 @@ class LearnerMetrics(MetricSet):
     weight_publish_duration_seconds = histogram("Time to publish one policy version.", LONG)
     weight_publish_bytes_total = counter("Bytes of published weights.")
     weight_publish_failures_total = counter("Engines that did not load a published version.")
+    weight_probe_diff_nats = gauge("Mean |learner - engine log-probability| of the last weight probe.")
+    weight_probes_total = counter(
+        "Probes of published weights; result = proven, refuted (the engine serves other weights) or unanswered.",
+        result=("proven", "refuted", "unanswered"),
+    )
     engine_sleep_seconds_total = counter(
         "Time that engines slept while the learner had the device, summed over engines.",
     )

@@ -18,6 +18,7 @@
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
       processes.json     state of all processes, written by the supervisor
+      engine_actor.secret  key with which actors may use the run's engines
       run.lock           held by the supervisor while the run lives
 """
 

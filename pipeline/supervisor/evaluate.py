@@ -154,6 +154,9 @@ def evaluation_config(
     raw["metrics"]["port"] = 0
     raw["lessons"]["enabled"] = False
     raw["publish"]["lora"] = "merged"
+    raw["run"]["id"] = None
+    if config.engine.kind != "external":
+        raw["engine"] |= {"actor_key": None, "learner_key": None}
     if not raw["engine"]["urls"]:
         raw["engine"]["port"] = 0
     for environment in raw["environments"].values():

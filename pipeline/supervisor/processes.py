@@ -7,13 +7,14 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
+from pipeline.runtime.engine_keys import key_environments, make_actor_key
 from pipeline.runtime.process import role_name
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, read_json
 from pipeline.supervisor.restarts import Rule
@@ -74,7 +75,9 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
     for i in range(config.actor.replicas):
         rule = Rule(role_name("actor", i), ACTORS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck)
         specs.append(_spec("actor", i, directory, rule))
-    return specs
+    make_actor_key(config.engine, directory.path)
+    keys = key_environments(config.engine)
+    return [replace(spec, environment=keys.get(spec.name.split("-")[0], keys["other"])) for spec in specs]
 
 
 def _spec(

@@ -140,11 +140,57 @@ async def test_status_decides_whether_to_try_again_and_the_engines_message_is_to
             await client.generate([1], SAMPLING)
 
 
+@pytest.mark.parametrize("label", ["other/3", "3", "withdrawn", "default"])
+async def test_weights_that_are_not_of_this_run_have_no_version(label: str) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        return good_answer(body, version=label)
+
+    async with StubServer(answer, version=label) as server, EngineClient(server.url, run="mine") as client:
+        assert await client.weight_version() is None
+        with pytest.raises(EngineUnavailable, match="not of this run"):
+            await client.generate([1, 2], Sampling(max_tokens=2))
+    async with StubServer(version="mine/3") as server, EngineClient(server.url, run="mine") as client:
+        assert await client.weight_version() == 3
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_does_not_take_our_key_is_unavailable_and_another_is_tried(status: int) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        return web.json_response({"error": {"message": "closed"}}, status=status)
+
+    async with StubServer(answer) as server, EngineClient(server.url) as client:
+        with pytest.raises(EngineUnavailable, match="key"):
+            await client.generate([1, 2], Sampling(max_tokens=2))
+
+
+async def test_every_request_shows_the_actors_key() -> None:
+    seen: list[str | None] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"weight_version": "0"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", key="s3cret") as client:
+            await client.weight_version()
+            await client.health()
+            with pytest.raises(EngineProtocolError):
+                await client.generate([1, 2], Sampling(max_tokens=2))
+    finally:
+        await runner.cleanup()
+    assert seen == ["Bearer s3cret"] * 3
+
+
 async def test_unstamped_tokens_are_not_version_zero() -> None:
     answer = changed(**versions(("default", 0, 4)))
     async with StubServer(answer, version="default") as server, EngineClient(server.url) as client:
         assert await client.weight_version() is None
-        with pytest.raises(EngineUnavailable, match="version stamp"):
+        with pytest.raises(EngineUnavailable, match="labelled 'default'"):
             await client.generate([1], SAMPLING)
 
 

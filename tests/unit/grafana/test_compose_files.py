@@ -56,6 +56,26 @@ def test_only_the_replay_stage_leaves_loopback_and_it_has_keys() -> None:
     assert str(CONFIG.transport.curve) == "/keys"
 
 
+def mounts(role: str) -> set[str]:
+    return {volume.split(":")[0] for volume in COMPOSE["services"][role]["volumes"]}
+
+
+def test_no_container_but_the_engines_and_its_own_roles_has_a_key_of_the_engine() -> None:
+    secret = {"engine_actor", "engine_learner"}
+    assert {name: mounts(name) & secret for name in ("prepare", "engine", *ROLES)} == {
+        "prepare": set(),
+        "engine": secret,
+        "replay": set(),
+        "learner": {"engine_learner"},
+        "actor": {"engine_actor"},
+    }
+    for service in ("engine", "learner", "actor"):
+        environment = GPU["services"][service]["environment"]
+        config = load(ROOT / "configs" / "gpu.yaml", environment=environment)
+        assert config.engine.actor_key == CONFIG.engine.actor_key
+        assert config.engine.learner_key == CONFIG.engine.learner_key
+
+
 def test_actors_and_learner_are_stopped_before_what_they_drain_into() -> None:
     for role in ("actor", "learner"):
         assert {"replay", "engine"} <= COMPOSE["services"][role]["depends_on"].keys()
