@@ -263,7 +263,7 @@ class LearnerSession:
                 self.assembler.cancel(header["group_ids"])
             elif message.kind is Kind.EVALUATION:
                 self.evaluation = header
-            elif message.kind is Kind.REFUSED:
+            elif message.kind is Kind.REFUSED and not header.get("final") and "greeting" not in header:
                 raise TrainingError(
                     f"the replay stage refused what this learner told ({header.get('reason')}): it must start again "
                     "from its checkpoint"
