@@ -58,8 +58,8 @@ class InstantActor:
 
 
 class InstantLearner:
-    """Trains ``steps`` updates of ``groups`` groups of ``n_rollout`` trajectories as soon as it can, over the session of
-    the real learner; of the candidates of a replay group it chooses the last ones."""
+    """Trains ``steps`` updates of ``groups`` groups of ``n_rollout`` trajectories as soon as it can, over the session
+    of the real learner; of the candidates of a replay group it chooses the last ones."""
 
     def __init__(
         self, steps: int, n_rollout: int, groups: int, credit_groups: int = 4, checkpoint_every: int = 0

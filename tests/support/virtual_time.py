@@ -1,4 +1,4 @@
-"""Runs a coroutine on an event loop whose clock moves instead of waiting: hours pass in a moment, the same each time."""
+"""Runs a coroutine on an event loop whose clock moves instead of waiting: hours pass in a moment."""
 
 from __future__ import annotations
 

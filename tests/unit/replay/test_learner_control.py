@@ -1,4 +1,4 @@
-"""Control messages of the learner: applied once and in order; one process at a time; no claim beyond what is possible."""
+"""Control messages of the learner: applied once, in order; one process at a time; no claim beyond the possible."""
 
 from __future__ import annotations
 
