@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class LearnerProgress:
     """Progress of the learner that the stage has acknowledged, or of the checkpoint that it resumes from; HELLO states
-    it, and the log goes on from there."""
+    it, and the log continues from there."""
 
     updates: int = 0
     policy_version: int = -1
@@ -185,7 +185,7 @@ class LearnerSession:
         await self._send(WireMessage(Kind.BYE, {"reason": reason}))
 
     async def acknowledged(self) -> None:
-        """Wait until the stage has applied everything that was told."""
+        """Wait until the stage has applied the whole log."""
         while len(self._log):
             await self._changed.wait()
 

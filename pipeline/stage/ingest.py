@@ -26,7 +26,7 @@ from pipeline.transport.protocol import Buffer, Frames, Limits
 log = logging.getLogger("afterplay.replay")
 
 REWARD_BYTES = 32
-"""Of a number in a header, with what separates it from the next."""
+"""Bytes of a number in a header, with what separates it from the next."""
 
 
 @dataclass(frozen=True, slots=True)

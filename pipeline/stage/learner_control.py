@@ -102,7 +102,7 @@ class LearnerControl:
         self.applied: int = known.get("applied", 0)
         """Number of its last message that was applied."""
         self.announced: bool = known.get("announced", False)
-        """Whether one of its VERSIONs was applied."""
+        """True once one of its VERSIONs was applied."""
 
     def refuses(self, hello: Mapping[str, Any]) -> str | None:
         """The reason for which a HELLO is refused for good; None where it may be answered."""

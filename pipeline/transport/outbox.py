@@ -177,7 +177,7 @@ class ControlLog(Outbox[int, WireMessage]):
 
     @property
     def messages(self) -> list[WireMessage]:
-        """What is not acknowledged, in order."""
+        """Messages that are not acknowledged, in order."""
         return [entry.item for entry in (*self._in_flight.values(), *self._waiting.values())]
 
     def append(self, kind: Kind, header: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is accepted can be delivered: nothing waits at the stage for a message that no link can carry."""
+"""An accepted trajectory can be delivered: nothing waits at the stage for a message that no link can carry."""
 
 from __future__ import annotations
 
