@@ -94,7 +94,7 @@ class Session:
             return None
         if message.kind is Kind.BYE:
             return self.lose(f"the hub said bye: {message.header.get('reason', 'no reason given')}")
-        answers = self.state is State.GREETING and message.header.get("greeting", self.greeting) == self.greeting
+        answers = self.state is State.GREETING and self._is_answered(message)
         if message.kind is Kind.REFUSED and (answers or message.header.get("final")):
             self.end(f"refused by the hub: {message.header.get('reason', 'no reason given')}")
             return Event(EventKind.MESSAGE, HUB, message, self.end_reason)
@@ -106,6 +106,10 @@ class Session:
         self.counters.messages_received += 1
         self.counters.bytes_received += message.n_bytes
         return Event(EventKind.MESSAGE, HUB, message)
+
+    def _is_answered(self, message: WireMessage) -> bool:
+        """True for a message to the last HELLO, or to none in particular."""
+        return bool(message.header.get("greeting", self.greeting) == self.greeting)
 
     def _corrupt(self, reason: str) -> Event:
         self.counters.corrupt += 1

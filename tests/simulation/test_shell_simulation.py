@@ -15,6 +15,7 @@ from pipeline.stage.ingest import Ingest
 from pipeline.stage.learner_control import LearnerControl
 from pipeline.store.records import Drop
 from pipeline.transport.hub import Peers
+from pipeline.transport.link import Session
 from pipeline.transport.outbox import ControlLog
 from tests.support.shell_simulation import Violation, play
 
@@ -59,8 +60,9 @@ def _one_update_early(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, tuple[type, str, Any, int]] = {
-    "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 2),
-    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 5),
+    "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 3),
+    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 1),
+    "any answer connects": (Session, "_is_answered", lambda self, message: True, 94),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
     "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 0),
     "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 0),

@@ -90,6 +90,7 @@ class TimedActor:
             order = decode_order(header)
             if order.order_id not in self.outbox and order.order_id not in self.orders:
                 self.orders[order.order_id] = order
+                _require(len(self.orders) <= SLOTS, f"{self.name} was given more orders than it has slots")
                 start(self._play, link, order)
         elif message.kind is Kind.CANCEL:
             for order_id in header["order_ids"]:
@@ -437,12 +438,13 @@ class ShellSimulation:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         rng = self.rng
+        slow = rng.choice((0.02, 0.1, 0.5))
 
         async def run_sync(function: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
             """A thread that works for a while before and after what it does."""
-            await anyio.sleep(rng.choice((0.0, 0.0, rng.uniform(0, 0.1))))
+            await anyio.sleep(rng.choice((0.0, 0.0, rng.uniform(0, slow))))
             result = function(*arguments)
-            await anyio.sleep(rng.choice((0.0, 0.0, rng.uniform(0, 0.1))))
+            await anyio.sleep(rng.choice((0.0, 0.0, rng.uniform(0, slow))))
             return result
 
         def core(*arguments: Any, **more: Any) -> StageCore:
