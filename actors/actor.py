@@ -138,7 +138,7 @@ class Actor:
         self._limits = limits
         self.slots = slots
         self._orders = OrderQueue(slots)
-        self._outbox: Outbox[Frames] = Outbox(outbox_bytes_max)
+        self._outbox: Outbox[str, Frames] = Outbox(outbox_bytes_max)
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._cancelled: set[str] = set()
         self._draining = False

@@ -174,7 +174,7 @@ def produce_link(n: int, address: str, pipe: Connection, encode: bool) -> None:
         trajectory = example()
         payload = encode_trajectory(trajectory)
         n_bytes = sum(memoryview(f).nbytes for f in payload)
-        outbox: Outbox[protocol.Frames] = Outbox(2 * CREDIT_BYTES)
+        outbox: Outbox[str, protocol.Frames] = Outbox(2 * CREDIT_BYTES)
         made = 0
 
         def settle(event: Event) -> int:

@@ -260,13 +260,8 @@ class LearnerLoop:
         writing = self._writer.writing
         self._ctx.report("saving", "" if writing is None else f"the checkpoint of step {writing}", step=updates)
         async with self._writer.slot(updates) as submit:
-            progress = self._session.progress
-            state = CheckpointState(
-                updates,
-                self.version,
-                {u: list(ids) for u, ids in progress.unacknowledged.items()},
-                trained=dict(progress.trained),
-            )
+            unacknowledged, trained = self._session.unacknowledged()
+            state = CheckpointState(updates, self.version, unacknowledged, trained=trained)
             submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
 

@@ -54,6 +54,10 @@ class WireError(AfterplayError):
     """Bytes from a peer cannot be understood."""
 
 
+class ImpossibleClaim(WireError):
+    """A message says what cannot be true: a number beyond its bounds, a group that was never delivered."""
+
+
 class LimitExceeded(WireError):
     """A message is larger than a declared limit."""
 

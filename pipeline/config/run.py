@@ -54,7 +54,7 @@ class TransportConfig(Section):
     header_bytes_max: int = Field(4 * 1024 * 1024, ge=1024)
     """Largest message header, in bytes."""
     message_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
-    """Largest message, in bytes."""
+    """Largest message, in bytes, without its header."""
     frames_max: int = Field(64, ge=4)
     """Most binary frames in one message."""
     tokens_max: int = Field(1_048_576, ge=1)

@@ -1,12 +1,13 @@
 """The learner's side of the stage: assigns groups to updates, sends them, and records what was trained or rolled back.
 
-*consumes* HELLO, CONSUMED, VERSION and CHECKPOINTED of the learner and complete groups; *produces* PLAN, DELIVERY, ACK.
+*consumes* what the learner tells (``pipeline.stage.learner_control``) and complete groups; *produces* PLAN, DELIVERY
+and CANCEL.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipeline.schema import GroupPlan
@@ -62,7 +63,6 @@ class Dispatch:
         self._holds_back = holds_back
         self.peer: str | None = None
         """Name of the learner that is connected."""
-        self.session: str | None = meta.get("session")
         self.durable_updates: int = meta.get("durable_updates", 0)
         self._versions = TrainedVersions(meta.get("trained_versions"))
         self.credit = 0
@@ -70,29 +70,15 @@ class Dispatch:
         """Groups that the connected learner has."""
         self._starved_since: float | None = None
 
-    def up(self, name: str, hello: Mapping[str, Any]) -> None:
-        """HELLO of the learner: agree on what it has trained, forget what it lost, repeat what it misses."""
-        updates = int(hello["updates"])
-        recorded = self._batches.consumed
-        self._journal.effect(
-            Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": self._batches.policy_version})
-        )
-        self.peer = name
-        self.credit = max(int(hello["credit_groups"]), self._batches.rule.groups_per_step)
-        reports = {int(update): UpdateReport.read(report) for update, report in hello.get("trained", ())}
-        for update, ids in hello.get("consumed", ()):
-            self.consumed(int(update), ids, reports.get(int(update), UpdateReport()))
-        if hello["session"] != self.session or updates > self._batches.consumed:
-            self.session = hello["session"]
-            self._batches.learner_starts += 1
-            self._journal.meta("session", self.session)
-            self._agree(updates)
-        holding = {number for text in hello.get("holding", ()) if (number := parse_group_id(text)) is not None}
-        self.sent = {n for n in holding if n in self._batches.placed}
-        strange = sorted(holding - self.sent)
-        if strange:
-            self._cancel_at_learner(strange, "not planned for this learner")
-        self.checkpointed(min(int(hello.get("durable_updates", 0)), updates))
+    def up(self, name: str, credit_groups: int) -> None:
+        """The learner is connected; until :meth:`hold` it is not known what it has."""
+        self.peer, self.sent, self._starved_since = name, set(), None
+        self.credit = max(credit_groups, self._batches.rule.groups_per_step)
+
+    def hold(self, groups: Iterable[int]) -> set[int]:
+        """The learner has these groups; returns those that it should keep. The others are sent again or not at all."""
+        self.sent = {number for number in groups if number in self._batches.placed}
+        return self.sent
 
     def down(self, name: str) -> None:
         if name == self.peer:
@@ -113,7 +99,6 @@ class Dispatch:
 
     def consumed(self, update: int, ids: Sequence[str], report: UpdateReport) -> None:
         """The learner made ``update`` from these groups. Repeating it changes nothing."""
-        assert self.peer is not None
         named = {number for text in ids if (number := parse_group_id(text)) is not None}
         members = [
             g
@@ -136,7 +121,6 @@ class Dispatch:
                     self._groups.cancel(group, CancelReason.UNTRAINED)
                     self.cancelled(group)
         self._made(update, [g.group_number for g in members])
-        self._journal.effect(Send(self.peer, Kind.ACK, {"update": update}))
 
     def checkpointed(self, updates: int) -> None:
         """Everything before update ``updates`` is safe at the learner: forget it."""
@@ -183,10 +167,13 @@ class Dispatch:
         """A group that the learner may have was cancelled."""
         if group.group_number in self.sent:
             self.sent.discard(group.group_number)
-            self._cancel_at_learner([group.group_number], group.reason)
+            if self.peer is not None:
+                header = {"group_ids": [group.group_id], "reason": group.reason}
+                self._journal.effect(Send(self.peer, Kind.CANCEL, header))
 
-    def _agree(self, updates: int) -> None:
+    def agree(self, updates: int) -> None:
         """A new learner process starts from weights of ``updates`` updates."""
+        self._batches.learner_starts += 1
         done: dict[int, list[GroupRecord]] = {}
         for number, update in self._batches.placed.items():
             if update < updates:
@@ -331,8 +318,3 @@ class Dispatch:
         records = [slot.trajectory for slot in group.slots]
         assert all(r is not None for r in records), group
         return records
-
-    def _cancel_at_learner(self, numbers: list[int], reason: str) -> None:
-        if self.peer is not None:
-            ids = [group_id(n) for n in numbers]
-            self._journal.effect(Send(self.peer, Kind.CANCEL, {"group_ids": ids, "reason": reason}))

@@ -25,6 +25,9 @@ from pipeline.transport.protocol import Buffer, Frames, Limits
 
 log = logging.getLogger("afterplay.replay")
 
+REWARD_BYTES = 32
+"""Bytes of a number in a header, with what separates it from the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -51,6 +54,10 @@ def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task)
         return Unreadable(Drop.SCHEMA, str(error))
     except (WireError, LimitExceeded) as error:
         return Unreadable(Drop.CORRUPT, str(error))
+    signals = sum(len(name) + REWARD_BYTES for name in trajectory.rewards)
+    if signals > limits.header_bytes_max // 2:
+        why = f"expected rewards that fit a DELIVERY's header of {limits.header_bytes_max} bytes, got {signals} bytes"
+        return Unreadable(Drop.CORRUPT, why)
     expected = (key.text, group_id(key.group), task.task_id)
     came = (trajectory.trajectory_id, trajectory.group_id, trajectory.task.task_id)
     if came != expected:

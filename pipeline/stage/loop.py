@@ -85,10 +85,11 @@ class StageLoop:
                     await self._apply_round(items)
 
     async def _gather(self, inbox: MemoryObjectReceiveStream[Item]) -> list[Item] | None:
-        deadline = min(self._core.next_deadline() or float("inf"), time.monotonic() + IDLE_SECONDS_MAX)
+        now = anyio.current_time()
+        deadline = min(self._core.next_deadline() or float("inf"), now + IDLE_SECONDS_MAX)
         items: list[Item] = []
         try:
-            with anyio.move_on_after(max(0.0, deadline - time.monotonic())):
+            with anyio.move_on_after(max(0.0, deadline - now)):
                 items.append(await inbox.receive())
             while items and len(items) < self._ctx.config.replay.commit_batch_max:
                 items.append(inbox.receive_nowait())
@@ -100,7 +101,7 @@ class StageLoop:
 
     async def _apply_round(self, items: list[Item]) -> None:
         core = self._core
-        core.set_time(time.monotonic(), time.time())
+        core.set_time(anyio.current_time(), time.time())
         for item in items:
             if isinstance(item, Scored):
                 for record, verdict in item.verdicts:
@@ -163,7 +164,7 @@ class StageLoop:
             state, waiting = "finished", ""
         elif core.policy_version < 0:
             state, waiting = "waiting", "the learner's first weights"
-        elif core.groups.backoff.holds(time.monotonic()):
+        elif core.groups.backoff.holds(anyio.current_time()):
             state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.backoff.reason[:300]})"
         elif not core.leases.connected:
             state, waiting = "waiting", "actors"

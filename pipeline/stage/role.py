@@ -66,7 +66,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         core = StageCore(
             config,
             snapshot,
-            now=time.monotonic(),
+            now=anyio.current_time(),
             wall=time.time(),
             score_now=scorer.score_now if scorer.immediate else None,
             sources={n: source.splits[TRAIN] for n, source in sources.items() if n in config.trained_environments},
@@ -136,6 +136,7 @@ async def _serve(
         log.info("bound to %s", hub.address)
         outgoing = PeerSender(hub, store, cache, sending)
         scoring = Scoring(scorer, store, limits_of(config), config.scorer.concurrency, deliver)
+        hub.refuse(core.control.refuses)
         loop = StageLoop(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
         lessons = await open_memory_service(config, ctx.directory, store, cache, outgoing.post, metrics)
         if lessons is not None:

@@ -104,6 +104,8 @@ class Count(StrEnum):
     PEERS_SILENT_ACTOR = "peers.silent.actor"
     PEERS_SILENT_LEARNER = "peers.silent.learner"
     MESSAGES_REFUSED = "messages.refused"
+    MESSAGES_IMPOSSIBLE = "messages.impossible"
+    """HELLOs and messages with a claim that cannot be true; also in one of the two counters of refusals."""
     MESSAGES_CORRUPT = "messages.corrupt"
     LEARNER_CONSUMED_UNKNOWN = "learner.consumed_unknown"
     LEARNER_REPLAYED_UNKNOWN = "learner.replayed_unknown"

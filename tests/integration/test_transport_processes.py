@@ -84,7 +84,7 @@ async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_
     hub = Child(HUB, "tcp://127.0.0.1:0", str(store))
     try:
         address = await hub.line()
-        outbox: Outbox[bytes] = Outbox(10_000_000)
+        outbox: Outbox[str, bytes] = Outbox(10_000_000)
         acknowledged: set[str] = set()
         down = 0
         for i in range(n):

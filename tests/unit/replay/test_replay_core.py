@@ -58,7 +58,8 @@ class Stage:
         return sent
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", WireMessage(kind, header))
+        number = self.core.control.applied + 1
+        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
 
     def orders(self, to: str | None = None) -> list[Order]:
         return [decode_order(s.header) for s in self.sent if s.kind is Kind.ORDER and to in (None, s.peer)]
@@ -227,8 +228,8 @@ def test_an_order_that_is_never_answered_expires_while_its_actor_lives() -> None
     [
         ({"role": "actor", "schema_version": 99, "slots": 1, "holding": []}, "same Afterplay"),
         ({"role": "cook", "schema_version": SCHEMA_VERSION}, "role actor or learner"),
-        ({"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 0, "holding": []}, "slots of at least 1"),
-        ({"role": "actor", "schema_version": SCHEMA_VERSION}, "KeyError"),
+        ({"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 0, "holding": []}, "slots of 1 to 256"),
+        ({"role": "actor", "schema_version": SCHEMA_VERSION}, "slots to be a whole number"),
         ({"role": "learner", "schema_version": SCHEMA_VERSION, "session": "t", "updates": 0}, "connected already"),
     ],
 )
@@ -293,9 +294,9 @@ def test_consumed_twice_is_consumed_once() -> None:
     stage = started()
     stage.answer_all()
     groups = train(stage, 0)
-    stage.tell(Kind.CONSUMED, update=0, group_ids=groups)
+    stage.tell(Kind.CONSUMED, update=0, group_ids=groups, number=2)
     sent = stage.round()
-    assert [s.header["update"] for s in sent if s.kind is Kind.ACK and s.peer == "learner"] == [0]
+    assert [s.header for s in sent if s.kind is Kind.ACK and s.peer == "learner"] == [{"number": 3}]
     assert stage.ledger().groups["trained"] == 2
 
 
@@ -306,8 +307,7 @@ def test_what_a_checkpoint_had_not_yet_seen_acknowledged_is_no_surprise_when_it_
     stage.tell(Kind.CHECKPOINTED, updates=1)
     stage.round()
     stage.core.peer_down("learner", left=False)
-    sent = stage.learner(session="t", updates=1, version=None, durable_updates=1, consumed=[[0, groups]])
-    assert [s.header["update"] for s in sent if s.kind is Kind.ACK and s.peer == "learner"] == [0]
+    stage.learner(session="t", updates=1, version=None, durable_updates=1, consumed=[[0, groups]])
     assert stage.core.journal.counters.get("learner.consumed_unknown", 0) == 0
     stage.tell(Kind.CONSUMED, update=1, group_ids=groups)
     stage.round()

@@ -53,7 +53,8 @@ class Stage:
         self.tell(Kind.VERSION, policy_version=self.updates, updates=self.updates)
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", WireMessage(kind, header))
+        number = self.core.control.applied + 1
+        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
 
     def round(self) -> list[Send]:
         self.core.plan()
@@ -132,6 +133,7 @@ def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_
     plan = stage.until_replayed()
     (replay,) = (r for g in stage.core.records.values() for r in g.replays if r.trajectory_id == plan["replay_ids"][0])
     born = replay.candidate.entry.version_min
+    stage.core.control.announced = False
     stage.tell(Kind.VERSION, policy_version=born + 3, updates=stage.updates)
     assert stage.core.experience.holds(replay.row_id)
     stage.tell(Kind.VERSION, policy_version=born + 4, updates=stage.updates)
@@ -159,6 +161,7 @@ def test_ages_in_the_audit_are_those_of_the_weights_that_were_updated(tmp_path: 
     stage.core.journal.take_observations()
     (group,) = (g for g in stage.core.records.values() if g.group_id == plan["group_id"])
     born = group.replays[0].candidate.entry.version_min
+    stage.core.control.announced = False
     stage.tell(Kind.VERSION, policy_version=90, updates=stage.updates)
     members = [g for g in stage.core.records.values() if g.update == stage.updates and g.open]
     stage.train(stage.plans, policy_version=50)
