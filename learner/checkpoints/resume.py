@@ -63,7 +63,7 @@ def _set_aside(path: Path, problem: str, instead: Path | None) -> str:
     then = "and no older one is intact"
     if instead is not None:
         updates = int(path.name[1:]) - int(instead.name[1:])
-        then = f"so training resumes from {instead.name}: {updates} updates are made again"
+        then = f"so training resumes from {instead.name}; updates to make again: {updates}"
     sentence = f"checkpoint {path.name} is damaged ({problem}), {then}. It is kept as {path.name}{DAMAGED}"
     set_aside(path, {"problem": problem, "sentence": sentence, "at": time.time()})
     return sentence

@@ -366,7 +366,7 @@ async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_s
         assert ctx.status.state == "finished"
     [sentence] = ctx.health()[1]["notices"]
     lost = int(newest.name[1:]) - int(older.name[1:])
-    assert f"{newest.name} is damaged" in sentence and f"{older.name}: {lost} updates are made again" in sentence
+    assert f"{newest.name} is damaged" in sentence and f"{older.name}; updates to make again: {lost}" in sentence
     assert ctx.registry.get_sample_value("afterplay_learner_damaged_checkpoints") == 1
     assert [line["step"] for line in w.lines()] == list(range(1, 9))
     assert w.engine.versions == sorted(w.engine.versions)

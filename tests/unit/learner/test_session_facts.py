@@ -6,7 +6,7 @@ import anyio
 import orjson
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointState, read_state, save_checkpoint
+from learner.checkpoints.checkpoint import FORMAT, CheckpointState, read_state, save_checkpoint
 from learner.data.trained import Trained, TrainedGroup
 from learner.role import load
 from learner.session import LearnerProgress, LearnerSession
@@ -191,8 +191,8 @@ def test_a_learner_starts_with_what_the_run_had_not_acknowledged_at_its_checkpoi
     assert load(config, directory).progress == LearnerProgress(2, 5, 2, {1: ["g"]}, trained={1: FACTS})
 
 
-def test_a_checkpoint_written_before_replay_is_read(tmp_path):
-    old = {"format": 1, "updates": 4, "policy_version": 5, "unacknowledged": {"3": ["g"]}}
+def test_a_checkpoint_without_facts_about_its_updates_is_read(tmp_path):
+    old = {"format": FORMAT, "updates": 4, "policy_version": 5, "unacknowledged": {"3": ["g"]}}
     (tmp_path / "state.json").write_bytes(orjson.dumps(old))
     assert read_state(tmp_path) == CheckpointState(4, 5, {3: ["g"]})
 
