@@ -25,7 +25,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,7 @@ class Renderer:
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of a text alone, for measuring and cutting."""
         with boundary(RENDERER):
-            return self._encode(text)
+            return self._encode(self._special.mark(text))
 
     def decode_ids(self, ids: Sequence[int]) -> str:
         """The text of ids."""
@@ -307,7 +306,8 @@ class Renderer:
                 text = self._tokenizer.apply_chat_template([user, form], tokenize=False, add_generation_prompt=False)
             except Exception:
                 continue
-            found.update(self._special.texts_in(text[len(commonprefix([prompt, text])) :]))
+            shared = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+            found.update(self._special.texts_in(text[shared:]))
         return frozenset(found.difference(self._end_texts.values()))
 
     def _apply(
