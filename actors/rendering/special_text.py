@@ -243,7 +243,7 @@ class SpecialText:
         return tuple(ids)
 
     def _normalised_places(self, text: str) -> list[int]:
-        """Where normalisation makes a special text of another."""
+        """Places in ``text`` that normalisation makes special."""
         if self._normalizer is None:
             return []
         from tokenizers import NormalizedString
