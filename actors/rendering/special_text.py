@@ -209,6 +209,7 @@ class SpecialText:
             flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             tokenizer.add_tokens([AddedToken(name, special=False, **flags)])
             number = tokenizer.token_to_id(name)
+            assert number is not None
             if name != text and backend.model.id_to_token(number) is not None:
                 raise ValueError(f"the tokenizer's vocabulary has a gap below the id {number}")
             numbers[number] = backend.token_to_id(text)
@@ -251,7 +252,8 @@ class SpecialText:
         normalised = NormalizedString(text)
         self._normalizer.normalize(normalised)
         starts = [match.start() for match in self._each.finditer(normalised.normalized)]
-        return [min(len(normalised[:start].original) if start else 0, len(text) - 1) for start in starts]
+        before = [normalised[:start] if start else None for start in starts]
+        return [0 if part is None else min(len(part.original), len(text) - 1) for part in before]
 
     def _stand_in(self, character: str) -> str:
         known = self._stand_ins.get(character)
