@@ -83,7 +83,9 @@ class Breaker:
     def answered(self, *, trial: bool = False) -> None:
         """The engine answered a request."""
         if trial and self._until is not None:
-            self._until, self.problem = None, ""
+            self._until = None
+            if not self.down:
+                self.problem = ""
             self._recent.clear()
         if self.closed:
             self._recent.append(False)

@@ -62,9 +62,6 @@ class Typed:
     template = ""
     tokenizer = None
 
-    def without_special(self, text: str) -> str:
-        return text
-
     def encode_text(self, text: str) -> tuple[int, ...]:
         """A token is a character."""
         return tuple(map(ord, text))
