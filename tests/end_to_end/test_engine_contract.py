@@ -216,6 +216,15 @@ async def test_requests_of_different_temperature_share_a_batch(api: Api) -> None
         assert (mine - recorded(choice)).abs().mean() < MEAN_ERROR_MAX
 
 
+async def test_completion_in_two_parts_is_recorded_as_one(api: Api) -> None:
+    ids = prompt(api, 20, seed=10)
+    parts = [await api.generate(ids, max_tokens=24, ignore_eos=True)]
+    parts += [await api.generate(ids + parts[0]["token_ids"], max_tokens=24, ignore_eos=True)]
+    sampled = [token for part in parts for token in part["token_ids"]]
+    mine, theirs = recomputed(api.model, ids, sampled, 1.0), torch.cat([recorded(part) for part in parts])
+    assert (mine - theirs).abs().mean() < MEAN_ERROR_MAX
+
+
 async def test_stop_token_ends_the_completion_and_is_part_of_it(api: Api) -> None:
     ids = prompt(api, 16, seed=5)
     first = (await api.generate(ids, temperature=0.0, max_tokens=4, ignore_eos=True))["token_ids"]

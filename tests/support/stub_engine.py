@@ -61,6 +61,8 @@ class StubEngine:
         """Raised by the next requests instead of an answer."""
         self.requests: list[tuple[str, tuple[int, ...]]] = []
         """(session id, prompt ids) of each request."""
+        self._rest: dict[tuple[int, ...], Sequence[int]] = {}
+        """Rest of a completion that was cut, by the prompt that continues it."""
         self.keep_requests = True
         self.n_requests = 0
         self.in_flight = 0
@@ -91,12 +93,21 @@ class StubEngine:
             raise self.fault
         if first is None or self.version is None:
             raise EngineGone(f"engine {self._name} has weights without a version stamp")
-        ids = np.asarray(self._script(token_ids, sampling)[: sampling.max_tokens], dtype=np.int32)
+        ids = np.asarray(self._said(token_ids, sampling), dtype=np.int32)
         stopped = len(ids) > 0 and int(ids[-1]) in sampling.stop_token_ids
         logprobs = np.linspace(-2.0, -0.1, len(ids), dtype=np.float32)
         return Generation(
             ids, logprobs, _halves(len(ids), first, self.version), FinishReason.STOP if stopped else FinishReason.LENGTH
         )
+
+    def _said(self, token_ids: Sequence[int], sampling: Sampling) -> Sequence[int]:
+        """The completion that the script says, or the rest of it where the prompt ends with the part before."""
+        rest = self._rest.pop(tuple(token_ids), None) if self._rest else None
+        said = self._script(token_ids, sampling) if rest is None else rest
+        if len(said) > sampling.max_tokens:
+            said, rest = said[: sampling.max_tokens], said[sampling.max_tokens :]
+            self._rest[(*token_ids, *said)] = rest
+        return said
 
     async def weight_version(self) -> int | None:
         await self.health()
