@@ -3,8 +3,9 @@
 What runs is :func:`pipeline.stage.role.serve` over a store, :class:`WireHub`, :class:`WireLink` and
 :class:`learner.session.LearnerSession`. Simulated are the wire, the time that the disk takes, rollouts and training. A
 history draws faults for its first seconds: connections that are cut (also between HELLO and WELCOME), links that are
-muted or held, processes that are killed, a peer that says HELLO twice, a learner that comes back after another took its
-place. Then it must end its run in time, and :meth:`ShellSimulation.audit` compares the books of all sides.
+muted or held, processes that are killed or stopped, a peer that says HELLO twice, a learner that comes back after
+another took its place. Then it must end its run in time, and :meth:`ShellSimulation.audit` compares the books of all
+sides.
 
 Play many histories: ``python -m tests.support.shell_simulation 10000`` (with ``--from`` the first seed).
 """
@@ -46,6 +47,7 @@ from tests.support.simulated_roles import rollout
 from tests.support.virtual_time import run_virtually
 
 UPDATES, GROUPS, ROLLOUTS, SLOTS = 8, 2, 2, 4
+FAULTS = ("cut", "cut", "cuts", "mute", "hold", "kill", "kill stage", "stop stage", "liar", "replace")
 FAULT_SECONDS = 12.0
 """Faults happen in this time."""
 SILENCE_SECONDS_MAX = 3.0
@@ -332,7 +334,7 @@ class ShellSimulation:
             await anyio.sleep(self.rng.uniform(0.1, 2.0))
 
     async def _stage(self) -> None:
-        ctx = RoleContext("replay", 0, self.config, self.directory)
+        self._ctx = ctx = RoleContext("replay", 0, self.config, self.directory)
         self.hub = MemoryHub(self.network, silence_seconds_max=SILENCE_SECONDS_MAX)
         try:
             await role.serve(ctx, self.hub)
@@ -372,7 +374,7 @@ class ShellSimulation:
         for at in sorted(rng.uniform(0.5, FAULT_SECONDS - 1) for _ in range(rng.randint(1, 6))):
             await anyio.sleep(at - anyio.current_time())
             victim = rng.choice(("learner", "learner", "actor-0", "actor-1"))
-            match rng.choice(("cut", "cut", "cuts", "mute", "hold", "kill", "kill stage", "liar", "replace")):
+            match rng.choice(FAULTS):
                 case "cut":
                     self.network.disconnect(victim)
                 case "cuts":
@@ -386,6 +388,8 @@ class ShellSimulation:
                 case "kill stage":
                     self.network.kill_hub()
                     self._scopes["stage"].cancel()
+                case "stop stage":
+                    self._ctx.stopping.set()
                 case "liar":
                     start(self._lie)
                 case "replace":
