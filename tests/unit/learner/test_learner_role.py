@@ -26,6 +26,7 @@ from pipeline.runtime.process import ExitCode, RoleContext, _explain
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
+from pipeline.schema.weight_stamp import WITHDRAWN
 from pipeline.stage.role import serve as serve_stage
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
@@ -55,8 +56,9 @@ class Engine:
             self.digest = "initial" if folder.name == "model" else read
         if request.path == "/update_weight_version":
             self.version = body["new_version"]
-            self.versions.append(int(self.version))
-            self.weights_of.setdefault(self.version, set()).add(self.digest)
+            if self.version != WITHDRAWN:
+                self.versions.append(int(self.version))
+                self.weights_of.setdefault(self.version, set()).add(self.digest)
         return web.json_response({})
 
 
@@ -107,7 +109,7 @@ async def play(network, engine):
                 continue
             order = decode_order(event.message.header)
             turn = Turn(
-                TokenSpan.context([1, 2]), TokenSpan.sampled(rng.integers(3, 9, 2), [-1.0, -2.0], int(engine.version)),
+                TokenSpan.context([1, 2]), TokenSpan.sampled(rng.integers(3, 9, 2), [-1.0, -2.0], engine.versions[-1]),
                 (ChatMessage("user", "u"),), ChatMessage("assistant", "a"), FinishReason.STOP, 1.0, {"right": 1.0},
             )  # fmt: skip
             trajectory = Trajectory(
@@ -388,9 +390,10 @@ async def test_a_restarted_engine_gets_damaged_weights_written_again_while_the_l
         if request.path == "/weight_info" and published and next(looks) == 5:  # by then the publication is over
             flip(folder / "model.safetensors")
             engine.version, engine.digest = "default", "initial"
-        if request.path == "/update_weight_version" and engine.versions[-1:] == [2]:
+        answer = await handle(engine, request)
+        if engine.versions[-2:] == [2, 2]:
             loaded_again.set()
-        return await handle(engine, request)
+        return answer
 
     async def hold(link, message):
         if message.kind is Kind.TRAJECTORY and w.engine.versions[-1] == 2:

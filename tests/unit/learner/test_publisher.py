@@ -21,6 +21,7 @@ from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.contents import find_damage
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.schema.weight_stamp import WITHDRAWN
 from tests.support.damage import DAMAGES
 
 
@@ -403,7 +404,7 @@ async def test_an_engine_is_not_given_damaged_weights_and_has_them_once_they_are
             while not keeper.state.trouble:
                 await keeper._changed.wait()
             assert f"{directory.weights(1)} are damaged ({file} " in keeper.state.trouble
-            assert (len(engine.loaded), engine.version, publisher.damaged) == (1, "default", 1)
+            assert (len(engine.loaded), engine.version, publisher.damaged) == (1, WITHDRAWN, 1)
             await publisher.write_again(weights[1])
             await keeper.until_served(1)
     assert (len(engine.loaded), engine.version, publisher.damaged) == (2, "1", None)
