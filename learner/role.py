@@ -30,6 +30,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import remove_leftovers
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.schema.state import RoleState
 from pipeline.transport.protocol import Link
 from pipeline.transport.zeromq import limits_of, open_link
 
@@ -59,7 +60,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
         if ctx.stopping.is_set():
             return
     limit_memory(ctx.config)
-    ctx.report("loading", "the model")
+    ctx.report(RoleState.LOADING, "the model")
     try:
         start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory, ctx.stopping.is_set)
     except Interrupted:
@@ -102,18 +103,14 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                     "the checkpoint of %s updates was not written in time: the previous one is kept", writer.writing
                 )
 
-        async def heartbeat() -> None:
-            while True:
-                ctx.beat()
-                await anyio.sleep(1.0)
-
         best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
-        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run, heartbeat):
+        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run):
             tasks.start_soon(task)
         if start.rank_zero is not None:
             tasks.start_soon(start.rank_zero.watch)
-        ctx.report("connecting", f"the replay stage at {config.replay.address}")
-        recorded = await session.welcome()
+        start.trainer.on_layer(ctx.beat)
+        async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
+            recorded = await session.welcome()
         version = choose_version(start.progress, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         updates = start.trainer.updates

@@ -36,6 +36,7 @@ from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, lo
 from pipeline.errors import EngineError, EngineProtocolError
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
+from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Order(StrEnum):
 
 
 class DeviceArbiter:
-    """State of the shared device. ``engines`` by name; times are seconds of any monotonic clock."""
+    """RoleState of the shared device. ``engines`` by name; times are seconds of any monotonic clock."""
 
     def __init__(self, engines: Iterable[str]) -> None:
         self.holder = Holder.ENGINES
@@ -281,16 +282,18 @@ async def put_engines_to_sleep(ctx: RoleContext) -> None:
     find it empty. Waits until the engines are up, whatever state a learner that died has left them in. Returns when
     they sleep or the process is asked to stop."""
     config = ctx.config
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    async with (
+        ctx.waiting(RoleState.WAITING_FOR_ENGINES, "one that is up and sleeps"),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+    ):
         for url in config.engine.addresses():
             control = EngineControl(url, session, config.publish.timeout_seconds)
             while not ctx.stopping.is_set():
-                ctx.beat()
                 try:
                     await control.sleep(config.engine.sleep_level)
                     log.info("engine %s sleeps while the models are loaded", url)
                     break
                 except EngineError as error:
-                    ctx.report("waiting", f"the engine to be up and to sleep ({error})")
+                    ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that is up and sleeps ({error})")
                 with anyio.move_on_after(RETRY_SECONDS):
                     await ctx.stopping.wait()

@@ -156,3 +156,4 @@ class LearnerMetrics(MetricSet):
     )
     checkpoint_duration_seconds = histogram("Time to write one checkpoint.", LONG)
     checkpoint_timestamp_seconds = gauge("Unix time of the last durable checkpoint.")
+    checkpoint_limit_seconds = gauge("Age that the last checkpoint may have; follows the time between checkpoints.")

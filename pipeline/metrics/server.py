@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -30,6 +32,15 @@ class MetricsServer:
         self._port = port
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
+        self._scraped_at: deque[float] = deque(maxlen=2)
+
+    @property
+    def scrape_seconds(self) -> float:
+        """Time between the newest two reads of ``/metrics``; 0 without, and when the reader has gone."""
+        if len(self._scraped_at) < 2:
+            return 0.0
+        before, last = self._scraped_at
+        return last - before if time.monotonic() - last < 3 * (last - before) + 1 else 0.0
 
     @property
     def port(self) -> int:
@@ -37,7 +48,12 @@ class MetricsServer:
         return self._server.server_address[1] if self._server else self._port
 
     def __enter__(self) -> MetricsServer:
-        handler = type("Handler", (_Handler,), {"registry": self._registry, "health": staticmethod(self._health)})
+        names = {
+            "registry": self._registry,
+            "health": staticmethod(self._health),
+            "scraped": staticmethod(lambda: self._scraped_at.append(time.monotonic())),
+        }
+        handler = type("Handler", (_Handler,), names)
         try:
             self._server = _Server((self._host, self._port), handler)
         except OSError as error:
@@ -70,6 +86,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     registry: CollectorRegistry
     health: Health
+    scraped: Callable[[], None]
     timeout = 10
     server_version = "afterplay"
     sys_version = ""
@@ -78,6 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.split("?", 1)[0]
         if path == "/metrics":
             self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.registry))
+            type(self).scraped()
         elif path == "/healthz":
             well, details = type(self).health()
             self._answer(200 if well else 503, "application/json", orjson.dumps(details, default=str))

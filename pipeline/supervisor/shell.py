@@ -18,7 +18,7 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health, child_environment, health_url
-from pipeline.supervisor.restarts import Action, Machine, Phase, RestartLimits, Start
+from pipeline.supervisor.restarts import Action, Machine, Phase, Process, RestartLimits, Start
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_TAIL_LINES = 15
@@ -52,6 +52,10 @@ class Supervisor:
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
         """Start, watch and drain. Returns when no process is left; when cancelled, all are killed."""
         self._display = display
+        self._reaper.on_restart = lambda code: display.say(
+            f"the process that ends what a killed supervisor leaves behind had ended ({describe_exit(code)}); "
+            "it runs again"
+        )
         try:
             async with anyio.create_task_group() as group:
                 self._group = group
@@ -128,7 +132,7 @@ class Supervisor:
         process = self.machine.processes[name]
         if process.phase is Phase.BACKOFF:
             wait = max(0.0, process.wake_at - time.monotonic())
-            self._display.say(f"{name} ended ({describe_exit(code)}); restart {process.restarts} in {wait:.1f} s")
+            self._display.say(f"{name} ended ({_why_ended(process, code)}); restart {process.restarts} in {wait:.1f} s")
         self._write_states()
 
     async def _watch(self) -> None:
@@ -151,7 +155,10 @@ class Supervisor:
             return
         now = time.monotonic()
         self.answers[name] = answer
-        self._perform(self.machine.healthy(name, now) if answer.healthy else self.machine.unhealthy(name, now))
+        if answer.healthy:
+            self._perform(self.machine.healthy(name, now, answer.worked))
+        else:
+            self._perform(self.machine.unhealthy(name, now))
 
     async def _follow(self, tail: MetricsTail) -> None:
         assert self._display is not None
@@ -191,8 +198,17 @@ class Supervisor:
                 "exit_code": process.exit_code,
                 "state": answer.state if answer else "",
                 "waiting_for": answer.waiting_for if answer else "",
+                "progress_age_seconds": answer.progress_age_seconds if answer else None,
             }
         write_json_atomically(self._directory.processes_file, states)
+
+
+def _why_ended(process: Process, code: int) -> str:
+    """The exit in words, with the reason where it is that the process did not go on."""
+    if code == ExitCode.STUCK:
+        return f"it made no progress; the stacks of its threads are in logs/{process.rule.name}.log"
+    silent = ", for it gave no healthy answer" if process.killed else ""
+    return describe_exit(code) + silent
 
 
 def last_lines(path: Path, count: int) -> list[str]:
