@@ -54,7 +54,7 @@ class Order(StrEnum):
 
 
 class DeviceArbiter:
-    """RoleState of the shared device. ``engines`` by name; times are seconds of any monotonic clock."""
+    """State of the shared device. ``engines`` by name; times are seconds of any monotonic clock."""
 
     def __init__(self, engines: Iterable[str]) -> None:
         self.holder = Holder.ENGINES

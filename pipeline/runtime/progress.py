@@ -49,8 +49,11 @@ class AdaptiveLimit:
         self.seconds = max(self._floor, self._factor * max(self._durations))
 
 
+_WORK = (RoleState.PLAYING, RoleState.SERVING, RoleState.EVALUATING)
+
+
 class Progress:
-    """RoleState and last progress of one role. ``now`` is any monotonic clock. :meth:`beat` may be called in any thread."""
+    """State and last progress of one role. ``now`` is any monotonic clock. :meth:`beat` may be called in any thread."""
 
     def __init__(self, seconds_max: float, now: float) -> None:
         """``seconds_max``: the shortest limit."""
@@ -70,11 +73,7 @@ class Progress:
             return
         self.beat(now)
         self._limits[self.state].record(self._longest)
-        self.worked |= self.state is RoleState.TRAINING or state in (
-            RoleState.PLAYING,
-            RoleState.SERVING,
-            RoleState.EVALUATING,
-        )
+        self.worked |= self.state is RoleState.TRAINING or state in _WORK
         self.state, self._longest = state, 0.0
 
     def beat(self, now: float) -> None:

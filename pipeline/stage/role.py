@@ -135,7 +135,7 @@ async def _serve(
         loop.on_untrained = untrained.keep
         loop.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
         loop.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
-        async with anyio.create_task_group() as working:
+        async with inbox_receive, anyio.create_task_group() as working:
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")

@@ -82,7 +82,7 @@ async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
         await stage.order(*(make_order(seed) for seed in range(5)))
         await stage.until(lambda: len(stage.received) == 1)
         await until(lambda: actor.unacknowledged == 1 and actor.in_flight == 0)
-        assert "outbox" in actor.waiting_for()
+        assert "outbox" in actor.doing()[1]
         for n in range(1, 5):
             await stage.acknowledge(*stage.received)
             await stage.until(lambda n=n: len(stage.received) == n + 1)

@@ -340,9 +340,6 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
             with anyio.fail_after(20):
-                while (
-                    "rollouts: 0 of 2 groups of step 1" not in ctx.status.waiting_for
-                    or not ctx.status.details["engines"]
-                ):
+                while "version 0" not in ctx.status.waiting_for or not ctx.status.details["engines"]:
                     await reported.wait()
             ctx.stopping.set()

@@ -1,4 +1,4 @@
-"""When a role counts as stuck: the decision, without clock, thread or process."""
+"""Decision that a role is stuck, without clock, thread or process."""
 
 from __future__ import annotations
 
