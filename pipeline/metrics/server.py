@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -32,15 +32,10 @@ class MetricsServer:
         self._port = port
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
-        self._scraped_at: deque[float] = deque(maxlen=2)
-
-    @property
-    def scrape_seconds(self) -> float:
-        """Time between the newest two reads of ``/metrics``; 0 without, and when the reader has gone."""
-        if len(self._scraped_at) < 2:
-            return 0.0
-        before, last = self._scraped_at
-        return last - before if time.monotonic() - last < 3 * (last - before) + 1 else 0.0
+        self.scrapes = 0
+        """Reads of ``/metrics``."""
+        self.scraped_at = -math.inf
+        """Monotonic time of the newest."""
 
     @property
     def port(self) -> int:
@@ -51,7 +46,7 @@ class MetricsServer:
         names = {
             "registry": self._registry,
             "health": staticmethod(self._health),
-            "scraped": staticmethod(lambda: self._scraped_at.append(time.monotonic())),
+            "scraped": staticmethod(self._scraped),
         }
         handler = type("Handler", (_Handler,), names)
         try:
@@ -66,6 +61,10 @@ class MetricsServer:
         )
         self._thread.start()
         return self
+
+    def _scraped(self) -> None:
+        self.scrapes += 1
+        self.scraped_at = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -51,6 +51,9 @@ LOCKED_SECONDS = 60.0
 (:mod:`faulthandler`)."""
 SCRAPED_SECONDS_MAX = 30.0
 """Longest wait of a finished role for a scrape that shows that it has finished."""
+READER_SECONDS_MAX = 60.0
+"""Without a scrape for longer, nobody reads the metrics."""
+LOOK_SECONDS = 0.05
 STDERR = 2
 LAG_PROBE_SECONDS = 0.5
 """Period of the measurements of the event loop's delay."""
@@ -114,8 +117,7 @@ class RoleContext:
         )
         self.progress = Progress(config.supervisor.progress_seconds_max, time.monotonic())
         self._finished = False
-        self.scrape_seconds: Callable[[], float] = lambda: 0.0
-        """Interval at which somebody reads ``/metrics``; 0 where nobody does."""
+        self.server: MetricsServer | None = None
         self.process.heartbeat_timestamp_seconds.set_function(lambda: time.time() - self.progress.age(time.monotonic()))
         self.process.heartbeat_limit_seconds.set_function(lambda: self.progress.limit)
         self.process.role_state.labels(state=RoleState.STARTING).set(1)
@@ -161,9 +163,15 @@ class RoleContext:
             self.process.run_finished_timestamp_seconds.set(time.time())
 
     async def until_scraped(self) -> None:
-        """Wait until whoever reads ``/metrics`` has seen the newest values of all roles, if somebody does."""
-        with anyio.move_on_after(min(SCRAPED_SECONDS_MAX, 1.5 * self.scrape_seconds())):
-            await self.stopping.wait()
+        """Wait until whoever reads the metrics has read those of all roles, if somebody does: when ours have been read
+        twice, each of the others has been read once."""
+        server = self.server
+        if server is None or time.monotonic() - server.scraped_at > READER_SECONDS_MAX:
+            return
+        enough = server.scrapes + 2
+        with anyio.move_on_after(SCRAPED_SECONDS_MAX):
+            while server.scrapes < enough and not self.stopping.is_set():
+                await anyio.sleep(LOOK_SECONDS)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """False when the role is stuck; and the status as JSON values."""
@@ -246,7 +254,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
         _watchdog(ctx),
         bounded_prints(),
     ):
-        ctx.scrape_seconds = lambda: server.scrape_seconds
+        ctx.server = server
         log.info("started, /metrics on port %d", server.port)
         async with anyio.create_task_group() as background:
             background.start_soon(_measure_lag, ctx)

@@ -78,8 +78,8 @@ class StageLoop:
         """Called with the evaluations that ended, in a worker thread."""
 
     async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
-        """Until the sending end of the inbox closes; what was applied is then written and answered. Raises :class:`EnvironmentFailing`
-        where the run cannot go on."""
+        """Until the sending end of the inbox closes; what was applied is then written and answered. Raises
+        :class:`EnvironmentFailing` where the run cannot go on."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._write)
             async with self._written_send:
