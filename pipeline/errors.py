@@ -22,7 +22,7 @@
     │   └── PlugInTimeout       ... it took longer than it was allowed
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
-    ├── EnvironmentFailing      every rollout of an environment failed; the run cannot go on
+    ├── EnvironmentFailing      every rollout of an environment failed; the run ends
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 
 Each message has what was expected, what came, and the remedy.

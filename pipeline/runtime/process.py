@@ -156,15 +156,14 @@ class RoleContext:
             group.cancel_scope.cancel()
 
     def finished(self) -> None:
-        """The run has made all its updates: say so in the metrics, which silences alerts about processes that are
-        gone."""
+        """Export that the run has made all its updates, which silences alerts about processes that are gone."""
         if not self._finished:
             self._finished = True
             self.process.run_finished_timestamp_seconds.set(time.time())
 
     async def until_scraped(self) -> None:
-        """Wait until whoever reads the metrics has read those of all roles, if somebody does: when ours have been read
-        twice, each of the others has been read once."""
+        """Wait until a Prometheus that reads the metrics has read those of all roles: when ours have been read twice,
+        each of the others has been read once. Returns at once where none reads them."""
         server = self.server
         if server is None or time.monotonic() - server.scraped_at > READER_SECONDS_MAX:
             return

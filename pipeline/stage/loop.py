@@ -79,7 +79,7 @@ class StageLoop:
 
     async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
         """Until the sending end of the inbox closes; what was applied is then written and answered. Raises
-        :class:`EnvironmentFailing` where the run cannot go on."""
+        :class:`EnvironmentFailing` where an environment never succeeds."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._write)
             async with self._written_send:

@@ -148,7 +148,7 @@ class Observer:
             self._evaluated(last)
 
     def _progress(self, core: StageCore, now: float) -> None:
-        """Publish when the run went on last, and how long it may take until it does again."""
+        """Publish the time of the last progress of the run, and how long it may take until the next."""
         if self._limit is None:
             longest = max(section.max_seconds for section in core.config.environments.values())
             self._limit = AdaptiveLimit(max(RUN_SECONDS_MAX, 2 * longest), START_SECONDS_MAX)

@@ -1,7 +1,6 @@
-"""Rollouts that succeeded and failed, by environment, with the reasons; and whether a run can go on.
+"""Rollouts that succeeded and failed, by environment, with the reasons; and environments that never succeed.
 
-*consumes* every usable and every failed rollout; *produces* counters of the ledger, and a verdict about environments
-that never succeed.
+*consumes* every usable and every failed rollout; *produces* counters of the ledger, and the reason to end a run.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class RolloutOutcomes:
         return {name: [one.succeeded, one.failed, one.describe(name)] for name, one in found.items() if one.failed}
 
     def hopeless(self) -> str:
-        """Reason why the run cannot go on; empty if it can."""
+        """Reason why the run must end; empty if it can continue."""
         for environment in self._trained & self._failed.keys():
             long = self._clock.now - self._first_failed_at[environment] >= FAILING_SECONDS
             if self._failed[environment] >= self._failures_max and long:

@@ -142,7 +142,7 @@ SUCCEEDED, FAILED = "succeeded.", "failed."
 """Prefixes of counters by environment: rollouts with a reward, and failed ones with their cause
 (``failed.ENVIRONMENT/CAUSE``)."""
 CAUSES_MAX = 20
-"""Causes that are told apart for one environment; the others are counted together."""
+"""Most causes that are counted for one environment; the others are counted together."""
 OTHER_CAUSE = "other"
 
 

@@ -204,7 +204,7 @@ class Supervisor:
 
 
 def _why_ended(process: Process, code: int) -> str:
-    """The exit in words, with the reason where it is that the process did not go on."""
+    """The exit in words, and that the process hung if it did."""
     if code == ExitCode.STUCK:
         return f"it made no progress; the stacks of its threads are in logs/{process.rule.name}.log"
     silent = ", for it gave no healthy answer" if process.killed else ""
