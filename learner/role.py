@@ -109,6 +109,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
         if start.rank_zero is not None:
             tasks.start_soon(start.rank_zero.watch)
         start.trainer.on_layer(ctx.beat)
+        allow_time_limits(ctx, several_ranks=start.rank_zero is not None)
         async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
             recorded = await session.welcome()
         version = choose_version(start.progress, recorded, published_versions(ctx.directory))
@@ -129,6 +130,19 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                 log.info("cancelled the unfinished step: the process is stopping")
                 await until_saved()
         tasks.cancel_scope.cancel()
+
+
+def allow_time_limits(ctx: RoleContext, *, several_ranks: bool) -> None:
+    """Keep the limits on progress above the time limits of what the learner waits for: engines, other ranks, and a
+    server of reference log-probabilities."""
+    config, progress = ctx.config, ctx.progress
+    progress.allow(RoleState.PUBLISHING, 2 * config.publish.timeout_seconds)
+    if several_ranks:
+        for state in (RoleState.TRAINING, RoleState.SAVING, RoleState.PUBLISHING):
+            progress.allow(state, config.learner.ranks_timeout_seconds)
+    reference = config.learner.reference
+    if reference.source == "server":
+        progress.allow(RoleState.TRAINING, 2 * reference.timeout_seconds * reference.attempts_max)
 
 
 def load(config: RunConfig, directory: RunDirectory, give_up: Callable[[], bool] = lambda: False) -> Start:

@@ -42,6 +42,11 @@ class AdaptiveLimit:
         self._durations: deque[float] = deque(maxlen=PAUSES)
         self.seconds = max(floor, first)
 
+    def allow(self, seconds: float) -> None:
+        """Raise the floor to ``seconds``, if that is more."""
+        self._floor = max(self._floor, seconds)
+        self.seconds = max(self.seconds, seconds)
+
     def record(self, seconds: float) -> None:
         """A duration that ended well. One beyond the limit counts as the limit: a single outlier raises it by
         ``factor`` at most."""
@@ -75,6 +80,10 @@ class Progress:
         self._limits[self.state].record(self._longest)
         self.worked |= self.state is RoleState.TRAINING or state in _WORK
         self.state, self._longest = state, 0.0
+
+    def allow(self, state: RoleState, seconds: float) -> None:
+        """Set the shortest limit of ``state``: something in it has a time limit of its own, which is as long."""
+        self._limits[state].allow(seconds)
 
     def beat(self, now: float) -> None:
         """The counter of its work moved, or its main loop has nothing to do."""

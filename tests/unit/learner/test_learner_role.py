@@ -369,7 +369,7 @@ async def test_a_thread_that_hangs_is_noticed_although_the_event_loop_lives(worl
         return real(*args, **options)
 
     monkeypatch.setattr(place, name, hang)
-    async with world(supervisor={"progress_seconds_max": 0.1}) as w:
+    async with world(supervisor={"progress_seconds_max": 0.1}, publish={"timeout_seconds": 0.5}) as w:
         ctx, run = w.learner()
         try:
             async with anyio.create_task_group() as tasks:

@@ -74,6 +74,16 @@ def test_an_eight_minute_step_has_a_limit_of_its_own_and_a_quick_one_the_floor()
     assert progress.limit == FLOOR, "old pauses are forgotten"
 
 
+def test_a_limit_stays_above_a_time_limit_inside_the_state() -> None:
+    progress = Progress(FLOOR, 0.0)
+    progress.allow(RoleState.PUBLISHING, 3600)
+    for second in range(100):
+        progress.enter(RoleState.PUBLISHING, second)
+        assert progress.limit == 3600
+        progress.enter(RoleState.WAITING_FOR_ROLLOUTS, second + 0.5)
+        assert progress.limit == FLOOR
+
+
 def test_steps_inside_a_state_are_what_counts_and_not_the_time_in_it() -> None:
     progress = Progress(FLOOR, 0.0)
     progress.enter(RoleState.TRAINING, 0)
