@@ -29,8 +29,8 @@ _STYLE = {
 
 FAILURES_MIN = 8
 """Failed rollouts of an environment, if they are most of its rollouts, from which on they are printed."""
-HIDDEN = ("failed",)
-"""Details that are printed in another place."""
+HIDDEN = ("failed", "playing")
+"""Details that are printed elsewhere, or in the state."""
 SILENCE_SECONDS = 15.0
 """Without a terminal: silence after which a line says what each process waits for."""
 
@@ -169,12 +169,10 @@ class Display:
         process, answer = self._processes[name], self._answers.get(name)
         if answer is None or not answer.state:
             return f"{name}: {process.phase.value}"
-        playing = answer.details.get("playing")
-        doing = f"{answer.state} {playing} episodes" if answer.state == RoleState.PLAYING and playing else answer.state
         if not answer.waiting_for:
-            return f"{name}: {doing}"
+            return f"{name}: {_doing(answer)}"
         waits = ": " if answer.state.startswith("waiting") else ", waiting for "
-        return f"{name}: {doing}{waits}{answer.waiting_for}"
+        return f"{name}: {_doing(answer)}{waits}{answer.waiting_for}"
 
     def _time_left(self) -> str:
         """``about 2:10 left``; empty before there is an estimate, and after the last step."""
@@ -227,7 +225,13 @@ def _state(answer: HealthAnswer) -> str:
     """The state, and the details that are not zero or empty and not in it already."""
     shown = {key: value for key, value in answer.details.items() if value and key not in HIDDEN}
     details = "  ".join(f"{key} {_short(value)}" for key, value in shown.items())
-    return f"{answer.state}  {details}".strip()
+    return f"{_doing(answer)}  {details}".strip()
+
+
+def _doing(answer: HealthAnswer) -> str:
+    """The state in words: ``playing 64 episodes``."""
+    playing = answer.details.get("playing")
+    return f"{answer.state} {playing} episodes" if answer.state == RoleState.PLAYING and playing else answer.state
 
 
 def _short(value: Any) -> str:
