@@ -67,7 +67,7 @@ class RolloutOutcomes:
                     newest = " ".join(self._messages[environment].split())[:300]
                     return (
                         f"{outcomes.describe(environment)}. Expected at least one that succeeds within "
-                        f"groups.failures_max={self._failures_max}; the newest failure was: {newest}. Mend the "
+                        f"groups.failures_max={self._failures_max}; the newest failure was: {newest}. Fix the "
                         "environment and start the run again, which resumes it"
                     )
         return ""

@@ -79,7 +79,8 @@ class Supervisor:
         if name is None:
             return ""
         path = self._directory.log_file(name)
-        return f"last lines of {path}:\n" + "\n".join(f"  | {line}" for line in last_lines(path, LOG_TAIL_LINES))
+        count = 1 if self.machine.code is ExitCode.ENVIRONMENT else LOG_TAIL_LINES
+        return f"last lines of {path}:\n" + "\n".join(f"  | {line}" for line in last_lines(path, count))
 
     async def _run_machine(self) -> None:
         """Tick when the machine needs it, until it is over."""
