@@ -31,6 +31,7 @@ from pipeline.runtime.atomic_folder import remove_leftovers
 from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.schema.state import RoleState
 from pipeline.transport.protocol import Link
 from pipeline.transport.zeromq import limits_of, open_link
 
@@ -62,7 +63,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
         if ctx.stopping.is_set():
             return
     limit_memory(ctx.config)
-    ctx.report("loading", "the model")
+    ctx.report(RoleState.LOADING, "the model")
     try:
         start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory, ctx.stopping.is_set)
     except Interrupted:
@@ -107,18 +108,15 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                     "the checkpoint of %s updates was not written in time: the previous one is kept", writer.writing
                 )
 
-        async def heartbeat() -> None:
-            while True:
-                ctx.beat()
-                await anyio.sleep(1.0)
-
         best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
-        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run, heartbeat):
+        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run):
             tasks.start_soon(task)
         if start.rank_zero is not None:
             tasks.start_soon(start.rank_zero.watch)
-        ctx.report("connecting", f"the replay stage at {config.replay.address}")
-        recorded = await session.welcome()
+        start.trainer.on_layer(ctx.beat)
+        allow_time_limits(ctx, several_ranks=start.rank_zero is not None)
+        async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
+            recorded = await session.welcome()
         version = choose_version(start.progress, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         updates = start.trainer.updates
@@ -137,6 +135,19 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                 log.info("cancelled the unfinished step: the process is stopping")
                 await until_saved()
         tasks.cancel_scope.cancel()
+
+
+def allow_time_limits(ctx: RoleContext, *, several_ranks: bool) -> None:
+    """Keep the limits on progress above the time limits of what the learner waits for: engines, other ranks, and a
+    server of reference log-probabilities."""
+    config, progress = ctx.config, ctx.progress
+    progress.allow(RoleState.PUBLISHING, 2 * config.publish.timeout_seconds)
+    if several_ranks:
+        for state in (RoleState.TRAINING, RoleState.SAVING, RoleState.PUBLISHING):
+            progress.allow(state, config.learner.ranks_timeout_seconds)
+    reference = config.learner.reference
+    if reference.source == "server":
+        progress.allow(RoleState.TRAINING, 2 * reference.timeout_seconds * reference.attempts_max)
 
 
 def load(config: RunConfig, directory: RunDirectory, give_up: Callable[[], bool] = lambda: False) -> Start:

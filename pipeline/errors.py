@@ -25,6 +25,7 @@
     │   └── PlugInTimeout       ... it took longer than it was allowed
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
+    ├── EnvironmentFailing      every rollout of an environment failed; the run ends
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 
 Each message has what was expected, what came, and the remedy.
@@ -147,6 +148,10 @@ class EpisodeLimit(AfterplayError):
 
 class TrainingError(AfterplayError):
     """The learner cannot make a step from this batch."""
+
+
+class EnvironmentFailing(AfterplayError):
+    """Every rollout of an environment failed."""
 
 
 class ForcedExit(AfterplayError):

@@ -87,7 +87,7 @@ class FrozenCopy:
     """A second model, which takes the weights of ``live`` every ``refresh_every`` updates, or never."""
 
     def __init__(self, copy: Policy, live: Policy, tokens_max: int, refresh_every: int | None = None) -> None:
-        self._copy = copy
+        self.backbone = copy
         self._live = live
         self._tokens_max = tokens_max
         self._refresh_every = refresh_every
@@ -95,12 +95,12 @@ class FrozenCopy:
 
     @property
     def model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._copy.model
+        model: torch.nn.Module = self.backbone.model
         return model
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
-        copy = self._copy
+        copy = self.backbone
         return token_pass(rows, copy.score, 2, self._tokens_max, watch, copy.form, copy.ranks)[0]
 
     def updated(self, updates: int) -> None:
@@ -111,7 +111,7 @@ class FrozenCopy:
 
     def state(self) -> dict[str, Tensor] | None:
         """Its weights where it is refreshed; else None."""
-        return None if self._refresh_every is None else dict(self._copy.model.state_dict())
+        return None if self._refresh_every is None else dict(self.backbone.model.state_dict())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`Reference.load`."""
@@ -124,7 +124,7 @@ class FrozenCopy:
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:
-        own = self._copy.model.state_dict()
+        own = self.backbone.model.state_dict()
         unknown = sorted(weights.keys() - own.keys())
         if unknown:
             raise KeyError(f"no weights {unknown[:3]} in the reference policy")

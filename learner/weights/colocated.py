@@ -38,6 +38,7 @@ from pipeline.errors import EngineError, EngineProtocolError
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.process import RoleContext
+from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
 
@@ -285,16 +286,18 @@ async def put_engines_to_sleep(ctx: RoleContext) -> None:
     they sleep or the process is asked to stop."""
     config = ctx.config
     headers = authorization(find_key(config.engine, "learner_key"))
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
+    async with (
+        ctx.waiting(RoleState.WAITING_FOR_ENGINES, "one that is up and sleeps"),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session,
+    ):
         for url in config.engine.addresses():
             control = EngineControl(url, session, config.publish.timeout_seconds)
             while not ctx.stopping.is_set():
-                ctx.beat()
                 try:
                     await control.sleep(config.engine.sleep_level)
                     log.info("engine %s sleeps while the models are loaded", url)
                     break
                 except EngineError as error:
-                    ctx.report("waiting", f"the engine to be up and to sleep ({error})")
+                    ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that is up and sleeps ({error})")
                 with anyio.move_on_after(RETRY_SECONDS):
                     await ctx.stopping.wait()

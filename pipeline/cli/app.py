@@ -79,7 +79,8 @@ app = typer.Typer(
   AFTERPLAY__RUN__SEED=7 afterplay run configs/tiny.yaml
 
 [bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (second
-  signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive
+  signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive · 6 every
+  rollout of an environment failed · 7 a role made no progress and ended itself
 """,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with all defaults.")

@@ -94,7 +94,8 @@ class SupervisorConfig(Section):
     """Restarts, health checks and shutdown of the processes of ``afterplay run``."""
 
     restarts_max: int = Field(20, ge=0)
-    """Restarts of one process before the run is given up."""
+    """Restarts of one process within an hour before the run is given up. As many starts in a row without any work done
+    end the run too, however long they took."""
     backoff_seconds: float = Field(0.5, gt=0)
     """Seconds before the first restart. Doubles with each failure."""
     backoff_seconds_max: float = Field(30.0, gt=0)
@@ -102,7 +103,12 @@ class SupervisorConfig(Section):
     drain_seconds_max: float = Field(8.0, gt=0)
     """Seconds between SIGTERM and SIGKILL, for all processes together."""
     stuck_seconds_max: float = Field(300.0, gt=0)
-    """Seconds without a health answer, or without an iteration of its main loop, after which a process is restarted."""
+    """Seconds without a health answer, or without progress beyond the limit of its state, after which a process is
+    restarted. The alert comes at the limit."""
+    progress_seconds_max: float = Field(120.0, gt=0)
+    """Shortest limit on the seconds that a process may spend without progress in what it does. The limit is 5 times the
+    longest pause that it has had there, or this if that is more; 6 times this for the first training of a process,
+    publishing and saving, 30 times for loading."""
 
 
 class RunConfig(Section):

@@ -162,3 +162,4 @@ class LearnerMetrics(MetricSet):
     checkpoint_duration_seconds = histogram("Time to write one checkpoint.", LONG)
     checkpoint_timestamp_seconds = gauge("Unix time of the last durable checkpoint.")
     damaged_checkpoints = gauge("Checkpoints of the run that were found damaged and set aside.")
+    checkpoint_limit_seconds = gauge("Age that the last checkpoint may have; follows the time between checkpoints.")

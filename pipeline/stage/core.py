@@ -25,6 +25,7 @@ from pipeline.stage.ingest import Ingest, ScoreNow
 from pipeline.stage.learner_control import LearnerControl
 from pipeline.stage.leases import Leases, OrderDispatch
 from pipeline.stage.replay_groups import ReplayGroups
+from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
 from pipeline.store.ledger import Count
@@ -134,6 +135,11 @@ class StageCore:
     def oldest_version(self) -> int | None:
         """Oldest policy version that sampled a trajectory still held for training."""
         return self.records.oldest_version
+
+    @property
+    def outcomes(self) -> RolloutOutcomes:
+        """Rollouts that succeeded and failed, by environment."""
+        return self.groups.outcomes
 
     @property
     def finished(self) -> bool:

@@ -133,6 +133,7 @@ class Ingest:
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer's answer to a :class:`Score` effect."""
+        why = ""
         if verdict.reward is not None:
             if not self._excluded_from_audit(record):
                 self._journal.observe("sampled_reward", verdict.reward)
@@ -141,7 +142,7 @@ class Ingest:
             log.warning("trajectory %s has no reward: %s", record.key.text, why)
             if not self._excluded_from_audit(record):
                 self._groups.backoff.reason = f"score: {why}"
-        self._groups.scored(record, verdict.reward, verdict.rewards)
+        self._groups.scored(record, verdict.reward, verdict.rewards, why)
 
     def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
         self._journal.inserted(trajectory.task.environment)

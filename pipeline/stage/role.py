@@ -17,6 +17,7 @@ from pipeline.experience.memory_service import MemoryService, open_memory_servic
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
+from pipeline.schema.state import RoleState
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
@@ -59,7 +60,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory)
-    ctx.report("starting", f"the store {path}")
+    ctx.report(RoleState.STARTING, f"the store {path}")
     store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
@@ -92,25 +93,16 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
 
 
 async def _open_sources(ctx: RoleContext, metrics: ReplayMetrics) -> dict[str, TaskSource]:
-    """The data of the environments, read once in a thread: minutes where it is large, with a sign of life."""
+    """The data of the environments, read once in a thread: minutes where it is large."""
     config = ctx.config
     if all(section.tasks_from is None for section in config.environments.values()):
         return {}
-    ctx.report("starting", "the tasks (reading tasks_from)")
-    async with anyio.create_task_group() as living:
-        living.start_soon(_beat, ctx)
-        sources = await anyio.to_thread.run_sync(open_sources, config)
-        living.cancel_scope.cancel()
+    ctx.report(RoleState.LOADING, "the tasks (reading tasks_from)")
+    sources = await anyio.to_thread.run_sync(open_sources, config)
     for name, source in sources.items():
         for kind, n in source.counts.items():
             metrics.task_rows.labels(env=name, kind=kind).set(n)
     return sources
-
-
-async def _beat(ctx: RoleContext) -> None:
-    while True:
-        ctx.beat()
-        await anyio.sleep(1.0)
 
 
 async def _serve(
@@ -144,7 +136,7 @@ async def _serve(
         loop.on_untrained = untrained.keep
         loop.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
         loop.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
-        async with anyio.create_task_group() as working:
+        async with inbox_receive, anyio.create_task_group() as working:
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
@@ -152,7 +144,7 @@ async def _serve(
                 if lessons is not None:
                     feeding.start_soon(lessons.run, name="lessons")
                 await ctx.stopping.wait()
-                ctx.report("stopping")
+                ctx.report(RoleState.STOPPING)
                 # scores that are still being computed are dropped here and made again by the next process
                 feeding.cancel_scope.cancel()
         with anyio.move_on_after(DRAIN_SECONDS_MAX):

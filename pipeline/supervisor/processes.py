@@ -114,6 +114,10 @@ class HealthAnswer:
     waiting_for: str = ""
     details: dict[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    worked: bool = True
+    """True if it has done work since it was started, and for a process that does not tell."""
+    progress_age_seconds: float | None = None
+    """Since its last progress. None for a process that does not tell."""
 
 
 def check_health(url: str) -> HealthAnswer:
@@ -151,4 +155,6 @@ def _read(healthy: bool, body: bytes) -> HealthAnswer:
         str(answer.get("waiting_for", "")),
         answer["details"] if isinstance(answer.get("details"), dict) else {},
         tuple(map(str, answer["notices"])) if isinstance(answer.get("notices"), list) else (),
+        answer.get("worked") is not False,
+        age if isinstance(age := answer.get("progress_age_seconds"), float) else None,
     )

@@ -9,17 +9,24 @@ import anyio
 from learner.data.trained import Trained, TrainedGroup
 from learner.session import LearnerProgress, LearnerSession
 from pipeline.config.learner import GroupsConfig
-from pipeline.schema import SCHEMA_VERSION, Order
+from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
 from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Frames, Kind, Limits, Link, WireMessage
 from tests.support.simulated_roles import rollout
 
 
 class InstantActor:
-    """Answers every order with a tiny trajectory; ``reward`` says which succeed (None: odd slots)."""
+    """Answers every order with a tiny trajectory; ``reward`` says which succeed (None: odd slots), ``status`` how they
+    end."""
 
-    def __init__(self, name: str = "actor-0", slots: int = 4, reward: Callable[[Order], float] | None = None) -> None:
-        self.name, self.slots, self.reward = name, slots, reward
+    def __init__(
+        self,
+        name: str = "actor-0",
+        slots: int = 4,
+        reward: Callable[[Order], float] | None = None,
+        status: TrajectoryStatus = TrajectoryStatus.COMPLETE,
+    ) -> None:
+        self.name, self.slots, self.reward, self.status = name, slots, reward, status
         self.held: dict[str, Frames] = {}
         self.acknowledged: list[str] = []
 
@@ -34,7 +41,7 @@ class InstantActor:
                 elif event.message is not None and event.message.kind is Kind.ORDER:
                     order = decode_order(event.message.header)
                     reward = None if self.reward is None else self.reward(order)
-                    frames = encode_trajectory(rollout(order, order.policy_version, reward=reward))
+                    frames = encode_trajectory(rollout(order, order.policy_version, status=self.status, reward=reward))
                     self.held[order.order_id] = frames
                     self._describe(link)
                     await link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))

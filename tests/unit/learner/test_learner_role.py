@@ -2,7 +2,9 @@
 
 import contextlib
 import itertools
+import threading
 import time
+from collections import Counter
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +21,8 @@ from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.models.info import ModelInfo
 from learner.recorder import MetricsLog
 from learner.role import serve as serve_learner
+from learner.training.trainer import Trainer
+from learner.weights import publisher as publisher_module
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles
 from pipeline.metrics.learner import STAGES
@@ -26,6 +30,7 @@ from pipeline.runtime.process import ExitCode, RoleContext, _explain
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
+from pipeline.schema.state import RoleState
 from pipeline.schema.weight_stamp import WITHDRAWN
 from pipeline.stage.role import serve as serve_stage
 from pipeline.store.evaluation_results import read_results
@@ -345,10 +350,7 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
             with anyio.fail_after(20):
-                while (
-                    "rollouts: 0 of 2 groups of step 1" not in ctx.status.waiting_for
-                    or not ctx.status.details["engines"]
-                ):
+                while "version 0" not in ctx.status.waiting_for or not ctx.status.details["engines"]:
                     await reported.wait()
             ctx.stopping.set()
 
@@ -420,3 +422,45 @@ async def test_a_learner_without_an_intact_checkpoint_ends_with_one_sentence(wor
             await run()
     assert _explain("learner", caught.value) == ExitCode.CONFIGURATION, "the supervisor does not start it again"
     assert capsys.readouterr().err.count("\n") == 1
+
+
+async def until_unwell(ctx, state):
+    """Wait until the role counts as stuck in ``state``; there is no event for what does not happen."""
+    with anyio.fail_after(20):
+        while ctx.health()[1]["state"] != f"stuck while {state}":
+            await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "state"),
+    [(Trainer, "step", RoleState.TRAINING), (publisher_module, "write_weights", RoleState.PUBLISHING)],
+)
+async def test_a_thread_that_hangs_is_noticed_although_the_event_loop_lives(world, monkeypatch, place, name, state):
+    released, real = threading.Event(), getattr(place, name)
+
+    def hang(*args, **options):
+        released.wait(30)
+        return real(*args, **options)
+
+    monkeypatch.setattr(place, name, hang)
+    async with world(supervisor={"progress_seconds_max": 0.1}, publish={"timeout_seconds": 0.5}) as w:
+        ctx, run = w.learner()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                await until_unwell(ctx, state)
+                released.set()
+                ctx.stopping.set()
+        finally:
+            released.set()
+
+
+async def test_every_layer_of_a_pass_is_progress_and_waiting_for_rollouts_is_too(world, monkeypatch):
+    async with world(supervisor={"progress_seconds_max": 0.1}) as w:
+        ctx, run = w.learner()
+        beats, beat = Counter(), ctx.beat
+        monkeypatch.setattr(ctx, "beat", lambda: (beats.update([ctx.status.state]), beat()))
+        await run()
+    assert beats[RoleState.TRAINING] >= 3 * 2, "one layer, forward and backward, in three updates"
+    assert beats[RoleState.WAITING_FOR_ROLLOUTS] >= 3
+    assert ctx.registry.get_sample_value("afterplay_run_finished_timestamp_seconds") > 0

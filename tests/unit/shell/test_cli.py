@@ -177,8 +177,8 @@ def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(mon
     machine = Machine((Rule("engine-0", 3), Rule("learner", 1), Rule("actor-0", 0)))
     machine.begin(0)
     answers = {
-        "learner": HealthAnswer(True, "waiting", "an engine that serves version 0"),
-        "actor-0": HealthAnswer(True, "64 episodes running", "", {"playing": 64, "unacknowledged": 0}),
+        "learner": HealthAnswer(True, "waiting for engines", "one that serves version 0"),
+        "actor-0": HealthAnswer(True, "playing", "", {"playing": 64, "unacknowledged": 0}),
     }
     now = [0.0]
     monkeypatch.setattr("pipeline.supervisor.display.time.monotonic", lambda: now[0])
@@ -191,7 +191,8 @@ def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(mon
     assert console.file.getvalue().splitlines() == [
         "0:00  starting vLLM",
         "0:00  playing the first episodes (64 at once)",
-        "0:16  engine-0: starting; learner: waiting for an engine that serves version 0; actor-0: 64 episodes running",
+        "0:16  engine-0: starting; learner: waiting for engines: one that serves version 0; "
+        "actor-0: playing 64 episodes",
     ]
 
 
