@@ -12,7 +12,8 @@
     │   ├── PeerGone            the peer has disappeared; what was sent may not have arrived
     │   └── TransportClosed     this end was closed on purpose
     ├── StoreError              a file of a run is missing, foreign, corrupt or full
-    │   └── FormatMismatch      ... because another Afterplay wrote it; starting again does not help
+    │   ├── FormatMismatch      ... because another Afterplay wrote it; starting again does not help
+    │   └── DamagedFiles        ... its bytes are not those that were written; starting again does not help
     ├── NotEnough               more was asked of a buffer than it holds
     ├── EngineError             an inference engine failed
     │   ├── EngineUnavailable   ... it does not answer (try another engine, or later)
@@ -77,6 +78,10 @@ class StoreError(AfterplayError):
 
 class FormatMismatch(StoreError):
     """A file was written by an Afterplay with another format of it."""
+
+
+class DamagedFiles(StoreError):
+    """Files are not those that were written, and nothing can take their place."""
 
 
 class NotEnough(AfterplayError):

@@ -85,6 +85,11 @@ class CheckpointImage:
     def updates(self) -> int:
         return self.state.updates
 
+    @property
+    def n_bytes(self) -> int:
+        """Of the weights: less than what is written."""
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
 
 def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     """Copies of everything that a checkpoint holds. Raises :class:`TrainingError` in the middle of an update."""

@@ -30,6 +30,7 @@ from learner.models.sources import (
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, Interrupted
+from pipeline.runtime.disk_wait import wait_for_room
 
 log = logging.getLogger(__name__)
 LOCK_SECONDS = 0.5
@@ -59,7 +60,7 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
                     "(or other options of it): choose another run.name, or delete the run directory"
                 )
         else:
-            info = _make(config, request, target)
+            info = wait_for_room(partial(_make, config, request, target), target, "the initial model")
     if config.model.max_length > info.max_position:
         raise ConfigurationError(
             f"model.max_length is {config.model.max_length}, but {info.source!r} supports at most "

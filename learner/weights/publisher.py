@@ -26,6 +26,7 @@ from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ class Publisher:
             target, n_bytes = Target(version, self._directory.model, initial=True), 0
         else:
             folder = self._directory.weights(version)
-            n_bytes = await anyio.to_thread.run_sync(self._write, folder, tensors)
+            write = partial(self._write, folder, tensors)
+            n_bytes = await when_room(write, folder, f"version {version} of the weights", _bytes(tensors))
             target = Target(version, folder, tensors=tensors if self._loader.reads_memory else None)
         responsive = [keeper for keeper in self.keepers.values() if keeper.responsive]
         for keeper in self.keepers.values():
@@ -166,6 +168,10 @@ class Publisher:
             folder = self._directory.weights(version)
             if folder not in used:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def published_versions(directory: RunDirectory) -> list[int]:

@@ -261,6 +261,8 @@ class ProcessMetrics(MetricSet):
     )  # fmt: skip
     event_loop_lag_seconds = histogram("Delay of an event-loop wake-up after its scheduled time.", LAT)
     heartbeat_timestamp_seconds = gauge("Unix time of the last completed main-loop iteration.")
+    disk_wait_seconds = gauge("Seconds that a write has waited for room on a full disk; 0: none waits.")
+    disk_free_bytes = gauge("Free bytes on the file system of the run directory.")
 
     def __init__(self, registry: CollectorRegistry, run_id: str, algorithm: str, model: str) -> None:
         build = {"version": (version(),), "revision": (revision(),), "python": (platform.python_version(),)}

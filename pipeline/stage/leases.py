@@ -152,6 +152,10 @@ class Leases:
         for order in late:
             self._groups.lost(order, "not answered in time", failure=True)
 
+    def postpone(self, seconds: float) -> None:
+        """Every order has so much longer."""
+        self._deadlines = [(deadline + seconds, key) for deadline, key in self._deadlines]
+
     def next_deadline(self) -> float | None:
         """Time at which :meth:`tick` has something to do, on the clock of ``now``."""
         times = [self._deadlines[0][0]] if self._deadlines else []

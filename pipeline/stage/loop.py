@@ -2,7 +2,7 @@
 
 *consumes* events of the hub and verdicts of the scorer from one bounded inbox; *produces* transactions and then
 messages; *waits for* an event or the next deadline; is slowed down by the disk: at most one transaction is written and
-one waits.
+one waits. While the disk is full it stands still, nothing is acknowledged, and the peers wait.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
@@ -31,6 +32,8 @@ from pipeline.transport.protocol import Event, EventKind
 
 IDLE_SECONDS_MAX = 5.0
 """Longest time between two iterations (heartbeat)."""
+STANDSTILL_SECONDS = 1.0
+"""A longer wait for the disk does not count in the time that orders have: their answers could not be received."""
 
 
 @dataclass(slots=True)
@@ -113,7 +116,10 @@ class StageLoop:
         self._ctx.beat()
         self._report()
         if changes or effects:
-            await self._written_send.send((changes, effects, time.perf_counter()))
+            started = time.perf_counter()
+            await self._written_send.send((changes, effects, started))
+            if (seconds := time.perf_counter() - started) > STANDSTILL_SECONDS:
+                core.stood_still(seconds)
 
     def _apply(self, event: Event) -> None:
         core = self._core
@@ -135,14 +141,14 @@ class StageLoop:
                 for row_id, frames in changes.payloads:
                     self._cache.put(row_id, frames)
                 if changes:
-                    # a transaction that has begun is finished, cancelled or not
-                    with anyio.CancelScope(shield=True):
-                        await anyio.to_thread.run_sync(partial(self._store.commit, changes))
+                    n_bytes = changes.n_bytes
+                    await when_room(partial(self._store.commit, changes), self._store.path, "the replay store", n_bytes)
                 self._cache.forget(changes.forgotten_payloads)
                 self.on_commit(time.perf_counter() - started)
                 if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
                     # before the learner hears of it, because it may read the file
-                    await anyio.to_thread.run_sync(self.on_evaluated, ended)
+                    write = partial(self.on_evaluated, ended)
+                    await when_room(write, self._ctx.directory.path, "the results of an evaluation")
                 for effect in effects:
                     if isinstance(effect, Score):
                         self._scoring.put(effect)

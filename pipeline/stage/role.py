@@ -15,6 +15,7 @@ from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
 from pipeline.experience.memory_service import MemoryService, open_memory_service
 from pipeline.metrics.replay import ReplayMetrics
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.scorer.scorer import Scorer
@@ -60,7 +61,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory)
     ctx.report("starting", f"the store {path}")
-    store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
+    store = await when_room(partial(ReplayStore, path, config.replay.synchronous), path, "the replay store")
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
         core = StageCore(
@@ -78,7 +79,8 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         )
         if core.evaluations.last is not None:
             # a kill may have come between the transaction and the line
-            write_results(ctx.directory.evaluations_file, [core.evaluations.last])
+            write = partial(write_results, ctx.directory.evaluations_file, [core.evaluations.last])
+            await when_room(write, ctx.directory.path, "the results of an evaluation")
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         traces = untrained_traces(config.traces, ctx.directory.traces, evaluates=core.evaluations.on)
         with traces as untrained, interrupting_blocks():

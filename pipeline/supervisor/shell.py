@@ -6,7 +6,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import anyio
 import anyio.abc
@@ -14,6 +16,7 @@ import anyio.to_thread
 
 from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
+from pipeline.runtime.disk_wait import free_bytes, size, unless_full, when_room
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
@@ -48,6 +51,8 @@ class Supervisor:
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
+        self._disk_full = False
+        """``processes.json`` could not be written the last time."""
 
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
         """Start, watch and drain. Returns when no process is left; when cancelled, all are killed."""
@@ -104,8 +109,8 @@ class Supervisor:
     async def _run_process(self, spec: ProcessSpec) -> None:
         """Start one process and wait for its end."""
         state = self.machine.processes[spec.name]
-        self._directory.log_file(spec.name).parent.mkdir(parents=True, exist_ok=True)
-        with self._directory.log_file(spec.name).open("ab") as output:
+        log_file = self._directory.log_file(spec.name)
+        with await when_room(partial(_open_log, log_file), log_file, f"the log of {spec.name}") as output:
             child = ChildGroup(
                 spec.command, self._reaper, environment=child_environment(spec.environment), output=output
             )
@@ -192,7 +197,16 @@ class Supervisor:
                 "state": answer.state if answer else "",
                 "waiting_for": answer.waiting_for if answer else "",
             }
-        write_json_atomically(self._directory.processes_file, states)
+        path = self._directory.processes_file
+        full = not unless_full(partial(write_json_atomically, path, states), path)
+        if full and not self._disk_full and self._display is not None:
+            self._display.say(f"waiting for disk: {path.parent} has {size(free_bytes(path))} free")
+        self._disk_full = full
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -143,7 +143,7 @@ def scribbled(path: Path) -> None:
         (changed("ALTER TABLE tasks ADD COLUMN mood TEXT"), "expected tasks with .* has the columns .*mood"),
         (changed("DROP TABLE group_replays", "CREATE TABLE group_replays (x)"), "expected group_replays with"),
         (cut_off, "cut off"),
-        (scribbled, "could not be"),
+        (scribbled, "is damaged"),
     ],
 )
 def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, says: str) -> None:
@@ -185,7 +185,7 @@ def test_a_failed_commit_changes_nothing(tmp_path: Path) -> None:
         store.commit(core.collect()[0])
         core.journal.count(Count.ORDERS_ISSUED)
         changes = core.collect()[0]
-        changes.payloads.append((1, ("no", "bytes")))  # type: ignore[arg-type]
+        changes.payloads.append((1, (b"too", b"few")))
         with pytest.raises(StoreError):
             store.commit(changes)
         assert store.load().counters == {"orders.issued": 1}
