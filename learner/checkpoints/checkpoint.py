@@ -87,7 +87,7 @@ class CheckpointImage:
 
     @property
     def n_bytes(self) -> int:
-        """Of the weights: less than what is written."""
+        """Bytes of the weights, less than the files have."""
         return sum(tensor.nbytes for tensor in self.weights.values())
 
 

@@ -38,6 +38,10 @@ class RunSection(Section):
     resume: Literal["auto", "never"] = "auto"
     """``auto``: resume from the contents of the run directory. ``never``: refuse to start if it is not empty."""
 
+    disk_bytes_max: int | None = Field(None, ge=1)
+    """Bytes of the run directory beyond which no new groups are admitted, until something is removed. Before that older
+    logs, traces and skipped batches are removed. None: no bound."""
+
     @property
     def path(self) -> Path:
         """The run directory."""
@@ -100,6 +104,8 @@ class SupervisorConfig(Section):
     """Seconds between SIGTERM and SIGKILL, for all processes together."""
     stuck_seconds_max: float = Field(300.0, gt=0)
     """Seconds without a health answer, or without an iteration of its main loop, after which a process is restarted."""
+    log_bytes_max: int = Field(64 * 1024 * 1024, ge=4096)
+    """Size in bytes at which a process's log is copied to ``NAME.log.1``, in place of the older one, and emptied."""
 
 
 class RunConfig(Section):

@@ -33,7 +33,7 @@ FREE_BYTES_MIN = 128 * 1024
 _ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _SQLITE_FULL = 13
 _TEXTS = tuple(f"os error {number}" for number in _ERRORS)
-"""How libraries in Rust (safetensors) end the messages of these errors."""
+"""End of the messages that libraries in Rust (safetensors) give these errors."""
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Shortage:
 
 
 _SHORTAGES: list[Shortage] = []
-"""Of this process, oldest first."""
+"""Operations of this process that wait, oldest first."""
 _ON_ATTEMPT: list[Callable[[], None]] = []
 
 

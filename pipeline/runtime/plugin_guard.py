@@ -222,7 +222,7 @@ class BoundedOutput:
             self._stream.flush()
 
     def _write(self, text: str) -> None:
-        """What does not fit on a full disk is left out: a print never fails."""
+        """Write, unless the disk of the log is full: a print never fails."""
         with suppress(OSError):
             self._stream.write(text)
 

@@ -165,6 +165,8 @@ class Groups:
         self.given_up: list[tuple[GroupRecord, CancelReason]] = []
         """Groups to cancel, and why; the core empties it."""
         self.backoff = AdmissionBackoff()
+        self.paused = ""
+        """The reason for which no group is admitted; empty: none."""
 
     def restore(self) -> None:
         """Rebuild what is derived, from the groups in memory."""

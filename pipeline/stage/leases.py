@@ -219,7 +219,7 @@ class OrderDispatch:
         while free:
             pending = self._groups.take_pending()
             if pending is None:
-                if self._batches.capacity() < 1 or self._groups.backoff.holds(self._clock.now):
+                if self._batches.capacity() < 1 or self._groups.backoff.holds(self._clock.now) or self._groups.paused:
                     break
                 self._groups.plan(self._replays.next())
                 continue

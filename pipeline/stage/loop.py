@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from pipeline.runtime.disk_wait import when_room
+from pipeline.runtime.disk_wait import STATE, when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
@@ -171,6 +171,8 @@ class StageLoop:
             state, waiting = "waiting", "the learner's first weights"
         elif core.groups.backoff.holds(time.monotonic()):
             state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.backoff.reason[:300]})"
+        elif core.groups.paused:
+            state, waiting = STATE, core.groups.paused
         elif not core.leases.connected:
             state, waiting = "waiting", "actors"
         elif core.dispatch.peer is None:

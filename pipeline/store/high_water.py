@@ -36,9 +36,9 @@ class Mark:
     """16 random bytes that name the store."""
     transactions: int = 0
     groups: int = 0
-    """Smaller numbers may be the groups of somebody; this and larger ones are not."""
+    """Smaller group numbers may have been used; this and larger ones have not."""
     rows: int = 0
-    """The same of ``row_id``."""
+    """Likewise for ``row_id``."""
     sequence: int = 0
     """Number of this record in the file."""
 

@@ -147,7 +147,7 @@ class Changes:
 
     @property
     def n_bytes(self) -> int:
-        """Of the payloads, which are most of what is written."""
+        """Bytes of the payloads, which are most of what is written."""
         return sum(frame_size(frame) for _, frames in self.payloads for frame in frames)
 
     def __bool__(self) -> bool:

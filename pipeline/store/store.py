@@ -5,7 +5,7 @@ one thread at a time and may be read by others meanwhile (WAL). Rows of groups t
 totals, in the transaction that deletes them.
 
 A store that went back (its ``-wal`` was lost, or it is an older copy) is noticed by the file of
-:mod:`pipeline.store.high_water` beside it: ids go on behind those that may have been used, and
+:mod:`pipeline.store.high_water` beside it: new ids start behind those that may have been used, and
 ``Snapshot.transactions_lost`` tells the stage.
 """
 
@@ -167,7 +167,7 @@ class ReplayStore:
         if lost > 0:
             log.error(
                 "the replay store %s went back: it lacks the last %d transactions of %d (its -wal is lost, or it is an "
-                "older copy). Ids go on from g%06d; groups that may have been trained since are given up",
+                "older copy). New groups start at g%06d; groups that may have been trained since are given up",
                 self.path, lost, known.transactions, max(groups, known.groups),
             )  # fmt: skip
             self._transactions = known.transactions

@@ -137,7 +137,7 @@ def supervise(
         tail_now.read()
         return reached(tail_now.last, config.run.total_steps)
 
-    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done)
+    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done, section.log_bytes_max)
     started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:

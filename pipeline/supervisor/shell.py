@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -40,6 +42,7 @@ class Supervisor:
         directory: RunDirectory,
         reaper: OrphanReaper,
         work_done: Callable[[], bool] = lambda: True,
+        log_bytes_max: int = 64 * 1024 * 1024,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self.machine = Machine([spec.rule for spec in self._specs.values()], limits)
@@ -47,6 +50,7 @@ class Supervisor:
         self._directory = directory
         self._reaper = reaper
         self._work_done = work_done
+        self._log_bytes_max = log_bytes_max
         self._children: dict[str, ChildGroup] = {}
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
@@ -144,7 +148,12 @@ class Supervisor:
                     if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
                         group.start_soon(self._probe, name, process.pid)
             self._write_states()
+            await anyio.to_thread.run_sync(self._bound_logs)
             await anyio.sleep(PROBE_EVERY_SECONDS)
+
+    def _bound_logs(self) -> None:
+        for name in self._specs:
+            bound_log(self._directory.log_file(name), self._log_bytes_max)
 
     async def _probe(self, name: str, pid: int) -> None:
         url = self._specs[name].health_url or health_url(self._directory, name, pid)
@@ -207,6 +216,20 @@ class Supervisor:
 def _open_log(path: Path) -> IO[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("ab")
+
+
+def bound_log(path: Path, bytes_max: int) -> None:
+    """Copy a log that is larger to ``PATH.1`` and empty it. Its process keeps the file open for appending, so it cannot
+    be renamed; lines that are written between the two steps are lost."""
+    try:
+        if path.stat().st_size <= bytes_max:
+            return
+        older = path.with_name(path.name + ".1")
+        if not unless_full(partial(shutil.copyfile, path, older), path):
+            older.unlink(missing_ok=True)
+        os.truncate(path, 0)
+    except FileNotFoundError:
+        return
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run whose disk is full for a while goes on by itself, and nothing is lost."""
+"""A run whose disk is full for a while continues by itself, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DamagedFiles, StoreError
+from pipeline.schema import Trajectory
+from pipeline.scorer.verdict import Verdict, combine
 from pipeline.store.high_water import BLOCK, HighWaterFile, Mark
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import ReplayStore, marks_path
@@ -20,17 +22,24 @@ UPDATES = 5
 """Made before the store goes back; it knows two of them."""
 
 
+def first_succeeds(trajectory: Trajectory) -> Verdict:
+    """Reward 1 for the first rollout of a group, 0 for the others."""
+    return combine({"environment": float(trajectory.trajectory_id.split(".")[1] == "0")}, {"environment": 1.0})
+
+
 class StoredStage(Stage):
-    """A stage with a store, whose learner trains whatever is planned."""
+    """A stage with a store, whose learner trains whatever is planned. One rollout of a group succeeds."""
 
     def __init__(self, path: Path, updates: int = 0, **sections: Any) -> None:
-        self.store = ReplayStore(path)
+        self.store = ReplayStore(path, "NORMAL")
         super().__init__(self.store.load(), **sections)
+        self.core.ingest._score_now = first_succeeds
         self.updates = updates
         self.trained: list[str] = []
         self.round()
         self.actor()
-        self.learner(session="s", updates=updates, version=updates)
+        self.version = max(updates, self.core.policy_version)
+        self.learner(session="s", updates=updates, version=self.version)
 
     def round(self, seconds: float = 0.0) -> list[Any]:
         new = super().round(seconds)
@@ -48,10 +57,16 @@ class StoredStage(Stage):
             self.trained += groups
             self.tell(Kind.CONSUMED, update=self.updates, group_ids=groups)
             self.updates += 1
-            self.tell(Kind.VERSION, policy_version=self.updates, updates=self.updates)
+            self.version += 1
+            self.tell(Kind.VERSION, policy_version=self.version, updates=self.updates)
             if durable:
                 self.tell(Kind.CHECKPOINTED, updates=self.updates)
             self.round()
+
+    def rollback(self, updates: int) -> None:
+        """A new learner process continues from an older checkpoint."""
+        self.updates, self.version = updates, self.version + 1
+        self.learner(session=f"after {self.version}", updates=updates, version=self.version)
 
     @property
     def order_ids(self) -> set[str]:
