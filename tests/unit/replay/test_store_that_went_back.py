@@ -12,6 +12,7 @@ import pytest
 from pipeline.errors import DamagedFiles, StoreError
 from pipeline.schema import Trajectory
 from pipeline.scorer.verdict import Verdict, combine
+from pipeline.store import store
 from pipeline.store.high_water import BLOCK, HighWaterFile, Mark
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import ReplayStore, marks_path
@@ -180,3 +181,20 @@ def test_flipped_bits_of_a_page_or_payload_are_noticed_when_the_store_is_opened(
         with pytest.raises(DamagedFiles, match="is damaged") as caught:
             ReplayStore(path).load()
         assert "\n" not in str(caught.value) and "ove it away" in str(caught.value)
+
+
+def test_the_tables_of_a_large_store_are_checked_without_its_payloads(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "replay.sqlite"
+    stage = StoredStage(path)
+    stage.train(3)
+    stage.store.close()
+    monkeypatch.setattr(store, "CHECK_BYTES_MAX", 0)
+    ReplayStore(path).close()
+    data = bytearray(path.read_bytes())
+    with sqlite3.connect(path) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()
+    connection.close()
+    data[(page - 1) * 4096] ^= 0x10
+    path.write_bytes(data)
+    with pytest.raises(DamagedFiles, match="is damaged"):
+        ReplayStore(path)
