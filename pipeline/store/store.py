@@ -175,8 +175,8 @@ class ReplayStore:
                 self.path, lost, known.transactions, max(groups, known.groups),
             )  # fmt: skip
             self._transactions = known.transactions
-            groups, rows = max(groups, known.groups), max(rows, known.rows)
         if name != known.store or lost > 0:
+            groups, rows = max(groups, known.groups), max(rows, known.rows)
             given = {"store": known.store.hex(), "transactions": self._transactions, "next_group": groups}
             given |= {"next_row_id": rows, LOST: max(lost, 0)}
             self._writer.execute("BEGIN IMMEDIATE")
