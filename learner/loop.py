@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -47,6 +48,7 @@ from learner.weights.engine_keeper import Publication
 from learner.weights.probe import WeightProbe
 from learner.weights.publisher import weights_to_publish
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.progress import AdaptiveLimit
 from pipeline.schema.state import RoleState
@@ -157,7 +159,8 @@ class LearnerLoop:
         left_out = self._config.groups.groups_per_step - len(batch.groups)
         done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
         record_step(self._metrics, done)
-        self._lines.write(step_line(done))
+        write = partial(self._lines.write, step_line(done))
+        await when_room(write, self._ctx.directory.metrics_file, f"the line of step {update + 1} in metrics.jsonl")
         self._log_step(batch, report)
         updates = self._trainer.updates
         if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):

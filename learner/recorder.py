@@ -25,8 +25,10 @@ from learner.observability.statistics import BatchStatistics, SourceStatistics, 
 from learner.observability.timing import StepTimes
 from pipeline.metrics.base import Declaration
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.disk_wait import whole_or_nothing
 from pipeline.runtime.rundir import write_bytes_atomically
 from pipeline.schema import Trajectory
+from pipeline.transport import frames
 
 M = LearnerMetrics
 ABSENT: Final = object()
@@ -346,7 +348,7 @@ def _clipped(source: SourceStatistics) -> float:
 
 
 class MetricsLog:
-    """Appends lines; each is flushed to the operating system before ``write`` returns.
+    """Appends lines, each whole or not at all; it is at the operating system before ``write`` returns.
 
     Opening it drops the lines of steps after ``updates`` (they will be made again) and whatever is no whole line.
     """
@@ -354,17 +356,18 @@ class MetricsLog:
     def __init__(self, path: Path, updates: int) -> None:
         self._path = path
         _rewind(path, updates)
-        self._file: BinaryIO = path.open("ab")
+        self._file: BinaryIO = path.open("ab", buffering=0)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
-        self._file.flush()
+        """Raises :class:`OSError` where the disk refuses; the line may then be written again."""
+        with whole_or_nothing(self._file.fileno()):
+            data = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+            frames.write(self._file.fileno(), [data])
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *args: object) -> None:
-        self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 

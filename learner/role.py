@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -29,6 +30,7 @@ from pipeline.errors import Interrupted
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import remove_leftovers
 from pipeline.runtime.contents import damaged_folders
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema.state import RoleState
@@ -121,7 +123,9 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         updates = start.trainer.updates
         with (
-            MetricsLog(directory.metrics_file, updates) as lines,
+            await when_room(
+                partial(MetricsLog, directory.metrics_file, updates), directory.metrics_file, "metrics.jsonl"
+            ) as lines,
             tracing(config.traces, directory.traces, config.run.seed, updates) as tracer,
         ):
             device = None

@@ -1,7 +1,7 @@
 """Traces of some trajectories of every update, with the learner's values of each token (``traces.trained``).
 
-Uses values that the update has already computed. It never stops the learner: on a disk error, tracing ends with
-a warning.
+Uses values that the update has already computed. It never stops the learner: while the disk is full traces are left
+out, on any other disk error tracing ends, both with a warning.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from learner.observability.report import StepReport
 from learner.observability.statistics import TokenValues
 from pipeline.config.evaluation import TracesConfig
 from pipeline.errors import SchemaError
+from pipeline.runtime.disk_wait import is_full
 from pipeline.schema import Trajectory
 from pipeline.store.traces import Flag, SeenTokens, TraceWriter
 from pipeline.transport.codec import encode_trajectory
@@ -53,6 +54,9 @@ class Tracer:
                     frames = encode_trajectory(trajectories[i])
                     self._writer.append(index, frames, tokens.of(i, trajectories[i]), report.update)
         except (OSError, SchemaError) as error:
+            if is_full(error, Path()):
+                log.warning("the disk is full: traces of step %d are left out", report.update + 1)
+                return
             log.warning("stopped writing traces of trained trajectories: %s", error)
             self.close()
 

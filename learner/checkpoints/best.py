@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import anyio.to_thread
+import anyio
 import orjson
 
 from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, is_complete, read_state
@@ -30,6 +30,7 @@ from pipeline.config.evaluation import EvaluationConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder
 from pipeline.runtime.contents import find_damage
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.rundir import read_json, sync
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class BestKeeper:
         self._writer.protected = frozenset(updates for updates in protected if updates is not None)
         if best is None or best == self._kept or self._writer.writing == best["updates"]:
             return
-        folder = await anyio.to_thread.run_sync(partial(keep_best, self._root, best))
+        folder = await when_room(partial(keep_best, self._root, best), self._root, "the best checkpoint")
         if folder is not None:
             log.info("checkpoint of %d updates is the best: %s %.4g", best["updates"], best["metric"], best["value"])
             self._kept = best

@@ -88,6 +88,11 @@ class CheckpointImage:
     def updates(self) -> int:
         return self.state.updates
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the weights, less than the files have."""
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
 
 def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     """Copies of everything that a checkpoint holds. Raises :class:`TrainingError` in the middle of an update."""

@@ -19,6 +19,7 @@ import anyio.to_thread
 
 from learner.checkpoints.checkpoint import CheckpointImage, write_image
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.disk_wait import when_room
 
 log = logging.getLogger(__name__)
 STOP_SHARE = 0.75
@@ -54,7 +55,8 @@ class CheckpointWriter:
         self._idle.set()
 
     async def run(self) -> None:
-        """Write what is submitted, until cancelled. Raises :class:`OSError` when the disk does not take it."""
+        """Write what is submitted, until cancelled; with one rank again while the disk is full. Raises :class:`OSError`
+        when the disk does not take it."""
         while True:
             await self._wake.wait()
             self._wake = anyio.Event()
@@ -62,10 +64,12 @@ class CheckpointWriter:
             if image is None:
                 continue
             start = time.perf_counter()
-            await anyio.to_thread.run_sync(
-                partial(write_image, self._root, image, self._initial_model, self._keep, self.protected),
-                abandon_on_cancel=True,
-            )
+            write = partial(write_image, self._root, image, self._initial_model, self._keep, self.protected)
+            if image.shards is None:
+                what = f"the checkpoint of step {image.updates}"
+                await when_room(write, self._root, what, image.n_bytes, abandon=True)
+            else:  # the other ranks have written their part and would not do it again
+                await anyio.to_thread.run_sync(write, abandon_on_cancel=True)
             seconds = time.perf_counter() - start
             self.saved = {"updates": image.updates, "seconds": seconds}
             self._metrics.checkpoint_duration_seconds.observe(seconds)

@@ -31,6 +31,7 @@ from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles
 from pipeline.runtime.contents import CONTENTS, find_damage, set_aside
+from pipeline.runtime.disk_wait import wait_for_room
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, read_json
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
                     "(or other options of it): choose another run.name, or delete the run directory"
                 )
         else:
-            info = _make(config, request, target, give_up)
+            make = partial(_make, config, request, target, give_up)
+            info = wait_for_room(make, target, "the initial model")
     if config.model.max_length > info.max_position:
         raise ConfigurationError(
             f"model.max_length is {config.model.max_length}, but {info.source!r} supports at most "

@@ -216,7 +216,7 @@ class ServerReference:
     async def _row(self, session: aiohttp.ClientSession, row: Row) -> TokenArray:
         for attempt in range(1, self._config.attempts_max + 1):
             try:
-                return prompt_logprobs(await self._ask(session, row), row)
+                return prompt_logprobs(await self._ask(session, row), row, f"the reference server {self._url}")
             except EngineUnavailable:
                 if attempt == self._config.attempts_max:
                     raise
@@ -255,7 +255,7 @@ class ServerReference:
             raise EngineProtocolError(f"expected JSON from the reference server {self._url}, got {shown!r}") from error
 
 
-def prompt_logprobs(answer: Any, row: Row) -> TokenArray:
+def prompt_logprobs(answer: Any, row: Row, server: str = "the engine") -> TokenArray:
     """log-probs of the sampled tokens of ``row``, float32 ``[S]``, out of an answer of ``/v1/completions`` or
     ``/inference/v1/generate``.
 
@@ -271,7 +271,7 @@ def prompt_logprobs(answer: Any, row: Row) -> TokenArray:
             raise ValueError("NaN")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineProtocolError(
-            "expected prompt_logprobs of every token from the server, got "
+            f"expected prompt_logprobs of every token from {server}, got "
             f"{type(error).__name__}: {error} in {str(answer)[:_TEXT_MAX]}: does it know prompt_logprobs (vLLM does)?"
         ) from error
     return np.asarray(found, dtype=np.float32)

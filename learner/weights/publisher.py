@@ -32,6 +32,7 @@ from pipeline.errors import EngineRefused
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
@@ -161,7 +162,8 @@ class Publisher:
             target, n_bytes = Target(version, self._directory.model, initial=True, run=self._run, expected=expected), 0
         else:
             folder = self._directory.weights(version)
-            n_bytes = await anyio.to_thread.run_sync(self._write, folder, tensors)
+            write = partial(self._write, folder, tensors)
+            n_bytes = await when_room(write, folder, f"version {version} of the weights", _bytes(tensors))
             kept = tensors if self._loader.reads_memory else None
             target = Target(version, folder, tensors=kept, run=self._run, expected=expected)
         responsive = [keeper for keeper in self.keepers.values() if keeper.responsive]
@@ -181,7 +183,8 @@ class Publisher:
         """Write the newest version once more, from the same weights: its files are damaged."""
         assert self._target is not None, "nothing was published"
         folder = self._directory.weights(self._target.version)
-        await anyio.to_thread.run_sync(self._write, folder, tensors)
+        write = partial(self._write, folder, tensors)
+        await when_room(write, folder, f"version {self._target.version} of the weights", _bytes(tensors))
         target = replace(self._target, folder=folder, initial=False)
         async with self._digesting(target):
             self._set_target(target)
@@ -247,6 +250,10 @@ class Publisher:
             folder = self._directory.weights(version)
             if folder not in used:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def published_versions(directory: RunDirectory) -> list[int]:

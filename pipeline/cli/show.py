@@ -96,9 +96,10 @@ def show(
 ) -> None:
     """List the rollouts of a run, print them, or write them to an HTML page.
 
-    Read-only; works on running, finished and killed runs. Metadata is kept for every trajectory. Tokens are kept for
-    those still in the replay stage's store, for a sample of each update (traces.trained; also with ratio, entropy and
-    advantage), for failed ones (traces.failed) and for a sample of each evaluation (traces.evaluated).
+    Read-only; works on running, finished and killed runs. Metadata is kept for the newest replay.retain_groups groups.
+    Tokens are kept for those still in the replay stage's store, for a sample of each update (traces.trained; also with
+    ratio, entropy and advantage), for failed ones (traces.failed) and for a sample of each evaluation
+    (traces.evaluated).
 
       afterplay show runs/tiny
       afterplay show runs/tiny g000012.3.0 --colour ratio

@@ -11,6 +11,7 @@ from pipeline.cli.viewer.progress import MetricsTail, describe, describe_evaluat
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.contents import damaged_folders
+from pipeline.runtime.disk_wait import FREE_BYTES_MIN, free_bytes, size
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
@@ -28,6 +29,8 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     if not directory.config_file.exists():
         raise ConfigurationError(f"expected a run directory, got {directory.path}, which has no config.yaml")
     console.print(f"{directory.path}: {'alive' if is_alive(directory) else 'not running'}", style="bold")
+    if (free := free_bytes(directory.path)) < FREE_BYTES_MIN:
+        console.print(f"waiting for disk: {directory.path} has {size(free)} free, states are older", style="red")
     _processes(directory, console)
     tail = MetricsTail(directory.metrics_file)
     tail.read()

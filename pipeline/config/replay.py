@@ -64,6 +64,9 @@ class ReplayConfig(Section):
     """SQLite durability. ``FULL`` survives a power loss, ``NORMAL`` a killed process."""
     cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     """Memory for the newest payloads, in bytes. The oldest are evicted."""
+    retain_groups: int = Field(20_000, ge=1)
+    """Newest groups whose rows stay in the store, for ``afterplay show``. Rows of older ones that are trained,
+    cancelled or evaluated, and covered by a checkpoint, become totals of the ledger."""
 
     enabled: bool = False
     """Mix stored trajectories into updates. False: only trajectories in flight are stored."""

@@ -41,6 +41,10 @@ class RunSection(Section):
     resume: Literal["auto", "never"] = "auto"
     """``auto``: resume from the contents of the run directory. ``never``: refuse to start if it is not empty."""
 
+    disk_bytes_max: int | None = Field(None, ge=1)
+    """Bytes of the run directory beyond which no new groups are admitted, until something is removed. Before that older
+    logs, traces and skipped batches are removed. None: no bound."""
+
     @property
     def path(self) -> Path:
         """The run directory."""
@@ -109,6 +113,8 @@ class SupervisorConfig(Section):
     """Shortest limit on the seconds that a process may spend without progress in what it does. The limit is 5 times the
     longest pause that it has had there, or this if that is more; 6 times this for the first training of a process,
     publishing and saving, 30 times for loading."""
+    log_bytes_max: int = Field(64 * 1024 * 1024, ge=4096)
+    """Size in bytes at which a process's log is copied to ``NAME.log.1``, in place of the older one, and emptied."""
 
 
 class RunConfig(Section):

@@ -272,6 +272,8 @@ class ProcessMetrics(MetricSet):
         "1 for what the process does now, else 0; state = " + ", ".join(RoleState) + ".", state=tuple(RoleState)
     )
     run_finished_timestamp_seconds = gauge("Unix time at which the run had made all its updates; 0 before.")
+    disk_wait_seconds = gauge("Seconds that a write has waited for room on a full disk; 0: none waits.")
+    disk_free_bytes = gauge("Free bytes on the file system of the run directory.")
 
     def __init__(self, registry: CollectorRegistry, run_id: str, algorithm: str, model: str) -> None:
         build = {"version": (version(),), "revision": (revision(),), "python": (platform.python_version(),)}

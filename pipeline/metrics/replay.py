@@ -67,6 +67,8 @@ class ReplayMetrics(MetricSet):
     trajectories = gauge("Trajectories that wait for their score, group or update.")
     capacity_trajectories = gauge("Bound on waiting trajectories: (staleness.max + 1) x groups_per_step x n_rollout.")
     memory_bytes = gauge("Payload bytes in the store, experience pool included.")
+    disk_used_bytes = gauge("Bytes of the run directory.")
+    disk_budget_bytes = gauge("run.disk_bytes_max; 0: no bound.")
     inserted_trajectories_total = counter("Trajectories accepted.", env="environments")
     sampled_trajectories_total = counter("Trajectories sent to the learner, repeats included.")
     dropped_trajectories_total = counter(

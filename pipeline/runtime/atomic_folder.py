@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.runtime.disk_wait import is_full
 from pipeline.runtime.rundir import sync
 
 _TEMPORARY = ".writing-"
@@ -18,7 +20,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """A scratch folder beside ``target`` that takes its name when the block ends without an error.
 
     All files are on disk before the rename. What was at ``target`` before is replaced. An error removes the scratch
-    folder.
+    folder. Raises :class:`OSError` with ``ENOSPC`` for a full disk, whatever the libraries inside raise for it.
     """
     scratch = target.with_name(f"{_TEMPORARY}{target.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -34,6 +36,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         else:
             os.rename(scratch, target)
         sync(target.parent)
+    except Exception as error:
+        if is_full(error, target.parent):  # before the scratch folder makes room again
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})", str(target)) from error
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -26,7 +26,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO
@@ -200,22 +200,31 @@ class BoundedOutput:
         shown = text[: self._room]
         self._room -= len(shown)
         if shown:
-            self._stream.write(shown)
+            self._write(shown)
         if len(shown) < len(text) and not self._dropped:
-            self._stream.write(f"\n... more than {self._characters_max} characters were printed: the rest is dropped\n")
-            self._stream.flush()
+            self._write(f"\n... more than {self._characters_max} characters were printed: the rest is dropped\n")
+            self.flush()
         self._dropped += len(text) - len(shown)
         return len(text)
 
     def report_dropped(self) -> None:
         """Write how much was dropped since the last report."""
         if self._dropped:
-            self._stream.write(f"... {self._dropped} characters of prints were dropped\n")
+            self._write(f"... {self._dropped} characters of prints were dropped\n")
             self._dropped = 0
 
     def writelines(self, lines: Iterator[str]) -> None:
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def _write(self, text: str) -> None:
+        """Write, unless the disk of the log is full: a print never fails."""
+        with suppress(OSError):
+            self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

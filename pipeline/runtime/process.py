@@ -23,13 +23,15 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from pipeline.config import RunConfig
 from pipeline.errors import (
@@ -42,6 +44,7 @@ from pipeline.errors import (
 )
 from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
 from pipeline.metrics.server import MetricsServer
+from pipeline.runtime import disk_wait
 from pipeline.runtime.plugin_guard import bounded_prints
 from pipeline.runtime.progress import Alarm, Progress, Watchdog
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
@@ -130,6 +133,8 @@ class RoleContext:
         self.process.heartbeat_timestamp_seconds.set_function(lambda: time.time() - self.progress.age(time.monotonic()))
         self.process.heartbeat_limit_seconds.set_function(lambda: self.progress.limit)
         self.process.role_state.labels(state=RoleState.STARTING).set(1)
+        self.process.disk_wait_seconds.set_function(disk_wait.shortage_seconds)
+        self.process.disk_free_bytes.set_function(lambda: disk_wait.free_bytes(self.directory.path))
 
     def report(self, state: RoleState, waiting_for: str = "", **details: Any) -> None:
         """Set the status: ``ctx.report(RoleState.WAITING_FOR_ROLLOUTS, "2 of 8 groups of step 3", ready=5)``.
@@ -184,6 +189,8 @@ class RoleContext:
     def health(self) -> tuple[bool, dict[str, Any]]:
         """False when the role is stuck; and the status as JSON values."""
         now, status, progress = time.monotonic(), self.status, self.progress
+        if (shortage := disk_wait.shortage()) is not None:
+            status = Status(RoleState.WAITING_FOR_DISK, shortage.text, status.details)
         stuck = progress.stuck(now)
         limit = progress.limit
         return not stuck, {
@@ -249,8 +256,10 @@ def run_role(name: str, index: int, config: RunConfig, main: Main) -> int:
 
 
 async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
-    directory = RunDirectory(config.run.path).create()
+    directory = RunDirectory(config.run.path)
+    disk_wait.wait_for_room(directory.create, directory.path, "the run directory")
     ctx = RoleContext(name, index, config, directory)
+    disk_wait.on_attempt(ctx.beat)
     with (
         _signals(ctx),
         MetricsServer(
@@ -259,7 +268,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
             config.metrics.host,
             metrics_port(name, index, config.metrics.port),
         ) as server,
-        _process_file(directory, name, config.metrics.host, server.port),
+        _process_file(directory, name),
         _watchdog(ctx),
         bounded_prints(),
     ):
@@ -267,6 +276,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
         log.info("started, /metrics on port %d", server.port)
         async with anyio.create_task_group() as background:
             background.start_soon(_measure_lag, ctx)
+            _announce(ctx, server.port, background)
             await _run_main(ctx, main, config.supervisor.drain_seconds_max)
             background.cancel_scope.cancel()
     log.info("finished")
@@ -370,15 +380,21 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
 
 
 @contextmanager
-def _process_file(directory: RunDirectory, name: str, host: str, port: int) -> Iterator[None]:
-    """``processes/NAME.json`` while the process lives."""
-    path = directory.process_file(name)
-    record = {"pid": os.getpid(), "metrics_host": host, "metrics_port": port, "started_at": time.time()}
-    write_json_atomically(path, record)
+def _process_file(directory: RunDirectory, name: str) -> Iterator[None]:
+    """Removes ``processes/NAME.json`` at the end."""
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        directory.process_file(name).unlink(missing_ok=True)
+
+
+def _announce(ctx: RoleContext, port: int, background: TaskGroup) -> None:
+    """Write ``processes/NAME.json``; while the disk is full beside the work of the role."""
+    path, host = ctx.directory.process_file(ctx.name), ctx.config.metrics.host
+    record = {"pid": os.getpid(), "metrics_host": host, "metrics_port": port, "started_at": time.time()}
+    write = partial(write_json_atomically, path, record)
+    if not disk_wait.unless_full(write, path):
+        background.start_soon(disk_wait.when_room, write, path, f"the file {path.name}")
 
 
 def _explain(name: str, error: BaseException) -> int:
@@ -386,17 +402,23 @@ def _explain(name: str, error: BaseException) -> int:
     leaves = list(_leaves(error))
     for leaf in leaves:
         if isinstance(leaf, ConfigurationError | FormatMismatch | DamagedFiles):
-            print(f"{name}: {leaf}", file=sys.stderr, flush=True)
+            _print(f"{name}: {leaf}")
             return ExitCode.CONFIGURATION
         if isinstance(leaf, EnvironmentFailing):
-            print(f"{name}: {leaf}", file=sys.stderr, flush=True)
+            _print(f"{name}: {leaf}")
             return ExitCode.ENVIRONMENT
     log.error("%s failed", name, exc_info=error)
     for leaf in leaves:
         kind = "" if isinstance(leaf, AfterplayError) else f"{type(leaf).__name__}: "
-        print(f"{name}: {kind}{leaf}", file=sys.stderr, flush=True)
+        _print(f"{name}: {kind}{leaf}")
     forced = any(isinstance(leaf, ForcedExit | KeyboardInterrupt) for leaf in leaves)
     return ExitCode.FORCED if forced else ExitCode.FAILED
+
+
+def _print(line: str) -> None:
+    """To stderr, unless the disk of the log is full."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

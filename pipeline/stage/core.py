@@ -44,6 +44,8 @@ SLOTS_FACTOR_MAX = 4
 """An actor may offer so many times ``actor.concurrency`` slots: its run file may be an older one."""
 COMPLAINT_SECONDS = 1.0
 """Shortest time between two lines of the log about wrong messages."""
+ROLL_UP_GROUPS = 256
+"""Groups whose rows are rolled up in one transaction, which takes some ten milliseconds."""
 
 
 class StageCore:
@@ -125,6 +127,10 @@ class StageCore:
         self.groups.restore()
         self.leases.restore()
         self._reconcile(meta)
+        if snapshot.transactions_lost:
+            self.groups.distrust()
+            journal.meta("transactions_lost", 0)
+        self._rolled_below = snapshot.rolled_below
 
     @property
     def policy_version(self) -> int:
@@ -149,6 +155,10 @@ class StageCore:
     def set_time(self, now: float, wall: float) -> None:
         """Monotonic and Unix seconds for the events that follow."""
         self._clock.now, self._clock.wall = now, wall
+
+    def stood_still(self, seconds: float) -> None:
+        """No event could be applied for so long: the disk was full or slow."""
+        self.leases.postpone(seconds)
 
     def peer_up(self, peer: str, hello: Mapping[str, Any]) -> None:
         """A HELLO. Wrong ones are answered REFUSED with the reason."""
@@ -227,7 +237,18 @@ class StageCore:
     def collect(self) -> tuple[Changes, list[Effect]]:
         """Rows to write in one transaction, and what to send after it."""
         self.replays.record()
+        self._roll_up()
         return self.journal.collect()
+
+    def _roll_up(self) -> None:
+        """Let rows of groups that ended long ago be rolled up, some groups at a time, oldest first."""
+        due = self.records.next_group - self.config.replay.retain_groups
+        if due - self._rolled_below < ROLL_UP_GROUPS:
+            return
+        below = min(due, min(self.records, default=due))
+        if below > self._rolled_below:
+            self._rolled_below = min(below, self._rolled_below + ROLL_UP_GROUPS)
+            self.journal.meta("rolled_below", self._rolled_below)
 
     def _restore_batches(self) -> None:
         """Groups are assigned to the updates that they had."""
@@ -323,9 +344,9 @@ class StageCore:
 
     def _give_up(self) -> None:
         while self.groups.given_up:
-            group = self.groups.given_up.pop()
+            group, reason = self.groups.given_up.pop()
             if group.open:
-                self._cancel(group, CancelReason.ATTEMPTS)
+                self._cancel(group, reason)
 
     def _cancel(self, group: GroupRecord, reason: CancelReason) -> None:
         self.leases.ended(self.groups.cancel(group, reason), cancel=f"its group was cancelled: {reason.value}")

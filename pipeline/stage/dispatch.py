@@ -174,6 +174,10 @@ class Dispatch:
     def agree(self, updates: int) -> None:
         """A new learner process starts from weights of ``updates`` updates."""
         self._batches.learner_starts += 1
+        if updates > self._batches.consumed:
+            log.warning("the learner has made %d updates, the store knows %d: it is an older copy. Groups that may "
+                        "have been trained since are given up", updates, self._batches.consumed)  # fmt: skip
+            self._groups.distrust()
         done: dict[int, list[GroupRecord]] = {}
         for number, update in self._batches.placed.items():
             if update < updates:

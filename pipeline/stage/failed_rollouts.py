@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config.evaluation import TracesConfig
+from pipeline.runtime.disk_wait import is_full
 from pipeline.store.journal import UntrainedRollout
 from pipeline.store.traces import TraceWriter
 
@@ -22,10 +23,13 @@ FAILED, EVALUATED = "failed", "evaluated"
 
 
 class UntrainedTraces:
-    """Writes the traces of each kind that has a writer. A disk that refuses ends it, with a warning."""
+    """Writes the traces of each kind that has a writer. A full disk leaves traces out, any other error ends it, both
+    with a warning."""
 
     def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
         self._writers = {FAILED: failed, EVALUATED: evaluated}
+        self._full = False
+        """The newest trace was left out."""
 
     def keep(self, rollouts: Sequence[UntrainedRollout]) -> None:
         """Blocks for the disk's page cache. Called by one thread at a time."""
@@ -36,7 +40,13 @@ class UntrainedTraces:
                 continue
             try:
                 writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
+                self._full = False
             except OSError as error:
+                if is_full(error, Path()):
+                    if not self._full:
+                        log.warning("traces of rollouts are left out until there is room: %s", error)
+                    self._full = True
+                    continue
                 log.warning("stopped writing traces of %s rollouts: %s", kind, error)
                 self._close(kind)
 

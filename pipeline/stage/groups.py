@@ -164,9 +164,11 @@ class Groups:
         self._next_row_id = next_row_id
         self.outcomes = RolloutOutcomes(config, journal, clock)
         self._pending: list[tuple[int, int, int]] = []
-        self.given_up: list[GroupRecord] = []
-        """Groups to cancel because a slot failed too often; the core empties it."""
+        self.given_up: list[tuple[GroupRecord, CancelReason]] = []
+        """Groups to cancel, and why; the core empties it."""
         self.backoff = AdmissionBackoff()
+        self.paused = ""
+        """The reason for which no group is admitted; empty: none."""
 
     def restore(self) -> None:
         """Rebuild what is derived, from the groups in memory."""
@@ -199,6 +201,12 @@ class Groups:
     def want(self, group: GroupRecord, slot: int) -> None:
         """The slot needs an order. Older groups are served first."""
         heapq.heappush(self._pending, (group.admitted_update, group.group_number, slot))
+
+    def distrust(self) -> None:
+        """The store is an older copy: open groups that are not placed in an update yet may have been, and trained."""
+        for group in self._records.values():
+            if group.state in (GroupState.COLLECTING, GroupState.READY):
+                self.given_up.append((group, CancelReason.RESTORED))
 
     def take_pending(self) -> tuple[GroupRecord, int] | None:
         """The most urgent slot that needs an order, or None."""
@@ -348,7 +356,7 @@ class Groups:
         else:
             log.warning("group %s: slot %d failed %d times; the group is cancelled", group.group_id, order.key.slot,
                         failures)  # fmt: skip
-            self.given_up.append(group)
+            self.given_up.append((group, CancelReason.ATTEMPTS))
             self.backoff.failed(self._clock.now)
 
     def _record(self, order: OrderRecord, facts: Facts) -> TrajectoryRecord:

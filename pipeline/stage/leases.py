@@ -152,6 +152,10 @@ class Leases:
         for order in late:
             self._groups.lost(order, "not answered in time", failure=True)
 
+    def postpone(self, seconds: float) -> None:
+        """Every order has so much longer."""
+        self._deadlines = [(deadline + seconds, key) for deadline, key in self._deadlines]
+
     def next_deadline(self) -> float | None:
         """Time at which :meth:`tick` has something to do, on the clock of ``now``."""
         times = [self._deadlines[0][0]] if self._deadlines else []
@@ -215,7 +219,7 @@ class OrderDispatch:
         while free:
             pending = self._groups.take_pending()
             if pending is None:
-                if self._batches.capacity() < 1 or self._groups.backoff.holds(self._clock.now):
+                if self._batches.capacity() < 1 or self._groups.backoff.holds(self._clock.now) or self._groups.paused:
                     break
                 self._groups.plan(self._replays.next())
                 continue

@@ -2,7 +2,7 @@
 
 *consumes* events of the hub and verdicts of the scorer from one bounded inbox; *produces* transactions and then
 messages; *waits for* an event or the next deadline; is slowed down by the disk: at most one transaction is written and
-one waits.
+one waits. While the disk is full it stands still, nothing is acknowledged, and the peers wait.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline.errors import EnvironmentFailing
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.schema.state import RoleState
 from pipeline.scorer.verdict import Verdict
@@ -33,6 +34,8 @@ from pipeline.transport.protocol import Event, EventKind
 
 IDLE_SECONDS_MAX = 5.0
 """Longest time between two iterations (heartbeat)."""
+STANDSTILL_SECONDS = 1.0
+"""A longer wait for the disk does not count in the time that orders have: their answers could not be received."""
 
 
 @dataclass(slots=True)
@@ -119,7 +122,10 @@ class StageLoop:
         self._ctx.beat()
         self._report()
         if changes or effects:
-            await self._written_send.send((changes, effects, time.perf_counter()))
+            started = time.perf_counter()
+            await self._written_send.send((changes, effects, started))
+            if (seconds := time.perf_counter() - started) > STANDSTILL_SECONDS:
+                core.stood_still(seconds)
 
     def _apply(self, event: Event) -> None:
         core = self._core
@@ -141,14 +147,14 @@ class StageLoop:
                 for row_id, frames in changes.payloads:
                     self._cache.put(row_id, frames)
                 if changes:
-                    # a transaction that has begun is finished, cancelled or not
-                    with anyio.CancelScope(shield=True):
-                        await anyio.to_thread.run_sync(partial(self._store.commit, changes))
+                    n_bytes = changes.n_bytes
+                    await when_room(partial(self._store.commit, changes), self._store.path, "the replay store", n_bytes)
                 self._cache.forget(changes.forgotten_payloads)
                 self.on_commit(time.perf_counter() - started)
                 if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
                     # before the learner hears of it, because it may read the file
-                    await anyio.to_thread.run_sync(self.on_evaluated, ended)
+                    write = partial(self.on_evaluated, ended)
+                    await when_room(write, self._ctx.directory.path, "the results of an evaluation")
                 for effect in effects:
                     if isinstance(effect, Score):
                         self._scoring.put(effect)
@@ -173,6 +179,8 @@ class StageLoop:
         elif core.groups.backoff.holds(anyio.current_time()):
             state = RoleState.FAILING
             waiting = f"rollouts that succeed (the last failed in {core.groups.backoff.reason[:300]})"
+        elif core.groups.paused:
+            state, waiting = RoleState.WAITING_FOR_DISK, core.groups.paused
         elif not core.leases.connected:
             state, waiting = RoleState.WAITING_FOR_ACTORS, ""
         elif core.dispatch.peer is None:

@@ -15,6 +15,8 @@ from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
 from pipeline.experience.memory_service import MemoryService, open_memory_service
 from pipeline.metrics.replay import ReplayMetrics
+from pipeline.runtime.disk_budget import LOOK_SECONDS, DiskBudget
+from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.schema.state import RoleState
@@ -61,7 +63,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory)
     ctx.report(RoleState.STARTING, f"the store {path}")
-    store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
+    store = await when_room(partial(ReplayStore, path, config.replay.synchronous), path, "the replay store")
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
         core = StageCore(
@@ -79,7 +81,8 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         )
         if core.evaluations.last is not None:
             # a kill may have come between the transaction and the line
-            write_results(ctx.directory.evaluations_file, [core.evaluations.last])
+            write = partial(write_results, ctx.directory.evaluations_file, [core.evaluations.last])
+            await when_room(write, ctx.directory.path, "the results of an evaluation")
         log.info("%s: %d updates, %d groups open", path, core.batches.consumed, core.batches.open)
         traces = untrained_traces(config.traces, ctx.directory.traces, evaluates=core.evaluations.on)
         with traces as untrained, interrupting_blocks():
@@ -140,6 +143,7 @@ async def _serve(
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
+                feeding.start_soon(_watch_disk, ctx, core, metrics, name="disk")
                 feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, name="listen")
                 if lessons is not None:
                     feeding.start_soon(lessons.run, name="lessons")
@@ -150,6 +154,19 @@ async def _serve(
         with anyio.move_on_after(DRAIN_SECONDS_MAX):
             await outgoing.drain()
         sending.cancel_scope.cancel()
+
+
+async def _watch_disk(ctx: RoleContext, core: StageCore, metrics: ReplayMetrics) -> None:
+    """Pause admission while the run directory is larger than ``run.disk_bytes_max``."""
+    budget = DiskBudget(ctx.directory, ctx.config.run.disk_bytes_max)
+    metrics.disk_budget_bytes.set(budget.bytes_max or 0)
+    while True:
+        await anyio.to_thread.run_sync(budget.look)
+        metrics.disk_used_bytes.set(budget.used)
+        if budget.exceeded and not core.groups.paused:
+            log.error("no group is admitted until there is %s", budget.exceeded)
+        core.groups.paused = budget.exceeded
+        await anyio.sleep(LOOK_SECONDS)
 
 
 async def _listen(

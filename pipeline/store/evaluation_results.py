@@ -18,7 +18,9 @@ from typing import Any
 
 import orjson
 
+from pipeline.runtime.disk_wait import whole_or_nothing
 from pipeline.runtime.rundir import sync
+from pipeline.transport import frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +194,13 @@ def write_results(path: Path, results: Iterable[Mapping[str, Any]]) -> None:
     new = [result for result in results if result.get("evaluation") not in known]
     if not new:
         return
-    with path.open("ab+") as file:
+    data = b"".join(orjson.dumps(result) + b"\n" for result in new)
+    with path.open("ab+", buffering=0) as file, whole_or_nothing(file.fileno()):
         if file.tell():
             file.seek(-1, 2)
             if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(b"".join(orjson.dumps(result) + b"\n" for result in new))
+                data = b"\n" + data
+        frames.write(file.fileno(), [data])
     sync(path)
 
 

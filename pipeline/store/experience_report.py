@@ -18,10 +18,12 @@ from pipeline.store.records import TrainedVersions
 AGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Lower bounds of the age classes, in versions."""
 _FACTS = "n_sampled, duration_seconds, reward"
+_LIVE = "group_number IN (SELECT group_number FROM groups)"
+"""Groups whose rows are not rolled up: of others only what is in the pool is left, which are successes."""
 _POPULATION = {
-    "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE group_number >= 0 AND reward IS NOT NULL",
+    "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE {_LIVE} AND reward IS NOT NULL",
     "stored": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE saved IS NOT NULL",
-    "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE state = 'trained'",
+    "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE {_LIVE} AND state = 'trained'",
     "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
     "trajectories t USING (row_id) WHERE r.chosen = 1",
     "uninformative": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "

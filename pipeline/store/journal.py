@@ -15,7 +15,7 @@ import orjson
 from pipeline.schema import Task, Trajectory
 from pipeline.store.experience_records import ExperienceChanges, PoolEntry, TaskRecord
 from pipeline.store.ledger import CAUSES_MAX, FAILED, INSERTED, OTHER_CAUSE, SUCCEEDED, Count
-from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord
+from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord, frame_size
 from pipeline.transport.protocol import Frames, Kind
 
 Row = tuple[Any, ...]
@@ -144,6 +144,11 @@ class Changes:
     forgotten_tasks: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the payloads, which are most of what is written."""
+        return sum(frame_size(frame) for _, frames in self.payloads for frame in frames)
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__dataclass_fields__)

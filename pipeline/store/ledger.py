@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -76,6 +76,7 @@ class Count(StrEnum):
     GROUPS_CANCELLED_RECONFIGURED = "groups.cancelled.reconfigured"
     GROUPS_CANCELLED_UNTRAINED = "groups.cancelled.untrained"
     GROUPS_CANCELLED_UNINFORMATIVE = "groups.cancelled.uninformative"
+    GROUPS_CANCELLED_RESTORED = "groups.cancelled.restored"
 
     POOL_SAVED = "pool.saved"
     POOL_IMPORTED = "pool.imported"
@@ -207,7 +208,7 @@ class Ledger:
     updates: int = 0
     policy_version: int = -1
     rows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The same, counted from the rows of the store."""
+    """The same, counted from the rows of the store and the totals of those that were rolled up."""
 
     def audit(self) -> list[str]:
         """Every sum that does not add up, in words; empty when all do."""
@@ -308,11 +309,18 @@ def _count_rows(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
         return int(connection.execute(query).fetchone()[0])
 
     state = "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END"
+    rolled = dict(connection.execute("SELECT name, value FROM rolled_up"))
+
+    def with_rolled(account: str, live: Mapping[str, int]) -> dict[str, int]:
+        return dict(Counter(live) + Counter(_under(rolled, f"{account}.")))
+
     return {
-        "orders": dict(connection.execute("SELECT state, count(*) FROM orders GROUP BY state")),
-        "groups": dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state")),
-        "trajectories": dict(connection.execute(f"SELECT {state}, count(*) FROM trajectories GROUP BY 1")),
-        "replays": {"trained": one("SELECT count(*) FROM group_replays WHERE chosen = 1")},
+        "orders": with_rolled("orders", dict(connection.execute("SELECT state, count(*) FROM orders GROUP BY state"))),
+        "groups": with_rolled("groups", dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state"))),
+        "trajectories": with_rolled(
+            "trajectories", dict(connection.execute(f"SELECT {state}, count(*) FROM trajectories GROUP BY 1"))
+        ),
+        "replays": with_rolled("replays", {"trained": one("SELECT count(*) FROM group_replays WHERE chosen = 1")}),
         "pool": {"bare": one("SELECT count(*) FROM pool WHERE row_id NOT IN (SELECT row_id FROM payloads)")},
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
-from pipeline.store.records import GroupRecord, GroupState, TrajectoryState
+from pipeline.store.records import GroupRecord, GroupState, TrajectoryState, frame_size
 from pipeline.transport.protocol import Frames
 
 _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
@@ -71,7 +71,7 @@ class PayloadCache:
         self.bytes = 0
 
     def put(self, row_id: int, frames: Frames) -> None:
-        size = sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames)
+        size = sum(map(frame_size, frames))
         self._frames[row_id] = (size, frames)
         self.bytes += size
         while self.bytes > self._bytes_max:

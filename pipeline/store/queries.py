@@ -5,7 +5,6 @@ Lists are filtered and sorted by SQLite on metadata; no payload is read.
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,10 +46,8 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def origin(connection: sqlite3.Connection) -> str:
-    """A name for the history of this store: two stores never share it, a restarted one keeps it. Empty: nothing was
-    stored yet."""
-    row = connection.execute("SELECT trajectory_id, received_at FROM trajectories ORDER BY row_id LIMIT 1").fetchone()
-    return hashlib.sha256(f"{row[0]}|{row[1]!r}".encode()).hexdigest()[:16] if row else ""
+    """A name for the history of this store: two stores never share it, a restarted one keeps it."""
+    return str(meta(connection).get("store", ""))
 
 
 def meta(connection: sqlite3.Connection) -> dict[str, Any]:

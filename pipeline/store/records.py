@@ -116,6 +116,8 @@ class CancelReason(StrEnum):
     """The learner made its update without it."""
     UNINFORMATIVE = "uninformative"
     """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
+    RESTORED = "restored"
+    """The store is an older copy, and an update that it does not know may have been made from the group."""
 
 
 ZERO_VARIANCE = "uninformative"
@@ -381,13 +383,13 @@ def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
     return Facts(
         status=trajectory.status.value,
         n_turns=len(trajectory.turns),
-        n_tokens=_size(frames[1]) // 4,
-        n_sampled=_size(frames[2]) // 4,
+        n_tokens=frame_size(frames[1]) // 4,
+        n_sampled=frame_size(frames[2]) // 4,
         version_min=int(versions.min()) if len(versions) else NO_VERSION,
         version_max=int(versions.max()) if len(versions) else NO_VERSION,
         duration_seconds=trajectory.timings.duration_seconds,
         actor=trajectory.actor_id,
-        n_bytes=sum(map(_size, frames)),
+        n_bytes=sum(map(frame_size, frames)),
         failure={
             "boundary": failure.boundary,
             "kind": failure.kind,
@@ -409,5 +411,6 @@ def _entropy(logprobs: Buffer) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def _size(frame: Buffer) -> int:
+def frame_size(frame: Buffer) -> int:
+    """Bytes of one frame."""
     return len(frame) if isinstance(frame, bytes) else frame.nbytes

@@ -38,6 +38,17 @@ class Snapshot:
     """The pool, in the order of ``saved``."""
     tasks: list[TaskRecord] = field(default_factory=list)
 
+    @property
+    def transactions_lost(self) -> int:
+        """Transactions that the store lacks, because it went back: updates may have been made that it does not know.
+        0 once the stage has written what follows from that."""
+        return int(self.meta.get("transactions_lost", 0))
+
+    @property
+    def rolled_below(self) -> int:
+        """Rows of groups with smaller numbers are rolled up into totals."""
+        return int(self.meta.get("rolled_below", 0))
+
 
 _FACTS = (
     "t.trajectory_id, t.reward, t.n_turns, t.n_tokens, t.n_sampled, t.n_bytes, t.version_min, t.version_max, "

@@ -113,6 +113,7 @@ class Database:
     def fill(self, connection: sqlite3.Connection) -> None:
         """Make an empty database one of ours."""
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute(f"PRAGMA application_id = {self.application_id}")
         connection.execute(f"PRAGMA user_version = {self.version}")
         connection.executescript(f"BEGIN; {self.tables} COMMIT;")

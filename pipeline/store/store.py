@@ -1,27 +1,63 @@
 """The state of the stage on disk: one SQLite database, one transaction per round of events.
 
-A killed process leaves a consistent state. Payloads are stored as received. The store is written by
-one thread at a time and may be read by others meanwhile (WAL).
+A killed process leaves a consistent state. Payloads are stored as received, with a checksum. The store is written by
+one thread at a time and may be read by others meanwhile (WAL). Rows of groups that ended long ago are rolled up into
+totals, in the transaction that deletes them.
+
+A store that went back (its ``-wal`` was lost, or it is an older copy) is noticed by the file of
+:mod:`pipeline.store.high_water` beside it: new ids start behind those that may have been used, and
+``Snapshot.transactions_lost`` tells the stage.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from pipeline.config import RunConfig
-from pipeline.errors import StoreError
+from pipeline.errors import DamagedFiles, StoreError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
+from pipeline.store.high_water import HighWaterFile, Mark
 from pipeline.store.journal import Changes
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Snapshot, SnapshotRows, build
-from pipeline.transport.protocol import Frames
+from pipeline.store.tables import STORE
+from pipeline.transport.protocol import Buffer, Frames
 
+log = logging.getLogger("afterplay.replay")
+
+CHECK_SECONDS_MAX = 10.0
+"""Longest check of the payloads when a store is opened; what is left of a larger one is checked when it is read."""
+CHECK_BYTES_MAX = 4 * 10**9
+"""Size from which on only the tables without payloads are checked page by page, which cannot be interrupted."""
+_CHECK_STEPS = 10_000
+"""Instructions of SQLite's machine between two looks at the clock."""
+_VACUUM_PAGES = 4096
+"""Free pages that one transaction gives back to the file system at most."""
+LOST, ROLLED_BELOW = "transactions_lost", "rolled_below"
+"""Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`."""
+_ROLLED = (
+    ("orders", "state", ""),
+    ("groups", "state", ""),
+    ("group_replays", "'trained'", "AND chosen = 1"),
+    (
+        "trajectories",
+        "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END",
+        "AND row_id NOT IN (SELECT row_id FROM pool) AND row_id NOT IN (SELECT row_id FROM group_replays)",
+    ),
+)
+"""Tables, what their rows are counted by, and which are rolled up: trajectories stay while something refers to them."""
 _GROUP_COLUMNS = (
     "group_number, task, n_rollout, n_fresh, k, rescued, admitted_update, state, update_number, late, reason, "
     "planned_at, ended_at"
@@ -38,12 +74,26 @@ reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, 
 saved = excluded.saved"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
+_META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
 
 
 def store_path(config: RunConfig, directory: RunDirectory) -> Path:
     """The SQLite file of a run."""
     return Path(config.replay.store) if config.replay.store else directory.store_file
+
+
+def marks_path(path: Path) -> Path:
+    """The file beside a store that knows which ids were used."""
+    return path.with_name(path.name + ".ids")
+
+
+def checksum(frames: Iterable[Buffer]) -> int:
+    """CRC-32 over all frames."""
+    crc = 0
+    for frame in frames:
+        crc = zlib.crc32(frame, crc)
+    return crc
 
 
 class ReplayStore:
@@ -54,30 +104,90 @@ class ReplayStore:
 
     def __init__(self, path: Path, synchronous: str = "FULL") -> None:
         self.path = path
-        exists = tables.STORE.exists(path)
+        exists = STORE.exists(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = tables.lock(path)
-        self._closed = False
         self._reading = threading.Lock()
         self._writing = threading.Lock()
-        try:
+        with ExitStack() as opened:
+            opened.callback(tables.lock(path).release)
             with self._explained("opened"):
                 if exists:
                     self._check_tables()
                 else:
-                    tables.STORE.create(path)
-                self._writer = tables.STORE.connect(path, synchronous=synchronous)
-                self._reader = tables.STORE.connect(path, read_only=True)
-        except BaseException:
-            self._lock.release()
-            raise
+                    STORE.create(path)
+                self._writer = opened.enter_context(closing(STORE.connect(path, synchronous=synchronous)))
+                self._reader = opened.enter_context(closing(STORE.connect(path, read_only=True)))
+                self._check_bytes()
+                self._marks = opened.enter_context(closing(HighWaterFile(marks_path(path))))
+                self._agree()
+            self._opened = opened.pop_all()
 
     def _check_tables(self) -> None:
-        connection = tables.STORE.connect(self.path, read_only=True)
+        connection = STORE.connect(self.path, read_only=True)
         try:
             tables.check_tables(connection, self.path)
         finally:
             connection.close()
+
+    def _check_bytes(self) -> None:
+        """Raises :class:`DamagedFiles` for pages that do not fit together, and payloads that are not those that came.
+        Takes about 5 s for 1 GB; of a large store only a part is checked."""
+        deadline = time.monotonic() + CHECK_SECONDS_MAX
+        self._reader.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_STEPS)
+        try:
+            without_payloads = ("meta", "counters", *(table for table, _, _ in _ROLLED), "pool", "tasks")
+            for which in ("1",) if self.path.stat().st_size <= CHECK_BYTES_MAX else without_payloads:
+                found = self._reader.execute(f"PRAGMA quick_check({which})").fetchone()[0]
+                if found != "ok":
+                    raise self._damaged(" ".join(str(found).split()))
+            for row_id, crc, *frames in self._reader.execute(
+                "SELECT row_id, crc, header, token_ids, logprobs, spans FROM payloads"
+            ):
+                if checksum(frames) != crc:
+                    raise self._damaged(f"the payload of trajectory row {row_id} is not the one that came")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+                raise
+            log.info("%s is large: some payloads are not checked before they are read", self.path)
+        finally:
+            self._reader.set_progress_handler(None, 0)
+
+    def _damaged(self, what: str) -> DamagedFiles:
+        return DamagedFiles(f"the replay store {self.path} is damaged ({what}). Restore a copy of it. {STORE.remedy}")
+
+    def _agree(self) -> None:
+        """Compare the store with the file beside it; from here on no id is used that may have been used before."""
+        meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
+        name = bytes.fromhex(meta["store"]) if "store" in meta else None
+        self._transactions = int(meta.get("transactions", 0))
+        groups, rows = int(meta.get("next_group", 0)), self._next_row_id(meta)
+        known = self._marks.mark
+        if known is None:
+            if self._transactions:
+                log.warning("%s is missing: whether %s is the newest store of the run cannot be told",
+                            self._marks.path, self.path)  # fmt: skip
+            known = Mark(name or os.urandom(16), self._transactions, groups, rows)
+        lost = known.transactions - self._transactions if name in (None, known.store) else known.transactions
+        if lost > 0:
+            log.error(
+                "the replay store %s went back: it lacks the last %d transactions of %d (its -wal is lost, or it is an "
+                "older copy). New groups start at g%06d; groups that may have been trained since are given up",
+                self.path, lost, known.transactions, max(groups, known.groups),
+            )  # fmt: skip
+            self._transactions = known.transactions
+        if name != known.store or lost > 0:
+            groups, rows = max(groups, known.groups), max(rows, known.rows)
+            given = {"store": known.store.hex(), "transactions": self._transactions, "next_group": groups}
+            given |= {"next_row_id": rows, LOST: max(lost, 0)}
+            self._writer.execute("BEGIN IMMEDIATE")
+            self._writer.executemany(_META, ((key, orjson.dumps(value)) for key, value in given.items()))
+            self._writer.execute("COMMIT")
+        self._marks.set(replace(known, transactions=self._transactions))
+        self._marks.reserve(groups, rows)
+
+    def _next_row_id(self, meta: Mapping[str, Any]) -> int:
+        found = self._writer.execute("SELECT coalesce(max(row_id) + 1, 0) FROM trajectories").fetchone()[0]
+        return max(int(found), int(meta.get("next_row_id", 0)))
 
     def __enter__(self) -> ReplayStore:
         return self
@@ -87,11 +197,7 @@ class ReplayStore:
 
     def close(self) -> None:
         """Harmless when done already."""
-        if not self._closed:
-            self._closed = True
-            self._reader.close()
-            self._writer.close()
-            self._lock.release()
+        self._opened.close()
 
     def load(self) -> Snapshot:
         """State that the stage starts from."""
@@ -108,12 +214,13 @@ class ReplayStore:
                 read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (row_id) ORDER BY p.saved"),
             )  # fmt: skip
             meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
-            next_row_id = read("SELECT coalesce(max(row_id) + 1, 0) FROM trajectories").fetchone()[0]
-            return build(rows, meta, dict(read("SELECT name, value FROM counters")), next_row_id)
+            return build(rows, meta, dict(read("SELECT name, value FROM counters")), self._next_row_id(meta))
 
     def commit(self, changes: Changes) -> None:
         """Write one round; when this returns it is as durable as ``replay.synchronous`` says."""
         with self._writing, self._explained("written"):
+            rows = max((row[0] for row in changes.trajectories), default=-1) + 1
+            self._marks.reserve(changes.meta.get("next_group", 0), rows)
             many = self._writer.executemany
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -123,8 +230,8 @@ class ReplayStore:
                 many(_TRAJECTORY, changes.trajectories)
                 many(_SAMPLED, ((row_id,) for row_id in changes.sampled))
                 many(
-                    "INSERT INTO payloads VALUES (?,?,?,?,?)",
-                    ((row_id, *frames) for row_id, frames in changes.payloads),
+                    "INSERT INTO payloads VALUES (?,?,?,?,?,?)",
+                    ((row_id, *frames, checksum(frames)) for row_id, frames in changes.payloads),
                 )
                 many("DELETE FROM payloads WHERE row_id = ?", ((row_id,) for row_id in changes.forgotten_payloads))
                 many("UPDATE groups SET kept = 0 WHERE group_number = ?", ((n,) for n in changes.forgotten_groups))
@@ -132,29 +239,50 @@ class ReplayStore:
                 many("DELETE FROM pool WHERE row_id = ?", ((row_id,) for row_id in changes.left_pool))
                 many(_TASK, changes.tasks)
                 many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
-                many(
-                    "INSERT OR REPLACE INTO meta VALUES (?,?)", ((k, orjson.dumps(v)) for k, v in changes.meta.items())
-                )
+                meta = {**changes.meta, "transactions": self._transactions + 1}
+                many(_META, ((key, orjson.dumps(value)) for key, value in meta.items()))
                 many("INSERT OR REPLACE INTO counters VALUES (?,?)", changes.counters.items())
+                if ROLLED_BELOW in changes.meta:
+                    self._roll_up(changes.meta[ROLLED_BELOW])
                 self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
+            self._transactions += 1
+            self._marks.written(self._transactions)
+
+    def _roll_up(self, below: int) -> None:
+        """Add rows of groups with smaller numbers to the totals, delete them, and give pages back to the disk."""
+        run = self._writer.execute
+        for table, state, which in _ROLLED:
+            kind = "replays" if table == "group_replays" else table
+            run(
+                f"INSERT INTO rolled_up SELECT '{kind}.' || {state}, count(*) FROM {table} WHERE group_number < ? "
+                f"{which} GROUP BY 1 ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+                (below,),
+            )
+            run(f"DELETE FROM {table} WHERE group_number < ? {which.replace('AND chosen = 1', '')}", (below,))
+        free, pages = (run(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_count"))
+        if free > pages // 4:
+            run(f"PRAGMA incremental_vacuum({min(free, _VACUUM_PAGES)})").fetchall()
 
     def payloads(self, row_ids: Iterable[int]) -> dict[int, Frames]:
-        """Frames of stored trajectories, as they came, by ``row_id``; those that were forgotten are left out."""
-        query = "SELECT header, token_ids, logprobs, spans FROM payloads WHERE row_id = ?"
+        """Frames of stored trajectories, as they came, by ``row_id``; those that were forgotten are left out. Raises
+        :class:`DamagedFiles` for others than came."""
+        query = "SELECT crc, header, token_ids, logprobs, spans FROM payloads WHERE row_id = ?"
         with self._reading, self._explained("read"):
             found = {row_id: self._reader.execute(query, (row_id,)).fetchone() for row_id in row_ids}
-        return {row_id: tuple(row) for row_id, row in found.items() if row is not None}
+        for row_id, row in found.items():
+            if row is not None and checksum(row[1:]) != row[0]:
+                raise self._damaged(f"the payload of trajectory row {row_id} is not the one that came")
+        return {row_id: tuple(row[1:]) for row_id, row in found.items() if row is not None}
 
     @contextmanager
     def _explained(self, done: str) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
-            raise StoreError(
-                f"the replay store {self.path} could not be {done}: {error}. If the disk is full, free some and start "
-                "again; if the file is damaged, move it away to start with an empty store"
-            ) from error
+        except (sqlite3.Error, OSError) as error:
+            if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise self._damaged(str(error)) from error
+            raise StoreError(f"the replay store {self.path} could not be {done}: {error}. {STORE.remedy}") from error

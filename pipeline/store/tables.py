@@ -10,6 +10,7 @@ from pipeline.runtime.rundir import FileLock
 from pipeline.store.sqlite import Database
 
 TABLES = """
+CREATE TABLE rolled_up (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -41,7 +42,7 @@ CREATE TABLE trajectories (
 CREATE UNIQUE INDEX trajectories_id ON trajectories (group_number, slot, serial);
 CREATE TABLE payloads (
     row_id INTEGER PRIMARY KEY, header BLOB NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
-    spans BLOB NOT NULL
+    spans BLOB NOT NULL, crc INTEGER NOT NULL
 );
 CREATE TABLE pool (
     row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, saved INTEGER NOT NULL,
@@ -52,7 +53,7 @@ CREATE TABLE tasks (
     visits INTEGER NOT NULL, history BLOB NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=3, tables=TABLES)
+STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=4, tables=TABLES)
 """Its application id is ``AFRP``."""
 
 

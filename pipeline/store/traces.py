@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import StoreError, WireError
+from pipeline.runtime.disk_wait import whole_or_nothing
 from pipeline.transport import frames
 from pipeline.transport.protocol import Buffer, Frames
 
@@ -151,7 +152,8 @@ class TraceWriter:
     """Appends traces under one name. Used by one thread at a time; nothing is synced: traces are for looking at.
 
     Opening it drops what is of updates from ``updates`` on (they will be made again) and a record that is not whole.
-    Raises :class:`OSError` where the disk refuses.
+    Raises :class:`OSError` where the disk refuses. A trace that found the disk full is left out (:meth:`append` may be
+    called again).
     """
 
     def __init__(self, directory: Path, name: str, bytes_max: int, updates: int | None = None) -> None:
@@ -168,19 +170,25 @@ class TraceWriter:
         self._size = os.fstat(self._fd).st_size
 
     def append(self, index: Mapping[str, Any], payload: Frames, seen: SeenTokens | None, update: int = -1) -> None:
-        """Write one trace whole. ``index`` holds JSON: ``trajectory_id`` and what a list shows."""
+        """Write one trace, whole or not at all. ``index`` holds JSON: ``trajectory_id`` and what a list shows."""
         if self._size > self._file_bytes_max:
             self._next()
         parts = [*payload, *(seen.pack() if seen is not None else ())]
-        self._size += frames.write(self._fd, frames.pack({**index, "update": update}, parts, level=_LEVEL))
+        with whole_or_nothing(self._fd):
+            self._size += frames.write(self._fd, frames.pack({**index, "update": update}, parts, level=_LEVEL))
 
     def close(self) -> None:
         os.close(self._fd)
 
     def _next(self) -> None:
-        os.close(self._fd)
         self._number += 1
-        self._fd = self._open()
+        try:
+            following = self._open()
+        except OSError:
+            self._number -= 1
+            raise
+        os.close(self._fd)
+        self._fd = following
         self._size = os.fstat(self._fd).st_size
         for number in _numbers(self._directory, self._name)[:-FILES]:
             _path(self._directory, self._name, number).unlink(missing_ok=True)
@@ -188,11 +196,15 @@ class TraceWriter:
     def _open(self) -> int:
         path = _path(self._directory, self._name, self._number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if os.fstat(fd).st_size < len(KIND.magic):
-            os.ftruncate(fd, 0)
-            os.write(fd, KIND.magic)
-        else:
-            os.ftruncate(fd, _end(list(_scan(path))))
+        try:
+            if os.fstat(fd).st_size < len(KIND.magic):
+                os.ftruncate(fd, 0)
+                frames.write(fd, [KIND.magic])
+            else:
+                os.ftruncate(fd, _end(list(_scan(path))))
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
 

@@ -29,12 +29,13 @@ from pipeline.cli.viewer.progress import Line, read_lines
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, StoreError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
+from pipeline.runtime.disk_wait import size
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store import tables
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import store_path
-from pipeline.supervisor.disk import disk_usage, size
+from pipeline.supervisor.disk import disk_usage
 from pipeline.supervisor.run import RunIsAlive, run_lock
 
 LOOK_SECONDS = 0.5

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.cli.viewer.progress import Line
 from pipeline.config import RunConfig
+from pipeline.runtime.disk_wait import size
 from pipeline.runtime.rundir import RunDirectory
 
 KINDS = {
@@ -90,17 +91,3 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
             path = Path(folder) / name
             first = path.relative_to(root).parts[0]
             yield next((kind for kind in KINDS if first == kind or first.startswith(f"{kind}-")), OTHER), path
-
-
-def size(n_bytes: int) -> str:
-    """``812 MB``; 1 MB is 10^6 bytes.
-
-    >>> [size(n) for n in (0, 999, 1_500, 269_100_000, 1_640_000_000)]
-    ['0 B', '999 B', '2 kB', '269 MB', '1.64 GB']
-    """
-    if n_bytes >= 10**9:
-        return f"{n_bytes / 10**9:.2f} GB"
-    for unit, factor in (("MB", 10**6), ("kB", 10**3)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:.0f} {unit}"
-    return f"{n_bytes} B"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -147,7 +148,8 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line with the time of the run."""
         self._printed_at = time.monotonic()
-        self.console.print(Text(f"{clock(time.monotonic() - self._started_at)}  {text}"), soft_wrap=True)
+        with suppress(OSError):  # the disk of the console's file is full
+            self.console.print(Text(f"{clock(time.monotonic() - self._started_at)}  {text}"), soft_wrap=True)
 
     def progress(self, line: Line) -> None:
         """Show a step of the learner."""

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import anyio
 import orjson
@@ -27,6 +28,7 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
+from pipeline.runtime.disk_wait import unless_full, wait_for_room
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
@@ -54,15 +56,16 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     try:
         lock = FileLock(directory.lock_file, f"{directory.path} is locked")
     except StoreError as error:
-        holder = read_json(directory.lock_file) or {}
+        known = read_json(directory.lock_file) or {}
         raise RunIsAlive(
-            f"{directory.path} is in use by a run that is alive (supervisor pid {holder.get('pid', 'unknown')}). "
+            f"{directory.path} is in use by a run that is alive (supervisor pid {known.get('pid', 'unknown')}). "
             "Stop that run (Ctrl-C), or give this one another name: --set run.name=NAME"
         ) from error
     try:
         if mark:
             os.ftruncate(lock.descriptor, 0)
-            os.write(lock.descriptor, orjson.dumps({"pid": os.getpid(), "started_at": time.time()}))
+            holder = orjson.dumps({"pid": os.getpid(), "started_at": time.time()})
+            unless_full(partial(os.write, lock.descriptor, holder), directory.path)
         yield lock.descriptor
     finally:
         lock.release()
@@ -104,8 +107,9 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
         with run_lock(directory) as lock:
             prepare_directory(directory, config.run.resume, fresh)
             config = resolve(config)
-            directory.create()
-            write_bytes_atomically(directory.config_file, dump(config).encode())
+            wait_for_room(directory.create, directory.path, "the run directory")
+            write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
+            wait_for_room(write, directory.config_file, "the run file")
             with OrphanReaper(keep_open=(lock,)) as reaper:
                 return supervise(config, specs_of(config, directory), directory, reaper, console)
     except RunIsAlive as error:
@@ -135,7 +139,7 @@ def supervise(
         tail_now.read()
         return reached(tail_now.last, config.run.total_steps)
 
-    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done)
+    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done, section.log_bytes_max)
     started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
@@ -191,10 +195,20 @@ def _print_result(
     if finished and (results := read_results(directory.evaluations_file)):
         console.print(describe_evaluation(results[-1]), soft_wrap=True)
     if finished and directory.metrics_file.exists():
-        problem = draw(directory.metrics_file, directory.curves_file)
+        problem = _draw(directory)
         console.print(f"curves {problem or directory.curves_file}", soft_wrap=True)
     elif directory.metrics_file.exists():
         console.print(f"draw the curves with: afterplay plot {_short(directory)}", soft_wrap=True)
+
+
+def _draw(directory: RunDirectory) -> str | None:
+    """Draw the curves; the reason if that was not possible."""
+    curves = directory.curves_file
+    try:
+        return draw(directory.metrics_file, curves)
+    except OSError as error:
+        curves.unlink(missing_ok=True)
+        return f"not drawn: {error}. Draw them with: afterplay plot {_short(directory)}"
 
 
 def _short(directory: RunDirectory) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import anyio
 import anyio.abc
@@ -14,6 +18,7 @@ import anyio.to_thread
 
 from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
+from pipeline.runtime.disk_wait import free_bytes, size, unless_full, when_room
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
@@ -37,6 +42,7 @@ class Supervisor:
         directory: RunDirectory,
         reaper: OrphanReaper,
         work_done: Callable[[], bool] = lambda: True,
+        log_bytes_max: int = 64 * 1024 * 1024,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self.machine = Machine([spec.rule for spec in self._specs.values()], limits)
@@ -44,10 +50,13 @@ class Supervisor:
         self._directory = directory
         self._reaper = reaper
         self._work_done = work_done
+        self._log_bytes_max = log_bytes_max
         self._children: dict[str, ChildGroup] = {}
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
+        self._disk_full = False
+        """``processes.json`` could not be written the last time."""
 
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
         """Start, watch and drain. Returns when no process is left; when cancelled, all are killed."""
@@ -109,8 +118,8 @@ class Supervisor:
     async def _run_process(self, spec: ProcessSpec) -> None:
         """Start one process and wait for its end."""
         state = self.machine.processes[spec.name]
-        self._directory.log_file(spec.name).parent.mkdir(parents=True, exist_ok=True)
-        with self._directory.log_file(spec.name).open("ab") as output:
+        log_file = self._directory.log_file(spec.name)
+        with await when_room(partial(_open_log, log_file), log_file, f"the log of {spec.name}") as output:
             child = ChildGroup(
                 spec.command, self._reaper, environment=child_environment(spec.environment), output=output
             )
@@ -144,7 +153,12 @@ class Supervisor:
                     if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
                         group.start_soon(self._probe, name, process.pid)
             self._write_states()
+            await anyio.to_thread.run_sync(self._bound_logs)
             await anyio.sleep(PROBE_EVERY_SECONDS)
+
+    def _bound_logs(self) -> None:
+        for name in self._specs:
+            bound_log(self._directory.log_file(name), self._log_bytes_max)
 
     async def _probe(self, name: str, pid: int) -> None:
         url = self._specs[name].health_url or health_url(self._directory, name, pid)
@@ -201,7 +215,30 @@ class Supervisor:
                 "waiting_for": answer.waiting_for if answer else "",
                 "progress_age_seconds": answer.progress_age_seconds if answer else None,
             }
-        write_json_atomically(self._directory.processes_file, states)
+        path = self._directory.processes_file
+        full = not unless_full(partial(write_json_atomically, path, states), path)
+        if full and not self._disk_full and self._display is not None:
+            self._display.say(f"waiting for disk: {path.parent} has {size(free_bytes(path))} free")
+        self._disk_full = full
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")
+
+
+def bound_log(path: Path, bytes_max: int) -> None:
+    """Copy a log that is larger to ``PATH.1`` and empty it. Its process keeps the file open for appending, so it cannot
+    be renamed; lines that are written between the two steps are lost."""
+    try:
+        if path.stat().st_size <= bytes_max:
+            return
+        older = path.with_name(path.name + ".1")
+        if not unless_full(partial(shutil.copyfile, path, older), path):
+            older.unlink(missing_ok=True)
+        os.truncate(path, 0)
+    except FileNotFoundError:
+        return
 
 
 def _why_ended(process: Process, code: int) -> str:

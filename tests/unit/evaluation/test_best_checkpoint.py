@@ -125,7 +125,7 @@ async def test_the_best_takes_its_place_as_soon_as_its_checkpoint_is_reported_du
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
             async with writer.slot(10) as submit:
-                submit(SimpleNamespace(updates=10))  # type: ignore[arg-type]
+                submit(SimpleNamespace(updates=10, shards=None, n_bytes=0))  # type: ignore[arg-type]
             await writer.idle()
             tasks.cancel_scope.cancel()
     assert kept_at_report == [True]

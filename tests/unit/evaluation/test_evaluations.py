@@ -119,7 +119,9 @@ def test_a_result_names_the_weights_and_the_versions_that_sampled_it(stage: Stag
     stage.version(0, 0)
     first, second = stage.evaluating()
     stage.answer(first, 0, reward=1.0)
+    stage.version(1, 0)
     stage.answer(second, 1, reward=0.0, status=TrajectoryStatus.TRUNCATED)
+    stage.version(2, 0)
     stage.answer_all(2, reward=1.0)
     (result,) = stage.results
     assert (result["updates"], result["policy_version"], result["versions"]) == (0, 0, [0, 2])

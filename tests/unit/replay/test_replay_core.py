@@ -340,12 +340,12 @@ def test_the_run_ends_after_its_updates() -> None:
 
 @pytest.mark.parametrize("late", ["train", "drop"])
 def test_a_late_group_is_counted_and_trained_or_dropped(late: str) -> None:
-    stage = started(staleness={"max": 0, "late": late})
-    stage.core.peer_down("learner", left=False)
-    stage.learner(session="t", updates=5, version=7)
+    stage = Stage(staleness={"max": 0, "late": late})
+    stage.actor()
+    stage.learner(version=4)
     old = [o for o in stage.orders() if o.group_id in ("g000000", "g000001")]
     for order in old:
-        stage.answer(order)
+        stage.answer(order, version=3)
     planned = [g for g in ids(stage.sent, Kind.PLAN) if g in ("g000000", "g000001")]
     ledger = stage.ledger()
     assert ledger.trajectories["late"] == 4

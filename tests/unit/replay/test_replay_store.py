@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
+from pipeline.runtime import disk_wait
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.core import StageCore
 from pipeline.store.ledger import Count, read_ledger
@@ -143,7 +145,7 @@ def scribbled(path: Path) -> None:
         (changed("ALTER TABLE tasks ADD COLUMN mood TEXT"), "expected tasks with .* has the columns .*mood"),
         (changed("DROP TABLE group_replays", "CREATE TABLE group_replays (x)"), "expected group_replays with"),
         (cut_off, "cut off"),
-        (scribbled, "could not be"),
+        (scribbled, "is damaged"),
     ],
 )
 def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, says: str) -> None:
@@ -185,7 +187,7 @@ def test_a_failed_commit_changes_nothing(tmp_path: Path) -> None:
         store.commit(core.collect()[0])
         core.journal.count(Count.ORDERS_ISSUED)
         changes = core.collect()[0]
-        changes.payloads.append((1, ("no", "bytes")))  # type: ignore[arg-type]
+        changes.payloads.append((1, (b"too", b"few")))
         with pytest.raises(StoreError):
             store.commit(changes)
         assert store.load().counters == {"orders.issued": 1}
@@ -210,3 +212,29 @@ def test_the_store_is_in_the_run_directory_or_where_the_run_file_says(tmp_path: 
     assert store_path(RunConfig(), directory) == directory.store_file == tmp_path / "replay.sqlite"
     elsewhere = RunConfig.model_validate({"replay": {"store": str(tmp_path / "x" / "mine.db")}})
     assert store_path(elsewhere, directory) == tmp_path / "x" / "mine.db"
+
+
+def test_a_transaction_that_finds_the_disk_full_is_written_once_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_wait, "RETRY_SECONDS", 0.001)
+    core = StageCore(RunConfig())
+    with ReplayStore(tmp_path / "s.sqlite") as store:
+        core.journal.count(Count.ORDERS_ISSUED, 3)
+        changes = core.collect()[0]
+        changes.payloads.append((1, (bytes(100_000), b"", b"", b"")))
+        limit = store._writer.execute("PRAGMA max_page_count = 1").fetchone()[0]
+        attempts = 0
+
+        def commit() -> None:
+            nonlocal attempts
+            attempts += 1
+            if attempts == 3:
+                assert read_ledger(store.path).orders == {}
+                store._writer.execute(f"PRAGMA max_page_count = {limit + 100}")
+            store.commit(changes)
+
+        anyio.run(disk_wait.when_room, commit, store.path, "the replay store", changes.n_bytes)
+        assert attempts == 3
+        assert store.load().counters == {"orders.issued": 3}
+        assert store.payloads([1]) == {1: (bytes(100_000), b"", b"", b"")}

@@ -15,6 +15,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Failure, FinishReason, Message, Task, Timings, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema.tokens import VersionSpan
 from pipeline.store import tables
+from pipeline.store.store import checksum
 from pipeline.store.traces import Flag, SeenTokens, TraceWriter
 from pipeline.transport.codec import encode_trajectory
 
@@ -170,7 +171,7 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
                 2.0, "actor-0", sum(map(len, map(bytes, frames))), failure, 0.5, 1, 0, None,
             )  # fmt: skip
             if r.stored:
-                _insert(run, "INSERT INTO payloads", row, *(bytes(f) for f in frames))
+                _insert(run, "INSERT INTO payloads", row, *map(bytes, frames), checksum(frames))
             for step in r.replays:
                 replay_group += 1
                 _insert(

@@ -9,6 +9,7 @@ from pipeline.store.journal import UntrainedRollout
 from pipeline.store.traces import TraceWriter, scan_traces, trace_files
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from pipeline.transport.protocol import Kind, WireMessage
+from tests.support.full_disk import full_writes
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import started
 from tests.unit.show.making import Rollout, trajectory_of
@@ -37,19 +38,30 @@ def test_failures_are_kept_in_the_order_they_came(tmp_path):
     assert found == [("failed-00000000.traces", "g000000.0.0"), ("failed-00000000.traces", "g000000.1.0")]
 
 
-def test_a_disk_that_refuses_is_said_once_and_switched_off_writes_nothing(tmp_path, caplog):
-    class Full(TraceWriter):
+def test_a_disk_that_fails_is_said_once_and_switched_off_writes_nothing(tmp_path, caplog):
+    class Broken(TraceWriter):
         def append(self, *args, **kwargs):
-            raise OSError(28, "No space left on device")
+            raise OSError(5, "Input/output error")
 
-    traces = UntrainedTraces(Full(tmp_path, "failed", 1 << 20))
+    traces = UntrainedTraces(Broken(tmp_path, "failed", 1 << 20))
     with caplog.at_level(logging.WARNING):
         traces.keep([untrained()])
         traces.keep([untrained()])
-    assert caplog.text.count("No space left") == 1
+    assert caplog.text.count("Input/output error") == 1
     with untrained_traces(TracesConfig(failed=False), tmp_path / "off") as off:
         off.keep([untrained()])
     assert not (tmp_path / "off").exists()
+
+
+def test_traces_are_left_out_while_the_disk_is_full_and_written_again_afterwards(tmp_path, monkeypatch, caplog):
+    traces = UntrainedTraces(TraceWriter(tmp_path, "failed", 1 << 20))
+    traces.keep([untrained("g000001.0.0")])
+    with full_writes(monkeypatch, bytes_left=10), caplog.at_level(logging.WARNING):
+        traces.keep([untrained("g000002.0.0"), untrained("g000003.0.0")])
+    traces.keep([untrained("g000004.0.0")])
+    traces.close()
+    assert [e.trajectory_id for e in scan_traces(trace_files(tmp_path))] == ["g000001.0.0", "g000004.0.0"]
+    assert caplog.text.count("No space left") == 1
 
 
 def test_evaluated_rollouts_have_files_of_their_own_where_the_stage_evaluates(tmp_path):

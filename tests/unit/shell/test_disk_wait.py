@@ -1,0 +1,220 @@
+"""A write that finds the disk full is tried again until there is room, and leaves nothing behind meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from learner.recorder import MetricsLog
+from pipeline.config import RunConfig
+from pipeline.runtime import disk_wait
+from pipeline.runtime.atomic_folder import atomic_folder
+from pipeline.runtime.children import OrphanReaper
+from pipeline.runtime.disk_budget import DiskBudget
+from pipeline.runtime.disk_wait import is_full, shortage, when_room
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.store.evaluation_results import read_results, write_results
+from pipeline.supervisor import shell
+from pipeline.supervisor.restarts import RestartLimits
+from pipeline.supervisor.shell import bound_log
+from pipeline.transport.protocol import Kind
+from tests.support.full_disk import full_writes
+from tests.unit.replay.test_replay_core import started
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_wait, "RETRY_SECONDS", 0.001)
+
+
+def failing(times: int, error: Exception = FULL) -> Callable[..., int]:
+    """An operation that fails so often; then it returns how often it was called."""
+    calls = 0
+
+    def operation(*_: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls <= times:
+            raise error
+        return calls
+
+    return operation
+
+
+def test_an_operation_is_tried_again_until_there_is_room(tmp_path: Path) -> None:
+    assert anyio.run(when_room, failing(3), tmp_path, "a file") == 4
+    assert disk_wait.wait_for_room(failing(3), tmp_path, "a file") == 4
+    assert shortage() is None
+
+
+def test_an_error_that_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None:
+    for error in (OSError(errno.EIO, "Input/output error"), ValueError("no")):
+        with pytest.raises(type(error)):
+            anyio.run(when_room, failing(1, error), tmp_path, "a file")
+
+
+def test_quotas_and_libraries_count_as_full_whatever_they_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_full(OSError(errno.EDQUOT, "Disk quota exceeded"), tmp_path)
+    assert is_full(Exception("I/O error: No space left on device (os error 28)"), tmp_path)
+    error = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    assert not is_full(error, tmp_path)
+    monkeypatch.setattr(disk_wait, "free_bytes", lambda where: 0)
+    assert is_full(error, tmp_path)
+    with pytest.raises(OSError, match="No space left"), atomic_folder(tmp_path / "weights"):
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_role_that_waits_for_disk_says_what_is_missing_where_and_is_healthy(tmp_path: Path) -> None:
+    ctx = RoleContext("replay", 0, RunConfig.model_validate({"environments": {"a": {}}}))
+    ctx.report("serving")
+    said = []
+
+    def operation() -> None:
+        said.append(ctx.health())
+        if len(said) < 3:
+            raise FULL
+
+    anyio.run(when_room, operation, tmp_path, "the checkpoint of step 7", 2_000_000)
+    assert [ready for ready, _ in said] == [True] * 3
+    assert said[2][1]["state"] == "waiting for disk"
+    assert said[2][1]["waiting_for"].startswith(f"the checkpoint of step 7 needs 2 MB on {tmp_path}, which has")
+    assert ctx.health()[1]["state"] == "serving"
+
+
+def test_a_wait_for_disk_ends_when_it_is_cancelled(tmp_path: Path) -> None:
+    async def stop() -> None:
+        with anyio.move_on_after(0.01) as scope:
+            await when_room(failing(10**9), tmp_path, "a file")
+        assert scope.cancelled_caught
+
+    anyio.run(stop)
+    assert shortage() is None
+
+
+@pytest.mark.parametrize("bytes_left", [0, 1, 7])
+def test_a_line_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_left: int
+) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl", 0) as log:
+        log.write({"step": 1})
+        with full_writes(monkeypatch, bytes_left), pytest.raises(OSError, match="No space left"):
+            log.write({"step": 2})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":1}\n'
+        log.write({"step": 2})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":1}\n{"step":2}\n'
+    path = tmp_path / "evaluations.jsonl"
+    write = partial(write_results, path, [{"evaluation": 0, "score": 1.0}])
+    with full_writes(monkeypatch, bytes_left), pytest.raises(OSError, match="No space left"):
+        write()
+    assert path.read_bytes() == b""
+    write()
+    assert len(read_results(path)) == 1
+
+
+def test_a_log_is_emptied_at_its_bound_and_its_process_continues_in_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "actor-0.log"
+    with path.open("ab", buffering=0) as log:
+        for number in range(1000):
+            log.write(b"line %04d\n" % number)
+            bound_log(path, 500)
+    older = (tmp_path / "actor-0.log.1").read_bytes()
+    assert path.stat().st_size <= 510 and len(older) <= 510
+    assert (older + path.read_bytes()).endswith(b"line 0998\nline 0999\n")
+    assert b"\0" not in path.read_bytes()
+    bound_log(tmp_path / "missing.log", 500)
+
+
+def test_a_full_disk_empties_a_log_without_its_older_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "replay.log"
+    path.write_bytes(bytes(1000))
+
+    def full(*_: object) -> None:
+        raise FULL
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    bound_log(path, 500)
+    assert path.stat().st_size == 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def filled(directory: RunDirectory) -> None:
+    """Of 1000 bytes each: a model, three files of traces, a log and its older half."""
+    names = [*(f"traces/failed-{n:08d}.traces" for n in range(3)), "logs/replay.log", "logs/replay.log.1", "model/w"]
+    for name in names:
+        path = directory.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1000))
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "left", "exceeded"),
+    [(None, 6, False), (6000, 6, False), (5000, 5, False), (3500, 3, False), (2000, 3, True)],
+)
+def test_a_directory_over_its_budget_gives_up_what_may_go_and_then_pauses(
+    tmp_path: Path, bytes_max: int | None, left: int, exceeded: bool
+) -> None:
+    directory = RunDirectory(tmp_path)
+    filled(directory)
+    budget = DiskBudget(directory, bytes_max)
+    budget.look()
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert len(files) == left
+    assert {"logs/replay.log", "model/w", "traces/failed-00000002.traces"} <= set(files)
+    assert bool(budget.exceeded) is exceeded
+    assert budget.used == 1000 * left
+    if exceeded:
+        assert "run.disk_bytes_max" in budget.exceeded and "3 kB of 2 kB" in budget.exceeded
+        (tmp_path / "model" / "w").write_bytes(b"")
+        budget.look()
+        assert budget.exceeded, "the directory has as much as its budget: not yet"
+        (tmp_path / "logs" / "replay.log").write_bytes(b"")
+        budget.look()
+        assert not budget.exceeded
+
+
+def test_no_group_is_admitted_while_the_budget_is_exceeded_and_open_ones_are_finished() -> None:
+    stage = started()
+    planned = stage.ledger().groups["planned"]
+    stage.core.groups.paused = "room below run.disk_bytes_max"
+    stage.answer_all()
+    stage.round()
+    groups = {s.header["group_id"] for s in stage.sent if s.kind is Kind.PLAN and s.header["update"] == 0}
+    stage.tell(Kind.CONSUMED, update=0, group_ids=sorted(groups))
+    stage.tell(Kind.VERSION, policy_version=1, updates=1)
+    stage.round()
+    assert stage.ledger().groups["planned"] == planned
+    assert stage.ledger().groups["trained"] == len(groups) == 2
+    assert stage.ledger().orders["in_flight"] == 0
+    stage.core.groups.paused = ""
+    stage.round()
+    assert stage.ledger().groups["planned"] == planned + 2
+
+
+def test_the_supervisor_continues_without_its_status_file_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    supervisor = shell.Supervisor([], RestartLimits(), RunDirectory(tmp_path), OrphanReaper())
+    supervisor._display = SimpleNamespace(say=said.append)  # type: ignore[assignment]
+    monkeypatch.setattr(shell, "write_json_atomically", failing(2))
+    for _ in range(3):
+        supervisor._write_states()
+    assert len(said) == 1 and said[0].startswith(f"waiting for disk: {tmp_path} has")
+    monkeypatch.setattr(shell, "write_json_atomically", failing(1, OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        supervisor._write_states()
