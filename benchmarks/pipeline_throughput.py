@@ -35,7 +35,7 @@ from pipeline.transport import protocol
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import EventKind, Kind
-from pipeline.transport.zeromq import open_link
+from pipeline.transport.open import open_link
 
 GROUPS, ROLLOUTS, SLOTS = 32, 8, 1024
 

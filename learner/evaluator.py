@@ -17,7 +17,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import read_json
 from pipeline.transport.protocol import Link
-from pipeline.transport.zeromq import limits_of, open_link
+from pipeline.transport.open import limits_of, open_link
 
 
 async def main(ctx: RoleContext) -> None:

@@ -5,22 +5,24 @@ Its state of the connections (greetings, departures, invalid messages) is pure a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import anyio
 import anyio.lowlevel
 
-from pipeline.errors import AfterplayError, LimitExceeded, PeerGone, SchemaError, TransportClosed, WireError
+from pipeline.errors import AfterplayError, HandshakeFailed, LimitExceeded, PeerGone, SchemaError, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
 from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, HubWire, Mailbox, Silence
 from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.protocol import Buffer, Event, EventKind, Kind, Limits, TransportStatistics, WireMessage
+from pipeline.transport.protocol import Buffer, Event, EventKind, Fault, Kind, Limits, TransportStatistics, WireMessage
 
 _DROPPED_MAX = 4096
+_FAULTS_MAX = 8
+"""Invalid messages of one connection, before it is cut."""
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class Reaction:
     reply: WireMessage | None = None
     replaced: Peer | None = None
     """An older connection under the same name; tell it and forget it."""
+    cut: bool = False
+    """Close the connection that the message came from."""
 
 
 _NOTHING = Reaction()
@@ -47,10 +51,15 @@ _NOTHING = Reaction()
 
 @dataclass(slots=True)
 class Peers:
-    """Maps connections to the names given in HELLO. Each name has at most one connection, each connection one name."""
+    """Maps connections to the names given in HELLO. Each name has at most one connection, each connection one name.
+
+    ``identity`` is the name that a connection's key belongs to; None: any name may be taken.
+    """
 
     limits: Limits
+    identity: Callable[[bytes], str | None] = lambda connection: None
     counters: TransportStatistics = field(default_factory=TransportStatistics)
+    _faults: Counter[bytes] = field(default_factory=Counter)
     _by_connection: dict[bytes, Peer] = field(default_factory=dict)
     _by_name: dict[str, Peer] = field(default_factory=dict)
     _dropped: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -69,13 +78,15 @@ class Peers:
     def of(self, connection: bytes) -> Peer | None:
         return self._by_connection.get(connection)
 
-    def accept(self, connection: bytes, frames: list[Buffer]) -> Reaction:
+    def accept(self, connection: bytes, frames: list[Buffer] | WireError) -> Reaction:
         """Classify one incoming multipart message."""
         peer = self._by_connection.get(connection)
+        if isinstance(frames, WireError):
+            return self._corrupt(peer, connection, str(frames), _fault_of(frames), cut=True)
         try:
             message = decode_message(frames, self.limits)
         except WireError as error:
-            return self._corrupt(peer, connection, str(error))
+            return self._corrupt(peer, connection, str(error), _fault_of(error))
         if message.kind is Kind.HELLO:
             return self._hello(peer, connection, message)
         if peer is None:
@@ -120,10 +131,13 @@ class Peers:
             require_id("the name in HELLO", name)
             _require_our_schema(message.header)
         except AfterplayError as error:
-            answer = self._corrupt(peer, connection, str(error))
-            answer.reply = WireMessage(Kind.REFUSED, {"reason": str(error), "final": True})
-            return answer
+            return self._refuse(peer, connection, str(error), Fault.HELLO)
         assert isinstance(name, str)
+        key = self.identity(connection)
+        if key is not None and (name, message.header.get("role")) != (key, key.partition("-")[0]):
+            said = f"{message.header.get('role')!r} and the name {name!r}"
+            reason = f"expected HELLO with the role and the name of the connection's key, {key}; got the role {said}"
+            return self._refuse(peer, connection, reason, Fault.IDENTITY)
         if peer is not None:
             self._forget(peer)
         older = self._by_name.get(name)
@@ -141,14 +155,24 @@ class Peers:
                 None, WireMessage(Kind.BYE, {"reason": "this connection was given up; say HELLO on a new one"})
             )
         reason = f"expected HELLO as the first message of a connection, got {message.kind.value}"
-        answer = self._corrupt(None, connection, reason)
+        return self._refuse(None, connection, reason, Fault.HELLO)
+
+    def _refuse(self, peer: Peer | None, connection: bytes, reason: str, fault: Fault) -> Reaction:
+        answer = self._corrupt(peer, connection, reason, fault)
         answer.reply = WireMessage(Kind.REFUSED, {"reason": reason, "final": True})
         return answer
 
-    def _corrupt(self, peer: Peer | None, connection: bytes, reason: str) -> Reaction:
+    def _corrupt(
+        self, peer: Peer | None, connection: bytes, reason: str, fault: Fault, *, cut: bool = False
+    ) -> Reaction:
+        """Count what is invalid. A connection that brings nothing else is cut."""
         self.counters.corrupt += 1
+        self._faults[connection] += 1
+        cut = cut or self._faults[connection] >= _FAULTS_MAX
+        if cut or len(self._faults) > _DROPPED_MAX:
+            del self._faults[connection if cut else next(iter(self._faults))]
         name = peer.name if peer is not None else f"unknown connection {connection.hex()}"
-        return Reaction(Event(EventKind.CORRUPT, name, None, reason))
+        return Reaction(Event(EventKind.CORRUPT, name, None, reason, fault), cut=cut)
 
     def _forget(self, peer: Peer) -> None:
         self._by_connection.pop(peer.connection, None)
@@ -157,6 +181,12 @@ class Peers:
         self._dropped[peer.connection] = None
         while len(self._dropped) > _DROPPED_MAX:
             self._dropped.popitem(last=False)
+
+
+def _fault_of(error: WireError) -> Fault:
+    if isinstance(error, LimitExceeded):
+        return Fault.LIMIT
+    return Fault.HANDSHAKE if isinstance(error, HandshakeFailed) else Fault.BYTES
 
 
 def _require_our_schema(header: Mapping[str, Any]) -> None:
@@ -188,7 +218,7 @@ class WireHub(Endpoint):
         self._limits = limits
         self._heartbeat_seconds = heartbeat_seconds
         self._silence_seconds_max = silence_seconds_max
-        self._peers = Peers(limits)
+        self._peers = Peers(limits, wire.identity)
         self._silence = Silence(heartbeat_seconds, silence_seconds_max)
         self._mailbox = Mailbox(limits.queue_messages_max, limits.message_bytes_max)
         self._deaf = False
@@ -276,12 +306,15 @@ class WireHub(Endpoint):
             answer = accept(connection, frames)
             if answer.event is not None:
                 put(answer.event)
-            if answer.reply is not None or answer.replaced is not None:
+            if answer.reply is not None or answer.replaced is not None or answer.cut:
                 self._reply(connection, answer)
+            if answer.event is not None and answer.event.kind is EventKind.PEER_UP:
+                self._wire.trust(connection)
             if self._peers.of(connection) is not None:
                 heard(connection, now)
             else:
                 self._silence.forget(connection)
+                self._wire.distrust(connection)
         return False
 
     def _reply(self, connection: bytes, answer: Reaction) -> None:
@@ -289,8 +322,14 @@ class WireHub(Endpoint):
             self._tell(connection, answer.reply)
         if answer.replaced is not None:
             self._silence.forget(answer.replaced.connection)
+            self._wire.distrust(answer.replaced.connection)
             reason = f"another connection under the name {answer.replaced.name} took its place: names must be unique"
             self._tell(answer.replaced.connection, WireMessage(Kind.REFUSED, {"reason": reason, "final": True}))
+        if answer.cut:
+            peer = self._peers.of(connection)
+            if peer is not None:
+                self._peers.mark_gone(peer)
+            self._wire.cut(connection)
 
     def _tell(self, connection: bytes, message: WireMessage) -> bool:
         """Send without waiting to a connection that may be gone or full."""
@@ -319,6 +358,7 @@ class WireHub(Endpoint):
                 down = self._peers.drop(connection, f"silent for more than {self._silence_seconds_max} s")
                 if down is not None:
                     self._tell(connection, WireMessage(Kind.BYE, {"reason": down.reason}))
+                    self._wire.distrust(connection)
                     self._mailbox.put(down)
             self._wire.signal.fire()
 

@@ -1,31 +1,37 @@
-"""Hub and link over ZeroMQ sockets: the transport of a real run, and what a role opens it with.
+"""Hub and link over TCP, with ZeroMQ and CURVE: the transport between machines and containers.
 
 ROUTER and DEALER are raw sockets that never wait; asyncio wakes them through the file descriptor of each.
 ``zmq.asyncio`` makes a future for each message; here one wake-up drains all messages that arrived. The descriptor of a
 ZeroMQ socket is edge-triggered and any call on the socket may eat the edge, so after a call that others wait behind,
 the signal is fired.
+
+ZeroMQ bounds a frame, but not a message: it keeps the frames of an unfinished one without limit, and 4096 finished ones
+of any size. So the hub compares what each connection has brought in all (the kernel counts it) with what it has read
+from it, and cuts one that holds too much.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
+import os
+import socket as sockets
+import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
+from dataclasses import dataclass
 
 import anyio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError, PeerGone
+from pipeline.errors import ConfigurationError, HandshakeFailed, LimitExceeded, PeerGone, WireError
 from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
-from pipeline.transport.curve import CurveKeys, load_keys, serve_zap
+from pipeline.transport.curve import PeerKeys, ServerKeys, serve_zap
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import Buffer, Hub, Limits, Link
+from pipeline.transport.protocol import Buffer, Limits
 
 _NOW = int(zmq.NOBLOCK)
 _IN = int(zmq.POLLIN)
@@ -34,10 +40,25 @@ _VIEW_BYTES_MIN = 8193
 """Frames from here on are views of ZeroMQ's memory, which is aligned. Smaller ones may be unaligned slices of a shared
 receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
+_SLASH = b"/"
+"""Between the name of a connection's key, which has none, and its routing id."""
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
 _TERMINATE_SECONDS_MAX = 1.0
 _HANDSHAKES_MAX = 5
 """Connections closed during the handshake, one after another, before it is taken for a matter of keys."""
+_AUDIT_SECONDS = 0.1
+"""Period in which the hub compares what its connections have brought with what it has read."""
+_FRAME_BYTES = 33
+"""Bytes that CURVE adds to a frame, beside ZMTP's length of 2 or 9 bytes."""
+_HANDSHAKE_BYTES_MAX = 4096
+_TCP_INFO_BYTES = 256
+_BYTES_RECEIVED = struct.Struct("128xQ")
+"""In Linux' ``struct tcp_info``."""
+_FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ with CURVE",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended or was too slow",
+}
 _MONITORED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -49,18 +70,56 @@ _MONITORED = (
 )
 
 
-class HubSocketWire:
-    """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`."""
+@dataclass(slots=True)
+class _Line:
+    """One TCP connection of the hub."""
 
-    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:
+    fd: int
+    address: object
+    accepted_at: float
+    connection: bytes = b""
+    """Empty until its first message."""
+    n_read: int = 0
+    """Bytes on the wire of the messages that were read."""
+    trusted: bool = False
+
+    def received(self) -> int | None:
+        """Bytes that the kernel has taken; None where it does not tell, or the connection is gone."""
+        with contextlib.suppress(OSError), self._socket() as sock:
+            if sock.getpeername() == self.address and hasattr(sockets, "TCP_INFO"):
+                info = sock.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_BYTES)
+                if len(info) >= _BYTES_RECEIVED.size:
+                    return int(_BYTES_RECEIVED.unpack_from(info)[0])
+        return None
+
+    def cut(self) -> None:
+        """ZeroMQ has no call for this; it notices."""
+        with contextlib.suppress(OSError), self._socket() as sock:
+            if sock.getpeername() == self.address:
+                sock.shutdown(sockets.SHUT_RDWR)
+
+    def _socket(self) -> sockets.socket:
+        return sockets.socket(fileno=os.dup(self.fd))
+
+
+class HubSocketWire:
+    """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`.
+
+    A connection is known by the name of its key and ZeroMQ's routing id, which a client may choose.
+    """
+
+    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, keys: ServerKeys) -> None:
         self.signal = Broadcast()
         self._address = address
         self._limits = limits
         self._silence_seconds_max = silence_seconds_max
-        self._curve = curve
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes]
-        self._zap: zmq.Socket[bytes] | None = None
+        self._zap: zmq.Socket[bytes]
+        self._monitor: zmq.Socket[bytes]
+        self._lines: dict[int, _Line] = {}
+        self._faults: deque[tuple[bytes, WireError]] = deque()
 
     @property
     def address(self) -> str:
@@ -71,17 +130,16 @@ class HubSocketWire:
         socket = context.socket(zmq.ROUTER)
         _limit(socket, self._limits, self._silence_seconds_max, self._address)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._keys.apply(socket)
+        self._zap = context.socket(zmq.REP)
+        self._zap.bind("inproc://zeromq.zap.01")
+        self._monitor = socket.get_monitor_socket(_MONITORED | zmq.EVENT_ACCEPTED)
         try:
-            if self._curve is not None:
-                self._curve.apply_server(socket)
-                self._zap = context.socket(zmq.REP)
-                self._zap.bind("inproc://zeromq.zap.01")
-                _watch(self._zap, self._authenticate)
             socket.bind(self._address)
         except (zmq.ZMQError, OSError, TypeError) as error:
-            if self._zap is not None:
-                _forget(self._zap)
-            socket.close(0)
+            socket.disable_monitor()
+            for each in (self._zap, self._monitor, socket):
+                each.close(0)
             context.term()
             raise ConfigurationError(
                 f"replay.address {self._address} cannot be bound: {error}. Expected something like "
@@ -89,15 +147,32 @@ class HubSocketWire:
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._context, self._socket = context, socket
+        _watch(self._zap, self._authenticate)
+        _watch(self._monitor, self._observed)
         _watch(socket, self._woken)
+        asyncio.get_running_loop().call_later(_AUDIT_SECONDS, self._audit)
 
-    def receive(self) -> tuple[bytes, list[Buffer]] | None:
-        frames = _receive(self._socket, self._limits.frames_max + 3)
-        return None if frames is None else (bytes(frames[0]), frames[1:])
+    def receive(self) -> tuple[bytes, list[Buffer] | WireError] | None:
+        if self._faults:
+            return self._faults.popleft()
+        try:
+            frame = self._socket.recv(_NOW, copy=False)
+        except zmq.Again:
+            return None
+        connection = str(frame.get("User-Id")).encode() + _SLASH + frame.bytes
+        fd = int(frame.get(zmq.SRCFD))
+        if fd not in self._lines:
+            self._observed()
+        line = self._lines.get(fd)
+        frames, n_bytes = _receive_rest(self._socket, frame, self._limits.frames_max + 3)
+        if line is not None:
+            line.connection = connection
+            line.n_read += n_bytes
+        return connection, frames
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         try:
-            self._socket.send(connection, _NOW_MORE)
+            self._socket.send(connection.partition(_SLASH)[2], _NOW_MORE)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -108,6 +183,22 @@ class HubSocketWire:
         self._eaten()
         return True
 
+    def identity(self, connection: bytes) -> str | None:
+        return connection.partition(_SLASH)[0].decode()
+
+    def trust(self, connection: bytes) -> None:
+        for line in self._of(connection):
+            line.trusted = True
+
+    def distrust(self, connection: bytes) -> None:
+        for line in self._of(connection):
+            if line.trusted:
+                line.trusted, line.accepted_at = False, anyio.current_time()
+
+    def cut(self, connection: bytes) -> None:
+        for line in self._of(connection):
+            line.cut()
+
     async def wait(self, event: anyio.Event) -> None:
         await event.wait()
 
@@ -115,10 +206,14 @@ class HubSocketWire:
         if self._context is None:
             return
         context, self._context = self._context, None
-        if self._zap is not None:
-            _forget(self._zap)
+        self._socket.disable_monitor()
+        _forget(self._monitor)
+        _forget(self._zap)
         _forget(self._socket, _LINGER_MS)
         await _terminate(context)
+
+    def _of(self, connection: bytes) -> list[_Line]:
+        return [line for line in self._lines.values() if line.connection == connection]
 
     def _woken(self) -> None:
         if self._socket.closed:
@@ -131,23 +226,59 @@ class HubSocketWire:
             self.signal.fire()
 
     def _authenticate(self) -> None:
-        assert self._zap is not None and self._curve is not None
         if not self._zap.closed:
-            serve_zap(self._zap, self._curve.clients)
+            serve_zap(self._zap, self._keys)
+
+    def _observed(self) -> None:
+        """Connections that come and go, and handshakes that fail."""
+        while not self._monitor.closed:
+            try:
+                message = parse_monitor_message(self._monitor.recv_multipart(_NOW))
+            except zmq.Again:
+                return
+            event, fd = message["event"], int(message["value"])
+            if event == zmq.EVENT_ACCEPTED:
+                with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as sock:
+                    self._lines[fd] = _Line(fd, sock.getpeername(), anyio.current_time())
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._lines.pop(fd, None)
+            elif event in _FAILED:
+                self._faults.append((b"?", HandshakeFailed(f"a connection was refused: {_FAILED[event]}")))
+                self.signal.fire()
+
+    def _audit(self) -> None:
+        """Cut who holds too much, or does not say HELLO."""
+        if self._context is None:
+            return
+        asyncio.get_running_loop().call_later(_AUDIT_SECONDS, self._audit)
+        self._observed()
+        now = anyio.current_time()
+        for line in list(self._lines.values()):
+            if not line.trusted and now - line.accepted_at > self._silence_seconds_max:
+                line.cut()
+                continue
+            bound = 2 * (self._limits.message_bytes_max if line.trusted else self._limits.header_bytes_max)
+            received = line.received()
+            if received is not None and received - line.n_read > bound + _HANDSHAKE_BYTES_MAX:
+                line.cut()
+                held = received - line.n_read
+                error = LimitExceeded(f"expected at most {bound} bytes on their way to the hub, got {held}")
+                self._faults.append((line.connection or b"?", error))
+                self.signal.fire()
 
 
 class LinkSocketWire:
     """A DEALER that never reconnects: a lost connection is seen at once by a monitor, and a fresh socket greets again,
     so nothing that was queued for the old connection reaches a hub that does not know us."""
 
-    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:
+    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, keys: PeerKeys) -> None:
         self.signal = Broadcast()
         self.address = address
         self.lost: str | None = None
         self.hopeless: str | None = None
         self._limits = limits
         self._silence_seconds_max = silence_seconds_max
-        self._curve = curve
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -161,8 +292,7 @@ class LinkSocketWire:
         socket = self._socket = self._context.socket(zmq.DEALER)
         _limit(socket, self._limits, self._silence_seconds_max, self.address)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        if self._curve is not None:
-            self._curve.apply_client(socket)
+        self._keys.apply(socket)
         self._monitor = socket.get_monitor_socket(_MONITORED)
         try:
             socket.connect(self.address)
@@ -180,7 +310,14 @@ class LinkSocketWire:
         self._socket = self._monitor = None
 
     def receive(self) -> list[Buffer] | None:
-        return None if self._socket is None else _receive(self._socket, self._limits.frames_max + 2)
+        if self._socket is None:
+            return None
+        try:
+            frame = self._socket.recv(_NOW, copy=False)
+        except zmq.Again:
+            return None
+        frames, _ = _receive_rest(self._socket, frame, self._limits.frames_max + 2)
+        return [_buffer(frame), *frames]
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         if self._socket is None:
@@ -223,7 +360,7 @@ class LinkSocketWire:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._shaking, self._failed_handshakes = False, 0
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.hopeless = f"{self.address} does not accept our CURVE key: its folder of keys needs our client key"
+            self.hopeless = f"{self.address} does not accept our CURVE key: its folder of keys needs our public key"
         elif not self._shaking:
             closed = event == zmq.EVENT_CLOSED
             what = "does not answer" if closed else "has closed the connection"
@@ -280,19 +417,22 @@ def _events(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.EVENTS))
 
 
-def _receive(socket: zmq.Socket[bytes], frames_max: int) -> list[Buffer] | None:
-    """One multipart message; beyond ``frames_max`` frames one more is kept, so that the check of limits sees it."""
-    try:
-        frame = socket.recv(_NOW, copy=False)
-    except zmq.Again:
-        return None
+def _receive_rest(socket: zmq.Socket[bytes], frame: zmq.Frame, frames_max: int) -> tuple[list[Buffer], int]:
+    """The frames of a multipart message after its first, and the bytes of those on the wire. Beyond ``frames_max``
+    frames one more is kept, so that the check of limits sees it."""
     frames: list[Buffer] = []
-    while True:
-        if len(frames) <= frames_max:
-            frames.append(frame.bytes if len(frame) < _VIEW_BYTES_MIN else frame.buffer)
-        if not frame.more:
-            return frames
+    n_bytes = 0
+    while frame.more:
         frame = socket.recv(_NOW, copy=False)
+        sealed = len(frame) + _FRAME_BYTES
+        n_bytes += sealed + (2 if sealed <= 255 else 9)
+        if len(frames) <= frames_max:
+            frames.append(_buffer(frame))
+    return frames, n_bytes
+
+
+def _buffer(frame: zmq.Frame) -> Buffer:
+    return frame.bytes if len(frame) < _VIEW_BYTES_MIN else frame.buffer
 
 
 def _send_all(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
@@ -309,88 +449,32 @@ _LIMITS = Limits()
 class ZmqHub(WireHub):
     """Binds ``address`` (``tcp://127.0.0.1:0`` takes a free port; see ``address`` once it is entered).
 
-    Raises :class:`ConfigurationError` for anything but loopback without ``curve`` keys, and on entering when it cannot
-    bind.
+    Raises :class:`ConfigurationError` on entering when it cannot bind.
     """
 
     def __init__(
         self,
         address: str,
+        keys: ServerKeys,
         limits: Limits = _LIMITS,
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
-        curve: CurveKeys | None = None,
     ) -> None:
-        if curve is None and not is_local(address):
-            raise ConfigurationError(
-                f"replay.address {address} is reachable from other machines, so it needs CURVE keys: run "
-                "`afterplay keys DIR`, set transport.curve to DIR in the run file of every process, or bind to tcp://127.0.0.1:0"
-            )
-        if curve is not None:
-            curve.require_server()
-        wire = HubSocketWire(address, limits, silence_seconds_max, curve)
+        wire = HubSocketWire(address, limits, silence_seconds_max, keys)
         super().__init__(wire, limits, heartbeat_seconds, silence_seconds_max)
 
 
 class ZmqLink(WireLink):
-    """Connects to a hub's ``address`` under ``name``."""
+    """Connects to a hub's ``address`` under ``name``, which must be that of the key."""
 
     def __init__(
         self,
         address: str,
         name: str,
+        keys: PeerKeys,
         limits: Limits = _LIMITS,
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
-        curve: CurveKeys | None = None,
     ) -> None:
-        if curve is not None:
-            curve.require_client()
-        wire = LinkSocketWire(address, limits, silence_seconds_max, curve)
+        wire = LinkSocketWire(address, limits, silence_seconds_max, keys)
         super().__init__(wire, name, limits, heartbeat_seconds, silence_seconds_max)
-
-
-def is_local(address: str) -> bool:
-    """True if only processes of this machine can reach ``address``."""
-    if address.startswith(("ipc://", "inproc://")):
-        return True
-    host = urlsplit(address).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def limits_of(config: RunConfig) -> Limits:
-    """The limits in ``transport.*_max``."""
-    t = config.transport
-    return Limits(
-        header_bytes_max=t.header_bytes_max,
-        message_bytes_max=t.message_bytes_max,
-        frames_max=t.frames_max,
-        tokens_max=t.tokens_max,
-        queue_messages_max=t.queue_messages_max,
-    )
-
-
-def open_hub(config: RunConfig) -> Hub:
-    """The end of the replay stage, at ``replay.address``. Raises :class:`ConfigurationError` (also on entering)."""
-    t = config.transport
-    return ZmqHub(config.replay.address, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
-
-
-def open_link(config: RunConfig, name: str) -> Link:
-    """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
-    t, address = config.transport, config.replay.address
-    if address.startswith("tcp://") and not urlsplit(address).port:
-        raise ConfigurationError(
-            f"replay.address {address} has no port to connect to: set the stage's actual address, for example "
-            "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
-        )
-    return ZmqLink(address, name, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
-
-
-def _keys(config: RunConfig) -> CurveKeys | None:
-    return None if config.transport.curve is None else load_keys(config.transport.curve)

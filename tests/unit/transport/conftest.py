@@ -1,4 +1,4 @@
-"""Both transports behind one face, so that one suite states the contract for both."""
+"""All transports behind one face, so that one suite states the contract for all."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import pytest
 import uvloop
 import zmq
 
+from pipeline.transport.curve import make_keys, peer_keys, server_keys
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
+from pipeline.transport.local import LocalHub, LocalLink, LocalLinkWire
 from pipeline.transport.protocol import EventKind, Kind, Limits, WireMessage
-from pipeline.transport.zeromq import ZmqHub, ZmqLink
+from pipeline.transport.zeromq import HubSocketWire, ZmqLink
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 
 HEARTBEAT_SECONDS = 0.05
@@ -47,27 +49,38 @@ class Face:
         assert event.kind is EventKind.CONNECTED, event
 
 
+class AnyNameWire(HubSocketWire):
+    """Lets every name in, whatever the key."""
+
+    def identity(self, connection: bytes) -> str | None:
+        return None
+
+
 class ZmqFace(Face):
     name = "zmq"
 
-    def __init__(self):
+    def __init__(self, folder):
         self.address = "tcp://127.0.0.1:0"
+        self.folder = folder / "keys"
+        make_keys(self.folder, actors=1)
+        self.keys = peer_keys(self.folder, "actor-0")
 
     async def fix_address(self) -> None:
         async with self.hub() as hub:
             self.address = hub.address
 
     def hub(self, limits: Limits = LIMITS) -> WireHub:
-        return ZmqHub(self.address, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+        wire = AnyNameWire(self.address, limits, SILENCE_SECONDS_MAX, server_keys(self.folder))
+        return WireHub(wire, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
 
     def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
-        return ZmqLink(
-            self.address if hub is None else hub.address, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX
-        )
+        address = self.address if hub is None else hub.address
+        return ZmqLink(address, name, self.keys, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
 
     def raw(self, hub: WireHub) -> RawPeer:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
+        self.keys.apply(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(hub.address)
 
@@ -81,10 +94,38 @@ class ZmqFace(Face):
         return RawPeer(socket.send_multipart, receive, lambda: (socket.close(0), context.term()))
 
 
+class LocalFace(Face):
+    name = "local"
+
+    def __init__(self, folder):
+        self.run = folder
+
+    def hub(self, limits: Limits = LIMITS) -> WireHub:
+        return LocalHub("ipc://", self.run, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+
+    def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
+        return LocalLink("ipc://", self.run, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+
+    def raw(self, hub: WireHub) -> RawPeer:
+        wire = LocalLinkWire("ipc://", self.run, Limits())
+        wire.connect()
+
+        async def receive():
+            while True:
+                event = wire.signal.current()
+                frames = wire.receive()
+                if frames is not None:
+                    return [bytes(f) for f in frames]
+                with anyio.fail_after(3):
+                    await wire.wait(event)
+
+        return RawPeer(wire.send, receive, wire.disconnect)
+
+
 class MemoryFace(Face):
     name = "memory"
 
-    def __init__(self):
+    def __init__(self, folder):
         self.network = MemoryNetwork(messages_max=LIMITS.queue_messages_max)
 
     def hub(self, limits: Limits = LIMITS) -> WireHub:
@@ -108,6 +149,6 @@ class MemoryFace(Face):
         return RawPeer(wire.send, receive, wire.disconnect)
 
 
-@pytest.fixture(params=[ZmqFace, MemoryFace], ids=lambda face: face.name)
-def face(request):
-    return request.param()
+@pytest.fixture(params=[ZmqFace, LocalFace, MemoryFace], ids=lambda face: face.name)
+def face(request, tmp_path):
+    return request.param(tmp_path)

@@ -1,4 +1,4 @@
-"""Contract of every transport (pipeline/transport/protocol.py), stated once for both."""
+"""Contract of every transport (pipeline/transport/protocol.py), stated once for all."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_bye_of_a_link_is_peer_down_after_all_that_it_queued(face):
         async with face.link("a", hub) as link:
             await face.greet(hub, link)
             for i in range(face.limits.queue_messages_max // 2):
-                await link.send(numbered(i, 100_000))
+                await link.send(numbered(i, 20_000))
             started = anyio.current_time()
         assert anyio.current_time() - started < 1.5
         for i in range(face.limits.queue_messages_max // 2):
@@ -344,7 +344,7 @@ async def test_large_frames_are_views_of_what_arrived(face):
         await link.send(numbered(7, size=150_000))
         frame = (await hub.receive()).message.frames[0]
         assert frame[:3] == b"\x07\x07\x07" and len(frame) == 150_000
-        if face.name == "zmq":
+        if face.name != "memory":
             assert isinstance(frame, memoryview)
 
 
