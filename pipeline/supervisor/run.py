@@ -35,6 +35,8 @@ from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
+from pipeline.transport.curve import make_keys
+from pipeline.transport.local import remove_place
 
 
 class RunIsAlive(AfterplayError):
@@ -94,18 +96,30 @@ def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None
         )
 
 
+def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
+    """A copy whose roles have a key each, if the stage listens on TCP and the run file names no keys."""
+    if not config.replay.address.startswith("tcp://") or config.transport.curve is not None:
+        return config
+    make_keys(directory.keys, config.actor.replicas)
+    return config.model_copy(update={"transport": config.transport.model_copy(update={"curve": directory.keys})})
+
+
 def run(config: RunConfig, fresh: bool = False, console: Console | None = None) -> ExitCode:
     """Run to the end. Raises :class:`ConfigurationError`; other failures are printed and give the exit code."""
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
     try:
         with run_lock(directory) as lock:
+            remove_place(directory.path)
             prepare_directory(directory, config.run.resume, fresh)
             config = resolve(config)
             directory.create()
+            config = with_keys(config, directory)
             write_bytes_atomically(directory.config_file, dump(config).encode())
             with OrphanReaper(keep_open=(lock,)) as reaper:
-                return supervise(config, specs_of(config, directory), directory, reaper, console)
+                code = supervise(config, specs_of(config, directory), directory, reaper, console)
+            remove_place(directory.path)
+            return code
     except RunIsAlive as error:
         Console(stderr=True, highlight=False).print(f"afterplay: {error}", style="red", soft_wrap=True)
         return ExitCode.BUSY

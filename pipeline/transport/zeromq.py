@@ -18,6 +18,7 @@ import os
 import socket as sockets
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ class HubSocketWire:
     def distrust(self, connection: bytes) -> None:
         for line in self._of(connection):
             if line.trusted:
-                line.trusted, line.accepted_at = False, anyio.current_time()
+                line.trusted, line.accepted_at = False, time.monotonic()
 
     def cut(self, connection: bytes) -> None:
         for line in self._of(connection):
@@ -239,7 +240,7 @@ class HubSocketWire:
             event, fd = message["event"], int(message["value"])
             if event == zmq.EVENT_ACCEPTED:
                 with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as sock:
-                    self._lines[fd] = _Line(fd, sock.getpeername(), anyio.current_time())
+                    self._lines[fd] = _Line(fd, sock.getpeername(), time.monotonic())
             elif event == zmq.EVENT_DISCONNECTED:
                 self._lines.pop(fd, None)
             elif event in _FAILED:
@@ -252,7 +253,7 @@ class HubSocketWire:
             return
         asyncio.get_running_loop().call_later(_AUDIT_SECONDS, self._audit)
         self._observed()
-        now = anyio.current_time()
+        now = time.monotonic()
         for line in list(self._lines.values()):
             if not line.trusted and now - line.accepted_at > self._silence_seconds_max:
                 line.cut()
