@@ -178,9 +178,8 @@ class StageCore:
             self.journal.count(Count.MESSAGES_REFUSED)
             self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
 
-    def corrupt(self, peer: str, reason: str) -> None:
-        """Count and log an invalid message from ``peer``."""
-        log.warning("%s sent an invalid message: %s", peer, reason)
+    def corrupt(self) -> None:
+        """Count an invalid message."""
         self.journal.count(Count.MESSAGES_CORRUPT)
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:

@@ -127,7 +127,7 @@ class StageLoop:
                 assert event.message is not None
                 core.message(event.peer, event.message)
             case EventKind.CORRUPT:
-                core.corrupt(event.peer, event.reason)
+                core.corrupt()
 
     async def _write(self) -> None:
         async with self._written_receive:

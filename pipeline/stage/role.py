@@ -21,6 +21,7 @@ from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
 from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
+from pipeline.stage.invalid_messages import InvalidMessages
 from pipeline.stage.loop import Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
 from pipeline.stage.peer_sender import PeerSender
@@ -147,7 +148,7 @@ async def _serve(
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
-                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, name="listen")
+                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, InvalidMessages(metrics), name="listen")
                 if lessons is not None:
                     feeding.start_soon(lessons.run, name="lessons")
                 await ctx.stopping.wait()
@@ -160,7 +161,11 @@ async def _serve(
 
 
 async def _listen(
-    hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: PeerSender, lessons: MemoryService | None
+    hub: Hub,
+    inbox: MemoryObjectSendStream[Item],
+    outgoing: PeerSender,
+    lessons: MemoryService | None,
+    invalid: InvalidMessages,
 ) -> None:
     while True:
         try:
@@ -169,6 +174,8 @@ async def _listen(
             return
         if event.kind in (EventKind.PEER_UP, EventKind.PEER_DOWN):
             outgoing.shut(event.peer)
+        elif event.kind is EventKind.CORRUPT:
+            invalid.note(event, time.monotonic())
         if lessons is not None and event.message is not None and event.message.kind is Kind.RECALL:
             lessons.recall(event.peer, event.message.header)
             continue
