@@ -16,8 +16,8 @@ from learner.weights.publisher import Publisher
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import read_json
-from pipeline.transport.protocol import Link
 from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.protocol import Link
 
 
 async def main(ctx: RoleContext) -> None:

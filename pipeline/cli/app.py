@@ -184,8 +184,8 @@ def actor(
 ) -> None:
     """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
-      afterplay actor runs/tiny/config.yaml --index 1
-      afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
+    afterplay actor runs/tiny/config.yaml --index 1
+    afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
     if not free_index:
         _role("actor", index, "actors.role:main", file, sets)

@@ -13,7 +13,15 @@ from typing import Any, Self
 import anyio
 import anyio.lowlevel
 
-from pipeline.errors import AfterplayError, HandshakeFailed, LimitExceeded, PeerGone, SchemaError, TransportClosed, WireError
+from pipeline.errors import (
+    AfterplayError,
+    HandshakeFailed,
+    LimitExceeded,
+    PeerGone,
+    SchemaError,
+    TransportClosed,
+    WireError,
+)
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
 from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, HubWire, Mailbox, Silence

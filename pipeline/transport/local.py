@@ -451,9 +451,7 @@ class LocalLink(WireLink):
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
     ) -> None:
-        super().__init__(
-            LocalLinkWire(address, run, limits), name, limits, heartbeat_seconds, silence_seconds_max
-        )
+        super().__init__(LocalLinkWire(address, run, limits), name, limits, heartbeat_seconds, silence_seconds_max)
 
 
 def remove_place(run: Path) -> None:

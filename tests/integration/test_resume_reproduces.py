@@ -158,9 +158,7 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def stage_of(
-    recorded: RunDirectory, root: Path, engine: Engine
-) -> AsyncIterator[tuple[Path, RunDirectory]]:
+async def stage_of(recorded: RunDirectory, root: Path, engine: Engine) -> AsyncIterator[tuple[Path, RunDirectory]]:
     """A replay stage with a copy of the recorded run's store, and the run file of its learner."""
     async with serving(engine) as url:
         raw = yaml.safe_load(recorded.config_file.read_text())

@@ -14,8 +14,8 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, LimitExceeded, TransportClosed
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.curve import make_keys, peer_keys, server_keys
-from pipeline.transport.protocol import EventKind, Fault, Kind, Limits, WireMessage
 from pipeline.transport.open import open_hub, open_link
+from pipeline.transport.protocol import EventKind, Fault, Kind, Limits, WireMessage
 from pipeline.transport.zeromq import HubSocketWire, ZmqHub, ZmqLink
 
 pytestmark = pytest.mark.timeout(20)
