@@ -91,13 +91,13 @@ def make_keys(folder: Path, actors: int) -> list[str]:
 
 
 def server_keys(folder: Path) -> ServerKeys:
-    """What the replay stage needs. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
+    """Keys of the replay stage. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
     public, secret = _pair(folder, _SERVER)
     return ServerKeys(folder, public, secret)
 
 
 def peer_keys(folder: Path, name: str) -> PeerKeys:
-    """What the peer ``name`` needs. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
+    """Keys of the peer ``name``. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
     require_id("the name of a peer", name)
     public, secret = _pair(folder, name)
     return PeerKeys(_read(folder / (_SERVER + _PUBLIC))[0], public, secret)

@@ -42,7 +42,7 @@ SCHEME = "ipc://"
 _RECORD = "hub"
 _SOCKET = "hub"
 _PATH_BYTES_MAX = 103
-"""Of a unix socket: 108 on Linux, 104 on macOS, with the closing zero."""
+"""Longest path of a unix socket: 104 bytes on macOS, 108 on Linux, with the closing zero."""
 _MAGIC = b"AP01"
 _PREFIX = struct.Struct("<4sIQ")
 _READ_BYTES = 256 * 1024
@@ -155,8 +155,7 @@ class Stream:
             self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def _readable(self) -> None:
-        """Told once and not read since: stop watching, or a reader that does not want more would be woken without
-        end."""
+        """Tell the owner once; stop watching if it has not read since, or it would be told without end."""
         if self._told:
             self._reading = False
             self._loop.remove_reader(self._socket.fileno())

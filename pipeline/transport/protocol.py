@@ -86,7 +86,7 @@ class Limits:
 
 
 class Fault(StrEnum):
-    """What is wrong with an invalid message: the values of a metric's label."""
+    """Kinds of invalid messages: the values of a metric's label."""
 
     HANDSHAKE = "handshake"
     """The key of a connection is unknown, or it has none."""
@@ -123,7 +123,7 @@ class Event:
     message: WireMessage | None = None
     reason: str = ""
     fault: Fault | None = None
-    """Of CORRUPT."""
+    """Set for CORRUPT."""
 
 
 @dataclass(slots=True)
