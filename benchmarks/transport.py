@@ -33,10 +33,10 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from pipeline.config import RunConfig
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn, VersionSpan
 from pipeline.transport import protocol
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
-from pipeline.config import RunConfig
 from pipeline.transport.curve import make_keys
 from pipeline.transport.open import open_hub, open_link
 from pipeline.transport.outbox import Outbox
