@@ -41,6 +41,7 @@ from pipeline.transport.protocol import Buffer, Limits
 SCHEME = "ipc://"
 _RECORD = "hub"
 _SOCKET = "hub"
+_PREFIX_OF_FOLDER = "afterplay-"
 _PATH_BYTES_MAX = 103
 """Longest path of a unix socket: 104 bytes on macOS, 108 on Linux, with the closing zero."""
 _MAGIC = b"AP01"
@@ -484,13 +485,15 @@ def _place_to_bind(address: str, run: Path) -> Path:
     if (run / _RECORD).is_symlink():
         _remove_stale(run / _RECORD / _SOCKET)
         remove_place(run)
-    folder = Path(tempfile.mkdtemp(prefix="afterplay-", dir=_runtime_folder()))
+    above = _runtime_folder()
+    _short_enough(Path(above, f"{_PREFIX_OF_FOLDER}12345678", _SOCKET))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX_OF_FOLDER, dir=above))
     run.mkdir(parents=True, exist_ok=True)
     record, new = run / _RECORD, run / f".{_RECORD}.{os.getpid()}"
     new.unlink(missing_ok=True)
     new.symlink_to(folder)
     new.replace(record)
-    return _short_enough(folder / _SOCKET)
+    return folder / _SOCKET
 
 
 def _place_to_connect(address: str, run: Path) -> Path:
@@ -499,10 +502,10 @@ def _place_to_connect(address: str, run: Path) -> Path:
     return path
 
 
-def _runtime_folder() -> str | None:
+def _runtime_folder() -> str:
     """``XDG_RUNTIME_DIR`` where there is one, else the temporary folder."""
     folder = os.environ.get("XDG_RUNTIME_DIR", "")
-    return folder if folder and os.access(folder, os.W_OK | os.X_OK) else None
+    return folder if folder and os.access(folder, os.W_OK | os.X_OK) else tempfile.gettempdir()
 
 
 def _short_enough(path: Path) -> Path:

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.transport.curve import make_keys
+from pipeline.transport.local import remove_place
 from pipeline.transport.open import open_hub, open_link
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
@@ -25,6 +26,7 @@ HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX = 0.1, 1.0
 HUB = """
 import json, os, sys, asyncio, uvloop
 from pipeline.config import RunConfig
+from pipeline.transport.local import remove_place
 from pipeline.transport.open import open_hub
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 
@@ -49,6 +51,7 @@ uvloop.run(main(*sys.argv[1:]))
 LINK = """
 import json, sys, uvloop
 from pipeline.config import RunConfig
+from pipeline.transport.local import remove_place
 from pipeline.transport.open import open_link
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 
@@ -68,13 +71,14 @@ uvloop.run(main(*sys.argv[1:]))
 
 @pytest.fixture(params=["ipc", "tcp"])
 def raw(request, tmp_path):
-    """The run file of hub and link."""
+    """The run file of hub and link. A hub that is killed leaves its socket."""
     make_keys(tmp_path / "keys", actors=1)
-    return {
+    yield {
         "run": {"directory": str(tmp_path), "name": "r"},
         "replay": {"address": "ipc://" if request.param == "ipc" else "tcp://127.0.0.1:0"},
         "transport": {"curve": str(tmp_path / "keys"), "heartbeat_seconds": 0.1, "silence_seconds_max": 1.0},
     }
+    remove_place(tmp_path / "r")
 
 
 def at(raw, hub_address) -> dict:

@@ -101,6 +101,7 @@ async def test_a_path_that_is_too_long_for_a_socket_names_the_remedy(tmp_path, m
     with pytest.raises(ConfigurationError, match="at most 103 bytes"):
         async with LocalHub("ipc://", tmp_path):
             pass
+    assert list(long.iterdir()) == []
 
 
 @pytest.mark.parametrize(
