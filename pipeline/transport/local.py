@@ -211,7 +211,7 @@ class Stream:
                 raise WireError(f"expected {n_frames} frames to have a length each, got {size} bytes in all")
             at += _PREFIX.size
             if size > end - at:
-                self._message, self._n_frames = memoryview(np.empty(size, np.uint8)), n_frames
+                self._message, self._n_frames = np.empty(size, np.uint8).data, n_frames
                 self._filled = end - at
                 self._message[: self._filled] = data[at:]
                 return

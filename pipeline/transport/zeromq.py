@@ -55,7 +55,7 @@ _HANDSHAKE_BYTES_MAX = 4096
 _TCP_INFO_BYTES = 256
 _BYTES_RECEIVED = struct.Struct("128xQ")
 """In Linux' ``struct tcp_info``."""
-_FAILED = {
+_FAILED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ with CURVE",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended or was too slow",
