@@ -156,7 +156,7 @@ class Stream:
             self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def _readable(self) -> None:
-        """Tell the owner once; stop watching if it has not read since, or it would be told without end."""
+        """Wake the owner once. Stop watching if it has not read since, or it would be woken without end."""
         if self._told:
             self._reading = False
             self._loop.remove_reader(self._socket.fileno())

@@ -22,6 +22,7 @@ def limits_of(config: RunConfig) -> Limits:
         frames_max=t.frames_max,
         tokens_max=t.tokens_max,
         queue_messages_max=t.queue_messages_max,
+        unread_bytes_max=t.message_bytes_max + t.credit_bytes,
     )
 
 

@@ -258,7 +258,7 @@ class HubSocketWire:
             if not line.trusted and now - line.accepted_at > self._silence_seconds_max:
                 line.cut()
                 continue
-            bound = 2 * (self._limits.message_bytes_max if line.trusted else self._limits.header_bytes_max)
+            bound = self._limits.unread_bytes_max if line.trusted else 2 * self._limits.header_bytes_max
             received = line.received()
             if received is not None and received - line.n_read > bound + _HANDSHAKE_BYTES_MAX:
                 line.cut()

@@ -133,7 +133,7 @@ async def test_a_peer_without_keys_is_refused_and_counted(keys):
 @pytest.mark.parametrize("trusted", [True, False])
 async def test_what_a_connection_brings_before_it_is_read_is_bounded(keys, trusted):
     """The kernel's count covers a message that never ends, which ZeroMQ keeps without limit."""
-    limits = Limits(header_bytes_max=100_000, message_bytes_max=1_000_000)
+    limits = Limits(header_bytes_max=100_000, message_bytes_max=1_000_000, unread_bytes_max=2_000_000)
     wire = HubSocketWire("tcp://127.0.0.1:0", limits, 10.0, server_keys(keys))
     wire.open()
     actor = raw(wire, keys, "actor-0")
@@ -161,7 +161,7 @@ async def test_what_a_connection_brings_before_it_is_read_is_bounded(keys, trust
 
 
 async def test_much_that_is_read_in_time_is_no_reason_to_cut(keys):
-    limits = Limits(header_bytes_max=100_000, message_bytes_max=1_000_000)
+    limits = Limits(header_bytes_max=100_000, message_bytes_max=1_000_000, unread_bytes_max=2_000_000)
     async with (
         ZmqHub("tcp://127.0.0.1:0", server_keys(keys), limits) as hub,
         ZmqLink(hub.address, "actor-0", peer_keys(keys, "actor-0"), limits) as link,
