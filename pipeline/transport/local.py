@@ -66,6 +66,8 @@ class Stream:
 
     def __init__(self, sock: socket.socket, bytes_max: int, frames_max: int, woken: Callable[[], None]) -> None:
         sock.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # macOS begins with 8 KB
+            sock.setsockopt(socket.SOL_SOCKET, option, _READ_BYTES)
         self.bytes_max = bytes_max
         """Largest message that the peer may begin."""
         self.arrived: deque[list[Buffer] | WireError] = deque()
@@ -364,9 +366,10 @@ class LocalLinkWire:
 
     def __init__(self, address: str, run: Path, limits: Limits) -> None:
         self.signal = Broadcast()
-        self.address = address
+        self.address = address if address != SCHEME else f"the replay stage of {run}"
         self.lost: str | None = None
         self.hopeless: str | None = None
+        self._place = address
         self._run = run
         self._limits = limits
         self._stream: Stream | None = None
@@ -376,8 +379,8 @@ class LocalLinkWire:
         self.lost = None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            path = _place_to_connect(self.address, self._run)
-            self.address = f"{SCHEME}{path}" if self.address != SCHEME else SCHEME
+            path = _place_to_connect(self._place, self._run)
+            self.address = f"{SCHEME}{path}"
             sock.setblocking(False)
             sock.connect(str(path))
         except (OSError, ConfigurationError) as error:
