@@ -26,7 +26,16 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
 from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, HubWire, Mailbox, Silence
 from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.protocol import Buffer, Event, EventKind, Fault, Kind, Limits, TransportStatistics, WireMessage
+from pipeline.transport.protocol import (
+    Buffer,
+    Event,
+    EventKind,
+    Kind,
+    Limits,
+    MessageFault,
+    TransportStatistics,
+    WireMessage,
+)
 
 _DROPPED_MAX = 4096
 _FAULTS_MAX = 8
@@ -139,13 +148,13 @@ class Peers:
             require_id("the name in HELLO", name)
             _require_our_schema(message.header)
         except AfterplayError as error:
-            return self._refuse(peer, connection, str(error), Fault.HELLO)
+            return self._refuse(peer, connection, str(error), MessageFault.HELLO)
         assert isinstance(name, str)
         key = self.identity(connection)
         if key is not None and (name, message.header.get("role")) != (key, key.partition("-")[0]):
             said = f"{message.header.get('role')!r} and the name {name!r}"
             reason = f"expected HELLO with the role and the name of the connection's key, {key}; got the role {said}"
-            return self._refuse(peer, connection, reason, Fault.IDENTITY)
+            return self._refuse(peer, connection, reason, MessageFault.IDENTITY)
         if peer is not None:
             self._forget(peer)
         older = self._by_name.get(name)
@@ -163,15 +172,15 @@ class Peers:
                 None, WireMessage(Kind.BYE, {"reason": "this connection was given up; say HELLO on a new one"})
             )
         reason = f"expected HELLO as the first message of a connection, got {message.kind.value}"
-        return self._refuse(None, connection, reason, Fault.HELLO)
+        return self._refuse(None, connection, reason, MessageFault.HELLO)
 
-    def _refuse(self, peer: Peer | None, connection: bytes, reason: str, fault: Fault) -> Reaction:
+    def _refuse(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
         answer = self._corrupt(peer, connection, reason, fault)
         answer.reply = WireMessage(Kind.REFUSED, {"reason": reason, "final": True})
         return answer
 
     def _corrupt(
-        self, peer: Peer | None, connection: bytes, reason: str, fault: Fault, *, cut: bool = False
+        self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault, *, cut: bool = False
     ) -> Reaction:
         """Count what is invalid. A connection that brings nothing else is cut."""
         self.counters.corrupt += 1
@@ -191,10 +200,10 @@ class Peers:
             self._dropped.popitem(last=False)
 
 
-def _fault_of(error: WireError) -> Fault:
+def _fault_of(error: WireError) -> MessageFault:
     if isinstance(error, LimitExceeded):
-        return Fault.LIMIT
-    return Fault.HANDSHAKE if isinstance(error, HandshakeFailed) else Fault.BYTES
+        return MessageFault.LIMIT
+    return MessageFault.HANDSHAKE if isinstance(error, HandshakeFailed) else MessageFault.BYTES
 
 
 def _require_our_schema(header: Mapping[str, Any]) -> None:

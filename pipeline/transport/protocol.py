@@ -87,7 +87,7 @@ class Limits:
     """Bytes of one TCP connection that may wait in the hub's ZeroMQ, which cannot make a peer wait."""
 
 
-class Fault(StrEnum):
+class MessageFault(StrEnum):
     """Kinds of invalid messages: the values of a metric's label."""
 
     HANDSHAKE = "handshake"
@@ -124,7 +124,7 @@ class Event:
     peer: str
     message: WireMessage | None = None
     reason: str = ""
-    fault: Fault | None = None
+    fault: MessageFault | None = None
     """Set for CORRUPT."""
 
 

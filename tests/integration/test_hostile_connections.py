@@ -19,7 +19,7 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.codec import encode_message
 from pipeline.transport.curve import make_keys, peer_keys
 from pipeline.transport.open import open_hub, open_link
-from pipeline.transport.protocol import Event, EventKind, Fault, Hub, Kind, Link, WireMessage
+from pipeline.transport.protocol import Event, EventKind, Hub, Kind, Link, MessageFault, WireMessage
 
 pytestmark = pytest.mark.timeout(60)
 TRAJECTORIES = 1_000
@@ -116,7 +116,7 @@ async def test_a_hub_serves_its_peer_while_strangers_throw_garbage_at_it(tmp_pat
         "replay": {"address": "ipc://" if transport == "ipc" else "tcp://127.0.0.1:0"},
         "transport": {"curve": keys, "silence_seconds_max": 2.0, "message_bytes_max": 8_000_000},
     }
-    faults: Counter[Fault | None] = Counter()
+    faults: Counter[MessageFault | None] = Counter()
     numbers: list[int] = []
     before = rss()
     async with open_hub(RunConfig.model_validate(raw)) as hub, anyio.create_task_group() as tasks:
@@ -159,7 +159,7 @@ async def test_a_hub_serves_its_peer_while_strangers_throw_garbage_at_it(tmp_pat
             tasks.start_soon(task)
     assert numbers == list(range(TRAJECTORIES)), "in order, and all"
     if transport == "ipc":
-        assert faults[Fault.BYTES] > CONNECTIONS // 3 and faults[Fault.LIMIT] > CONNECTIONS // 20
+        assert faults[MessageFault.BYTES] > CONNECTIONS // 3 and faults[MessageFault.LIMIT] > CONNECTIONS // 20
     else:
-        assert faults[Fault.HANDSHAKE] > CONNECTIONS // 3 and faults[Fault.IDENTITY] >= 5
+        assert faults[MessageFault.HANDSHAKE] > CONNECTIONS // 3 and faults[MessageFault.IDENTITY] >= 5
     assert rss() - before < RSS_BYTES_MAX

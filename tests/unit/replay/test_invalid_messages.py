@@ -7,7 +7,7 @@ import logging
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.replay import FAULTS, ReplayMetrics
 from pipeline.stage.invalid_messages import LINES_PER_MINUTE, InvalidMessages
-from pipeline.transport.protocol import Event, EventKind, Fault
+from pipeline.transport.protocol import Event, EventKind, MessageFault
 
 
 def test_every_invalid_message_is_counted_by_its_fault_and_few_are_logged(caplog):
@@ -15,9 +15,9 @@ def test_every_invalid_message_is_counted_by_its_fault_and_few_are_logged(caplog
     invalid = InvalidMessages(ReplayMetrics(registry))
     with caplog.at_level(logging.WARNING):
         for i in range(10_000):
-            invalid.note(Event(EventKind.CORRUPT, "a", None, "x" * 100_000, Fault.BYTES), i / 1000)
+            invalid.note(Event(EventKind.CORRUPT, "a", None, "x" * 100_000, MessageFault.BYTES), i / 1000)
         assert len(caplog.records) == LINES_PER_MINUTE
-        invalid.note(Event(EventKind.CORRUPT, "a", None, "y", Fault.LIMIT), 61.0)
+        invalid.note(Event(EventKind.CORRUPT, "a", None, "y", MessageFault.LIMIT), 61.0)
     unlogged = 10_000 - LINES_PER_MINUTE
     assert caplog.records[-1].getMessage() == f"a sent an invalid message: y ({unlogged} more were not logged)"
     assert sum(len(record.getMessage()) for record in caplog.records) < 10_000
@@ -26,4 +26,4 @@ def test_every_invalid_message_is_counted_by_its_fault_and_few_are_logged(caplog
 
 
 def test_the_label_has_a_value_for_every_fault():
-    assert set(FAULTS) == {fault.value for fault in Fault}
+    assert set(FAULTS) == {fault.value for fault in MessageFault}

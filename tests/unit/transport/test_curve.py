@@ -15,7 +15,7 @@ from pipeline.errors import ConfigurationError, LimitExceeded, TransportClosed
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.curve import make_keys, peer_keys, server_keys
 from pipeline.transport.open import open_hub, open_link
-from pipeline.transport.protocol import EventKind, Fault, Kind, Limits, WireMessage
+from pipeline.transport.protocol import EventKind, Kind, Limits, MessageFault, WireMessage
 from pipeline.transport.zeromq import HubSocketWire, ZmqHub, ZmqLink
 
 pytestmark = pytest.mark.timeout(20)
@@ -72,7 +72,7 @@ async def test_a_key_is_good_for_its_own_role_and_name_only(keys, key, name, rol
     ):
         link.describe({"role": role})
         event = await hub.receive()
-        assert (event.kind, event.fault) == (EventKind.CORRUPT, Fault.IDENTITY) and key in event.reason
+        assert (event.kind, event.fault) == (EventKind.CORRUPT, MessageFault.IDENTITY) and key in event.reason
         assert (await link.receive()).message.kind is Kind.REFUSED
         with pytest.raises(TransportClosed, match=f"the connection's key, {key}"):
             await link.receive()
@@ -94,7 +94,7 @@ async def test_an_owner_of_a_key_cannot_take_the_routing_id_of_another_peer(keys
                     break
             while event.kind is EventKind.PEER_DOWN:
                 event = await hub.receive()
-            assert (event.kind, event.fault) == (EventKind.CORRUPT, Fault.HELLO)
+            assert (event.kind, event.fault) == (EventKind.CORRUPT, MessageFault.HELLO)
         finally:
             actor.close(0)
 
@@ -109,7 +109,7 @@ async def test_an_unknown_client_is_told_that_its_key_is_not_accepted_until_it_i
             with pytest.raises(TransportClosed, match="does not accept our CURVE key"):
                 await link.receive()
         event = await hub.receive()
-        assert (event.kind, event.fault) == (EventKind.CORRUPT, Fault.HANDSHAKE) and hub.peers == ()
+        assert (event.kind, event.fault) == (EventKind.CORRUPT, MessageFault.HANDSHAKE) and hub.peers == ()
         (keys / "actor-2.key").write_bytes((theirs / "actor-2.key").read_bytes())
         async with ZmqLink(hub.address, "actor-2", peer_keys(theirs, "actor-2")) as link:
             link.describe({"role": "actor"})
@@ -124,7 +124,7 @@ async def test_a_peer_without_keys_is_refused_and_counted(keys):
         try:
             dealer.send_multipart([b"hello", b"{}"])
             event = await hub.receive()
-            assert (event.kind, event.fault) == (EventKind.CORRUPT, Fault.HANDSHAKE)
+            assert (event.kind, event.fault) == (EventKind.CORRUPT, MessageFault.HANDSHAKE)
         finally:
             dealer.close(0)
 

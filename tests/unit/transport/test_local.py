@@ -16,7 +16,7 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.codec import encode_message
 from pipeline.transport.local import LocalHub, LocalHubWire, LocalLink, LocalLinkWire, remove_place
 from pipeline.transport.open import open_hub, open_link
-from pipeline.transport.protocol import EventKind, Fault, Kind, Limits, WireMessage
+from pipeline.transport.protocol import EventKind, Kind, Limits, MessageFault, WireMessage
 
 pytestmark = pytest.mark.timeout(20)
 LIMITS = Limits(header_bytes_max=10_000, message_bytes_max=1_000_000)
@@ -107,11 +107,11 @@ async def test_a_path_that_is_too_long_for_a_socket_names_the_remedy(tmp_path, m
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", Fault.BYTES),
-        (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + bytes(54), Fault.BYTES),
-        (struct.pack("<4sIQ", b"AP01", 3, 20_001), Fault.LIMIT),
-        (struct.pack("<4sIQ", b"AP01", 1000, 24), Fault.BYTES),
-        (struct.pack("<4sIQQ", b"AP01", 1, 16, 2**60) + bytes(8), Fault.BYTES),
+        (b"GET / HTTP/1.1\r\n\r\n", MessageFault.BYTES),
+        (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + bytes(54), MessageFault.BYTES),
+        (struct.pack("<4sIQ", b"AP01", 3, 20_001), MessageFault.LIMIT),
+        (struct.pack("<4sIQ", b"AP01", 1000, 24), MessageFault.BYTES),
+        (struct.pack("<4sIQQ", b"AP01", 1, 16, 2**60) + bytes(8), MessageFault.BYTES),
     ],
     ids=["http", "zeromq", "large", "more frames than bytes", "a frame beyond the end"],
 )
@@ -133,7 +133,7 @@ async def test_a_stranger_may_not_begin_what_a_peer_may(tmp_path):
         wire = LocalLinkWire("ipc://", tmp_path, LIMITS)
         wire.connect()
         wire.send(large)
-        assert (await hub.receive()).fault is Fault.LIMIT
+        assert (await hub.receive()).fault is MessageFault.LIMIT
         wire.disconnect()
         wire.connect()
         wire.send(HELLO)
