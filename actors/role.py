@@ -33,7 +33,7 @@ from pipeline.experience.memory import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
-from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.zeromq import limits_of, open_link
 
 YOUNG_OBJECTS_MAX = 5_000
 """New objects between two collections of the young; Python's own is 700. Also bounds how long one of the middle

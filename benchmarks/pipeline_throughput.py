@@ -33,9 +33,9 @@ from pipeline.config.load import dump, loads
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.transport import protocol
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
-from pipeline.transport.open import open_link
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import EventKind, Kind
+from pipeline.transport.zeromq import open_link
 
 GROUPS, ROLLOUTS, SLOTS = 32, 8, 1024
 

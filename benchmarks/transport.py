@@ -38,9 +38,9 @@ from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, 
 from pipeline.transport import protocol
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from pipeline.transport.curve import make_keys
-from pipeline.transport.open import open_hub, open_link
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import Event, EventKind, Kind
+from pipeline.transport.zeromq import open_hub, open_link
 
 ADDRESS = "tcp://127.0.0.1:0"
 WINDOW = 256

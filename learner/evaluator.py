@@ -16,7 +16,7 @@ from learner.weights.publisher import Publisher
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import read_json
-from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.zeromq import limits_of, open_link
 from pipeline.transport.protocol import Link
 
 

@@ -30,7 +30,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import remove_leftovers
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.transport.open import limits_of, open_link
+from pipeline.transport.zeromq import limits_of, open_link
 from pipeline.transport.protocol import Link
 
 log = logging.getLogger(__name__)

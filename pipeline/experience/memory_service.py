@@ -32,8 +32,8 @@ from pipeline.store.journal import Finished, Send
 from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.open import limits_of
 from pipeline.transport.protocol import Frames, Kind, Limits
+from pipeline.transport.zeromq import limits_of
 
 log = logging.getLogger("afterplay.lessons")
 

@@ -19,7 +19,7 @@
       processes/NAME.json  pid and metrics port of each process that lives
       processes.json     state of all processes, written by the supervisor
       run.lock           held by the supervisor while the run lives
-      hub                link to the folder of the replay stage's socket, while the stage lives (transport/local.py)
+      hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
       keys/              CURVE keys that ``afterplay run`` made, if the stage listens on TCP
 """
 

@@ -32,8 +32,8 @@ from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.tasks.open import open_sources
 from pipeline.tasks.source import TaskSource
-from pipeline.transport.open import limits_of, open_hub
 from pipeline.transport.protocol import EventKind, Hub, Kind
+from pipeline.transport.zeromq import limits_of, open_hub
 
 log = logging.getLogger("afterplay.replay")
 

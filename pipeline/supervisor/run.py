@@ -36,7 +36,7 @@ from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
 from pipeline.transport.curve import make_keys
-from pipeline.transport.local import remove_place
+from pipeline.transport.socket_folder import remove_socket_folder
 
 
 class RunIsAlive(AfterplayError):
@@ -110,7 +110,7 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
     directory = RunDirectory(config.run.path.absolute())
     try:
         with run_lock(directory) as lock:
-            remove_place(directory.path)
+            remove_socket_folder(directory.path)
             prepare_directory(directory, config.run.resume, fresh)
             config = resolve(config)
             directory.create()
@@ -118,7 +118,7 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
             write_bytes_atomically(directory.config_file, dump(config).encode())
             with OrphanReaper(keep_open=(lock,)) as reaper:
                 code = supervise(config, specs_of(config, directory), directory, reaper, console)
-            remove_place(directory.path)
+            remove_socket_folder(directory.path)
             return code
     except RunIsAlive as error:
         Console(stderr=True, highlight=False).print(f"afterplay: {error}", style="red", soft_wrap=True)

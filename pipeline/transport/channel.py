@@ -78,16 +78,8 @@ class HubWire(Protocol):
         """Name of the peer that the connection's key belongs to; None where only this user can connect."""
         ...
 
-    def trust(self, connection: bytes) -> None:
-        """The peer has said who it is: it may begin messages of full size, and stay."""
-        ...
-
-    def distrust(self, connection: bytes) -> None:
-        """The peer of the connection was given up: only a new HELLO in time keeps it open."""
-        ...
-
     def cut(self, connection: bytes) -> None:
-        """Close the connection. What waits for it may be lost."""
+        """Close the connection that the last message came from. What waits for it may be lost."""
         ...
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:

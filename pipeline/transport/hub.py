@@ -99,7 +99,7 @@ class Peers:
         """Classify one incoming multipart message."""
         peer = self._by_connection.get(connection)
         if isinstance(frames, WireError):
-            return self._corrupt(peer, connection, str(frames), _fault_of(frames), cut=True)
+            return self._corrupt(peer, connection, str(frames), _fault_of(frames))
         try:
             message = decode_message(frames, self.limits)
         except WireError as error:
@@ -179,13 +179,11 @@ class Peers:
         answer.reply = WireMessage(Kind.REFUSED, {"reason": reason, "final": True})
         return answer
 
-    def _corrupt(
-        self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault, *, cut: bool = False
-    ) -> Reaction:
+    def _corrupt(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
         """Count what is invalid. A connection that brings nothing else is cut."""
         self.counters.corrupt += 1
         self._faults[connection] += 1
-        cut = cut or self._faults[connection] >= _FAULTS_MAX
+        cut = self._faults[connection] >= _FAULTS_MAX
         if cut or len(self._faults) > _DROPPED_MAX:
             del self._faults[connection if cut else next(iter(self._faults))]
         name = peer.name if peer is not None else f"unknown connection {connection.hex()}"
@@ -325,13 +323,10 @@ class WireHub(Endpoint):
                 put(answer.event)
             if answer.reply is not None or answer.replaced is not None or answer.cut:
                 self._reply(connection, answer)
-            if answer.event is not None and answer.event.kind is EventKind.PEER_UP:
-                self._wire.trust(connection)
             if self._peers.of(connection) is not None:
                 heard(connection, now)
             else:
                 self._silence.forget(connection)
-                self._wire.distrust(connection)
         return False
 
     def _reply(self, connection: bytes, answer: Reaction) -> None:
@@ -339,7 +334,6 @@ class WireHub(Endpoint):
             self._tell(connection, answer.reply)
         if answer.replaced is not None:
             self._silence.forget(answer.replaced.connection)
-            self._wire.distrust(answer.replaced.connection)
             reason = f"another connection under the name {answer.replaced.name} took its place: names must be unique"
             self._tell(answer.replaced.connection, WireMessage(Kind.REFUSED, {"reason": reason, "final": True}))
         if answer.cut:
@@ -375,7 +369,6 @@ class WireHub(Endpoint):
                 down = self._peers.drop(connection, f"silent for more than {self._silence_seconds_max} s")
                 if down is not None:
                     self._tell(connection, WireMessage(Kind.BYE, {"reason": down.reason}))
-                    self._wire.distrust(connection)
                     self._mailbox.put(down)
             self._wire.signal.fire()
 

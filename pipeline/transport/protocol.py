@@ -83,8 +83,6 @@ class Limits:
     """Tokens of one trajectory."""
     queue_messages_max: int = 4096
     """Messages held per direction before senders wait."""
-    unread_bytes_max: int = 512 * 1024 * 1024
-    """Bytes of one TCP connection that may wait in the hub's ZeroMQ, which cannot make a peer wait."""
 
 
 class MessageFault(StrEnum):

@@ -1,13 +1,12 @@
-"""Hub and link over TCP, with ZeroMQ and CURVE: the transport between machines and containers.
+"""Hub and link over ZeroMQ sockets: the transport of a run, and what a role opens it with.
+
+The processes of one machine meet at an ``ipc://`` socket in a folder that only its owner may enter
+(:mod:`pipeline.transport.socket_folder`); machines and containers talk over TCP, always with CURVE.
 
 ROUTER and DEALER are raw sockets that never wait; asyncio wakes them through the file descriptor of each.
 ``zmq.asyncio`` makes a future for each message; here one wake-up drains all messages that arrived. The descriptor of a
 ZeroMQ socket is edge-triggered and any call on the socket may eat the edge, so after a call that others wait behind,
 the signal is fired.
-
-ZeroMQ bounds a frame, but not a message: it keeps the frames of an unfinished one without limit, and 4096 finished ones
-of any size. So the hub compares what each connection has brought in all (the kernel counts it) with what it has read
-from it, and cuts one that holds too much.
 """
 
 from __future__ import annotations
@@ -16,23 +15,24 @@ import asyncio
 import contextlib
 import os
 import socket as sockets
-import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pipeline.errors import ConfigurationError, HandshakeFailed, LimitExceeded, PeerGone, WireError
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError, HandshakeFailed, PeerGone, WireError
 from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
-from pipeline.transport.curve import PeerKeys, ServerKeys, serve_zap
+from pipeline.transport.curve import PeerKeys, ServerKeys, peer_keys, serve_zap, server_keys
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import Buffer, Limits
+from pipeline.transport.protocol import Buffer, Hub, Limits, Link
+from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder
 
 _NOW = int(zmq.NOBLOCK)
 _IN = int(zmq.POLLIN)
@@ -41,86 +41,44 @@ _VIEW_BYTES_MIN = 8193
 """Frames from here on are views of ZeroMQ's memory, which is aligned. Smaller ones may be unaligned slices of a shared
 receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
+_HERE = Path()
 _SLASH = b"/"
 """Between the name of a connection's key, which has none, and its routing id."""
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
 _TERMINATE_SECONDS_MAX = 1.0
 _HANDSHAKES_MAX = 5
 """Connections closed during the handshake, one after another, before it is taken for a matter of keys."""
-_AUDIT_SECONDS = 0.1
-"""Period in which the hub compares what its connections have brought with what it has read."""
-_FRAME_BYTES = 33
-"""Bytes that CURVE adds to a frame, beside ZMTP's length of 2 or 9 bytes."""
-_HANDSHAKE_BYTES_MAX = 4096
-_TCP_INFO_BYTES = 256
-_BYTES_RECEIVED = struct.Struct("128xQ")
-"""In Linux' ``struct tcp_info``."""
-_FAILED: dict[int, str] = {
+_REFUSED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ with CURVE",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ, or not with CURVE where keys are required",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended or was too slow",
 }
-_MONITORED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-
-
-@dataclass(slots=True)
-class _Line:
-    """One TCP connection of the hub."""
-
-    fd: int
-    address: object
-    accepted_at: float
-    connection: bytes = b""
-    """Empty until its first message."""
-    n_read: int = 0
-    """Bytes on the wire of the messages that were read."""
-    trusted: bool = False
-
-    def received(self) -> int | None:
-        """Bytes that the kernel has taken; None where it does not tell, or the connection is gone."""
-        with contextlib.suppress(OSError), self._socket() as sock:
-            if sock.getpeername() == self.address and hasattr(sockets, "TCP_INFO"):
-                info = sock.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_BYTES)
-                if len(info) >= _BYTES_RECEIVED.size:
-                    return int(_BYTES_RECEIVED.unpack_from(info)[0])
-        return None
-
-    def cut(self) -> None:
-        """ZeroMQ has no call for this; it notices."""
-        with contextlib.suppress(OSError), self._socket() as sock:
-            if sock.getpeername() == self.address:
-                sock.shutdown(sockets.SHUT_RDWR)
-
-    def _socket(self) -> sockets.socket:
-        return sockets.socket(fileno=os.dup(self.fd))
+_REFUSALS = sum(_REFUSED)
+_MONITORED = _REFUSALS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 class HubSocketWire:
     """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`.
 
-    A connection is known by the name of its key and ZeroMQ's routing id, which a client may choose.
+    A connection is known by the name of its key, if it has one, and ZeroMQ's routing id, which a client may choose.
     """
 
-    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, keys: ServerKeys) -> None:
+    def __init__(
+        self, address: str, limits: Limits, silence_seconds_max: float, keys: ServerKeys | None, run: Path
+    ) -> None:
         self.signal = Broadcast()
         self._address = address
         self._limits = limits
         self._silence_seconds_max = silence_seconds_max
         self._keys = keys
+        self._run = run
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes]
-        self._zap: zmq.Socket[bytes]
+        self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
-        self._lines: dict[int, _Line] = {}
         self._faults: deque[tuple[bytes, WireError]] = deque()
+        self._last: tuple[bytes, int] = (b"", -1)
+        """The connection that the last message came from, and its file descriptor."""
 
     @property
     def address(self) -> str:
@@ -131,27 +89,31 @@ class HubSocketWire:
         socket = context.socket(zmq.ROUTER)
         _limit(socket, self._limits, self._silence_seconds_max, self._address)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._keys.apply(socket)
-        self._zap = context.socket(zmq.REP)
-        self._zap.bind("inproc://zeromq.zap.01")
-        self._monitor = socket.get_monitor_socket(_MONITORED | zmq.EVENT_ACCEPTED)
+        self._monitor = socket.get_monitor_socket(_REFUSALS)
         try:
-            socket.bind(self._address)
-        except (zmq.ZMQError, OSError, TypeError) as error:
+            if self._keys is not None:
+                self._keys.apply(socket)
+                self._zap = context.socket(zmq.REP)
+                self._zap.bind("inproc://zeromq.zap.01")
+                _watch(self._zap, self._authenticate)
+            socket.bind(address_to_bind(self._address, self._run))
+        except (zmq.ZMQError, OSError, TypeError, ConfigurationError) as error:
             socket.disable_monitor()
-            for each in (self._zap, self._monitor, socket):
-                each.close(0)
+            if self._zap is not None:
+                _forget(self._zap)
+            self._monitor.close(0)
+            socket.close(0)
             context.term()
+            if isinstance(error, ConfigurationError):
+                raise
             raise ConfigurationError(
-                f"replay.address {self._address} cannot be bound: {error}. Expected something like "
+                f"replay.address {self._address} cannot be bound: {error}. Expected {SCHEME}, or something like "
                 "tcp://127.0.0.1:7100 whose port is free (another run may still use it; port 0 takes a free one)"
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._context, self._socket = context, socket
-        _watch(self._zap, self._authenticate)
         _watch(self._monitor, self._observed)
         _watch(socket, self._woken)
-        asyncio.get_running_loop().call_later(_AUDIT_SECONDS, self._audit)
 
     def receive(self) -> tuple[bytes, list[Buffer] | WireError] | None:
         if self._faults:
@@ -160,16 +122,10 @@ class HubSocketWire:
             frame = self._socket.recv(_NOW, copy=False)
         except zmq.Again:
             return None
-        connection = str(frame.get("User-Id")).encode() + _SLASH + frame.bytes
-        fd = int(frame.get(zmq.SRCFD))
-        if fd not in self._lines:
-            self._observed()
-        line = self._lines.get(fd)
-        frames, n_bytes = _receive_rest(self._socket, frame, self._limits.frames_max + 3)
-        if line is not None:
-            line.connection = connection
-            line.n_read += n_bytes
-        return connection, frames
+        name = b"" if self._keys is None else str(frame.get("User-Id")).encode()
+        connection = name + _SLASH + frame.bytes
+        self._last = connection, _descriptor(frame)
+        return connection, _receive_rest(self._socket, frame, self._limits.frames_max + 3)
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         try:
@@ -185,20 +141,15 @@ class HubSocketWire:
         return True
 
     def identity(self, connection: bytes) -> str | None:
-        return connection.partition(_SLASH)[0].decode()
-
-    def trust(self, connection: bytes) -> None:
-        for line in self._of(connection):
-            line.trusted = True
-
-    def distrust(self, connection: bytes) -> None:
-        for line in self._of(connection):
-            if line.trusted:
-                line.trusted, line.accepted_at = False, time.monotonic()
+        return connection.partition(_SLASH)[0].decode() or None
 
     def cut(self, connection: bytes) -> None:
-        for line in self._of(connection):
-            line.cut()
+        """ZeroMQ has no call for this; it notices. A descriptor that is meanwhile another's is left alone."""
+        last, descriptor = self._last
+        if connection == last and descriptor >= 0:
+            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as sock:
+                if _is_at(sock, self._address):
+                    sock.shutdown(sockets.SHUT_RDWR)
 
     async def wait(self, event: anyio.Event) -> None:
         await event.wait()
@@ -209,12 +160,11 @@ class HubSocketWire:
         context, self._context = self._context, None
         self._socket.disable_monitor()
         _forget(self._monitor)
-        _forget(self._zap)
+        if self._zap is not None:
+            _forget(self._zap)
         _forget(self._socket, _LINGER_MS)
         await _terminate(context)
-
-    def _of(self, connection: bytes) -> list[_Line]:
-        return [line for line in self._lines.values() if line.connection == connection]
+        remove_socket_folder(self._run)
 
     def _woken(self) -> None:
         if self._socket.closed:
@@ -227,44 +177,18 @@ class HubSocketWire:
             self.signal.fire()
 
     def _authenticate(self) -> None:
-        if not self._zap.closed:
+        if self._zap is not None and self._keys is not None and not self._zap.closed:
             serve_zap(self._zap, self._keys)
 
     def _observed(self) -> None:
-        """Connections that come and go, and handshakes that fail."""
+        """Handshakes that fail."""
         while not self._monitor.closed:
             try:
-                message = parse_monitor_message(self._monitor.recv_multipart(_NOW))
+                event = parse_monitor_message(self._monitor.recv_multipart(_NOW))["event"]
             except zmq.Again:
                 return
-            event, fd = message["event"], int(message["value"])
-            if event == zmq.EVENT_ACCEPTED:
-                with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as sock:
-                    self._lines[fd] = _Line(fd, sock.getpeername(), time.monotonic())
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._lines.pop(fd, None)
-            elif event in _FAILED:
-                self._faults.append((b"?", HandshakeFailed(f"a connection was refused: {_FAILED[event]}")))
-                self.signal.fire()
-
-    def _audit(self) -> None:
-        """Cut who holds too much, or does not say HELLO."""
-        if self._context is None:
-            return
-        asyncio.get_running_loop().call_later(_AUDIT_SECONDS, self._audit)
-        self._observed()
-        now = time.monotonic()
-        for line in list(self._lines.values()):
-            if not line.trusted and now - line.accepted_at > self._silence_seconds_max:
-                line.cut()
-                continue
-            bound = self._limits.unread_bytes_max if line.trusted else 2 * self._limits.header_bytes_max
-            received = line.received()
-            if received is not None and received - line.n_read > bound + _HANDSHAKE_BYTES_MAX:
-                line.cut()
-                held = received - line.n_read
-                error = LimitExceeded(f"expected at most {bound} bytes on their way to the hub, got {held}")
-                self._faults.append((line.connection or b"?", error))
+            if event in _REFUSED:
+                self._faults.append((b"?", HandshakeFailed(f"a connection was refused: {_REFUSED[event]}")))
                 self.signal.fire()
 
 
@@ -272,9 +196,13 @@ class LinkSocketWire:
     """A DEALER that never reconnects: a lost connection is seen at once by a monitor, and a fresh socket greets again,
     so nothing that was queued for the old connection reaches a hub that does not know us."""
 
-    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, keys: PeerKeys) -> None:
+    def __init__(
+        self, address: str, limits: Limits, silence_seconds_max: float, keys: PeerKeys | None, run: Path
+    ) -> None:
         self.signal = Broadcast()
-        self.address = address
+        self.address = address if address != SCHEME else f"the replay stage of {run}"
+        self._place = address
+        self._run = run
         self.lost: str | None = None
         self.hopeless: str | None = None
         self._limits = limits
@@ -287,13 +215,22 @@ class LinkSocketWire:
         self._failed_handshakes = 0
 
     def connect(self) -> None:
+        self.lost, self._shaking = None, False
+        try:
+            self.address = address_to_connect(self._place, self._run)
+        except OSError as error:
+            self.lost = f"{self.address} does not answer ({error})"
+            return
+        except ConfigurationError as error:
+            self.lost = self.hopeless = str(error)
+            return
         if self._context is None:
             self._context = zmq.Context()
-        self.lost, self._shaking = None, False
         socket = self._socket = self._context.socket(zmq.DEALER)
         _limit(socket, self._limits, self._silence_seconds_max, self.address)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self._keys.apply(socket)
+        if self._keys is not None:
+            self._keys.apply(socket)
         self._monitor = socket.get_monitor_socket(_MONITORED)
         try:
             socket.connect(self.address)
@@ -317,8 +254,7 @@ class LinkSocketWire:
             frame = self._socket.recv(_NOW, copy=False)
         except zmq.Again:
             return None
-        frames, _ = _receive_rest(self._socket, frame, self._limits.frames_max + 2)
-        return [_buffer(frame), *frames]
+        return [_buffer(frame), *_receive_rest(self._socket, frame, self._limits.frames_max + 2)]
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         if self._socket is None:
@@ -418,18 +354,15 @@ def _events(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.EVENTS))
 
 
-def _receive_rest(socket: zmq.Socket[bytes], frame: zmq.Frame, frames_max: int) -> tuple[list[Buffer], int]:
-    """The frames of a multipart message after its first, and the bytes of those on the wire. Beyond ``frames_max``
-    frames one more is kept, so that the check of limits sees it."""
+def _receive_rest(socket: zmq.Socket[bytes], frame: zmq.Frame, frames_max: int) -> list[Buffer]:
+    """The frames of a multipart message after its first; beyond ``frames_max`` frames one more is kept, so that the
+    check of limits sees it."""
     frames: list[Buffer] = []
-    n_bytes = 0
     while frame.more:
         frame = socket.recv(_NOW, copy=False)
-        sealed = len(frame) + _FRAME_BYTES
-        n_bytes += sealed + (2 if sealed <= 255 else 9)
         if len(frames) <= frames_max:
             frames.append(_buffer(frame))
-    return frames, n_bytes
+    return frames
 
 
 def _buffer(frame: zmq.Frame) -> Buffer:
@@ -444,38 +377,107 @@ def _send_all(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
         socket.send(frame, _NOW if index == last else _NOW_MORE, copy=copy)
 
 
+def _descriptor(frame: zmq.Frame) -> int:
+    """Of the connection that brought a frame; -1 where ZeroMQ does not tell (a peer of ZMTP 1.0)."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
+
+
+def _is_at(sock: sockets.socket, address: str) -> bool:
+    """True if the near end of a connection is ``address``."""
+    name = sock.getsockname()
+    return address == f"{SCHEME}{name}" if isinstance(name, str) else urlsplit(address).port == name[1]
+
+
 _LIMITS = Limits()
 
 
 class ZmqHub(WireHub):
-    """Binds ``address`` (``tcp://127.0.0.1:0`` takes a free port; see ``address`` once it is entered).
+    """Binds ``address``: ``tcp://127.0.0.1:0`` takes a free port, ``ipc://`` a socket in a new private folder, which a
+    link in the run directory ``run`` leads to. See ``address`` once it is entered.
 
-    Raises :class:`ConfigurationError` on entering when it cannot bind.
+    Raises :class:`ConfigurationError` for TCP without keys, and on entering when it cannot bind or others may enter the
+    folder.
     """
 
     def __init__(
         self,
         address: str,
-        keys: ServerKeys,
+        keys: ServerKeys | None = None,
         limits: Limits = _LIMITS,
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
+        run: Path = _HERE,
     ) -> None:
-        wire = HubSocketWire(address, limits, silence_seconds_max, keys)
+        _require_keys(address, keys)
+        wire = HubSocketWire(address, limits, silence_seconds_max, keys, run)
         super().__init__(wire, limits, heartbeat_seconds, silence_seconds_max)
 
 
 class ZmqLink(WireLink):
-    """Connects to a hub's ``address`` under ``name``, which must be that of the key."""
+    """Connects to a hub's ``address`` under ``name``, which must be that of the key; ``ipc://`` is the hub of the run
+    directory ``run``."""
 
     def __init__(
         self,
         address: str,
         name: str,
-        keys: PeerKeys,
+        keys: PeerKeys | None = None,
         limits: Limits = _LIMITS,
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
+        run: Path = _HERE,
     ) -> None:
-        wire = LinkSocketWire(address, limits, silence_seconds_max, keys)
+        _require_keys(address, keys)
+        wire = LinkSocketWire(address, limits, silence_seconds_max, keys, run)
         super().__init__(wire, name, limits, heartbeat_seconds, silence_seconds_max)
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """The limits in ``transport.*_max``."""
+    t = config.transport
+    return Limits(
+        header_bytes_max=t.header_bytes_max,
+        message_bytes_max=t.message_bytes_max,
+        frames_max=t.frames_max,
+        tokens_max=t.tokens_max,
+        queue_messages_max=t.queue_messages_max,
+    )
+
+
+def open_hub(config: RunConfig) -> Hub:
+    """The end of the replay stage, at ``replay.address``. Raises :class:`ConfigurationError` (also on entering)."""
+    t, folder = config.transport, _keys(config)
+    keys = None if folder is None else server_keys(folder)
+    times = (t.heartbeat_seconds, t.silence_seconds_max)
+    return ZmqHub(config.replay.address, keys, limits_of(config), *times, config.run.path.absolute())
+
+
+def open_link(config: RunConfig, name: str) -> Link:
+    """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
+    t, address, folder = config.transport, config.replay.address, _keys(config)
+    keys = None if folder is None else peer_keys(folder, name)
+    times = (t.heartbeat_seconds, t.silence_seconds_max)
+    if keys is not None and not urlsplit(address).port:
+        raise ConfigurationError(
+            f"replay.address {address} has no port to connect to: set the stage's actual address, for example "
+            "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
+        )
+    return ZmqLink(address, name, keys, limits_of(config), *times, config.run.path.absolute())
+
+
+def _keys(config: RunConfig) -> Path | None:
+    """The folder of keys, on TCP."""
+    return None if config.replay.address.startswith(SCHEME) else config.transport.curve
+
+
+def _require_keys(address: str, keys: object) -> None:
+    if not address.startswith((SCHEME, "tcp://")):
+        raise ConfigurationError(f"replay.address: expected tcp://host:port, ipc://PATH or ipc://, got {address!r}")
+    if keys is None and not address.startswith(SCHEME):
+        raise ConfigurationError(
+            f"replay.address {address} can be reached by others, so it needs CURVE keys: run `afterplay keys DIR` and "
+            f"set transport.curve to DIR in the run file of every process; or use {SCHEME} on one machine"
+        )

@@ -28,7 +28,7 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
-from pipeline.transport.open import limits_of
+from pipeline.transport.zeromq import limits_of
 from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, stored
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.run_handle import RunHandle

@@ -17,8 +17,8 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
 from pipeline.transport.codec import decode_trajectory, encode_order
-from pipeline.transport.open import open_hub
 from pipeline.transport.protocol import EventKind, Hub, Kind, WireMessage
+from pipeline.transport.zeromq import open_hub
 from tests.support.running_engine import start_engine
 
 SECONDS_MAX = 120

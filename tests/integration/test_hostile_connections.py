@@ -18,8 +18,8 @@ from pipeline.config import RunConfig
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.codec import encode_message
 from pipeline.transport.curve import make_keys, peer_keys
-from pipeline.transport.open import open_hub, open_link
 from pipeline.transport.protocol import Event, EventKind, Hub, Kind, Link, MessageFault, WireMessage
+from pipeline.transport.zeromq import open_hub, open_link
 
 pytestmark = pytest.mark.timeout(60)
 TRAJECTORIES = 1_000

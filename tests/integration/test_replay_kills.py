@@ -20,7 +20,7 @@ import yaml
 from pipeline.config import RunConfig
 from pipeline.schema import Order
 from pipeline.store.ledger import read_ledger
-from pipeline.transport.open import open_link
+from pipeline.transport.zeromq import open_link
 from tests.support.fork_server import Forked, ForkServer
 from tests.support.instant_peers import InstantActor, InstantLearner
 

@@ -15,10 +15,10 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.transport.curve import make_keys
-from pipeline.transport.local import remove_place
-from pipeline.transport.open import open_hub, open_link
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.socket_folder import remove_socket_folder
+from pipeline.transport.zeromq import open_hub, open_link
 
 pytestmark = pytest.mark.timeout(60)
 HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX = 0.1, 1.0
@@ -26,8 +26,7 @@ HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX = 0.1, 1.0
 HUB = """
 import json, os, sys, asyncio, uvloop
 from pipeline.config import RunConfig
-from pipeline.transport.local import remove_place
-from pipeline.transport.open import open_hub
+from pipeline.transport.zeromq import open_hub
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 
 async def main(config, store):
@@ -51,8 +50,7 @@ uvloop.run(main(*sys.argv[1:]))
 LINK = """
 import json, sys, uvloop
 from pipeline.config import RunConfig
-from pipeline.transport.local import remove_place
-from pipeline.transport.open import open_link
+from pipeline.transport.zeromq import open_link
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 
 async def main(config):
@@ -78,7 +76,7 @@ def raw(request, tmp_path):
         "replay": {"address": "ipc://" if request.param == "ipc" else "tcp://127.0.0.1:0"},
         "transport": {"curve": str(tmp_path / "keys"), "heartbeat_seconds": 0.1, "silence_seconds_max": 1.0},
     }
-    remove_place(tmp_path / "r")
+    remove_socket_folder(tmp_path / "r")
 
 
 def at(raw, hub_address) -> dict:

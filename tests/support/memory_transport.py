@@ -239,12 +239,6 @@ class MemoryHubWire:
     def identity(self, connection: bytes) -> str | None:
         return None
 
-    def trust(self, connection: bytes) -> None:
-        """All are trusted."""
-
-    def distrust(self, connection: bytes) -> None:
-        """All are trusted."""
-
     def cut(self, connection: bytes) -> None:
         found = self._network._connections.get(connection)
         if found is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
 import pytest
 import uvloop
@@ -10,7 +12,6 @@ import zmq
 from pipeline.transport.curve import make_keys, peer_keys, server_keys
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.local import LocalHub, LocalLink, LocalLinkWire
 from pipeline.transport.protocol import EventKind, Kind, Limits, WireMessage
 from pipeline.transport.zeromq import HubSocketWire, ZmqLink
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
@@ -56,70 +57,54 @@ class AnyNameWire(HubSocketWire):
         return None
 
 
-class ZmqFace(Face):
-    name = "zmq"
+class TcpFace(Face):
+    name = "tcp"
+    run = Path()
 
     def __init__(self, folder):
         self.address = "tcp://127.0.0.1:0"
-        self.folder = folder / "keys"
-        make_keys(self.folder, actors=1)
-        self.keys = peer_keys(self.folder, "actor-0")
+        make_keys(folder, actors=1)
+        self.server_keys, self.keys = server_keys(folder), peer_keys(folder, "actor-0")
 
     async def fix_address(self) -> None:
         async with self.hub() as hub:
             self.address = hub.address
 
     def hub(self, limits: Limits = LIMITS) -> WireHub:
-        wire = AnyNameWire(self.address, limits, SILENCE_SECONDS_MAX, server_keys(self.folder))
+        wire = AnyNameWire(self.address, limits, SILENCE_SECONDS_MAX, self.server_keys, self.run)
         return WireHub(wire, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
 
     def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
         address = self.address if hub is None else hub.address
-        return ZmqLink(address, name, self.keys, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+        return ZmqLink(address, name, self.keys, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX, self.run)
 
     def raw(self, hub: WireHub) -> RawPeer:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        self.keys.apply(socket)
+        if self.keys is not None:
+            self.keys.apply(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(hub.address)
 
         async def receive():
-            def wait():
-                assert socket.poll(3000), "nothing came"
-                return socket.recv_multipart()
-
-            return await anyio.to_thread.run_sync(wait)
+            with anyio.fail_after(3):
+                while not socket.poll(0):
+                    await anyio.sleep(0.005)
+            frames = socket.recv_multipart()
+            return frames[0] if frames == [b""] else frames
 
         return RawPeer(socket.send_multipart, receive, lambda: (socket.close(0), context.term()))
 
 
-class LocalFace(Face):
-    name = "local"
+class IpcFace(TcpFace):
+    name = "ipc"
 
     def __init__(self, folder):
-        self.run = folder
+        self.address, self.run = "ipc://", folder
+        self.server_keys = self.keys = None
 
-    def hub(self, limits: Limits = LIMITS) -> WireHub:
-        return LocalHub("ipc://", self.run, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
-
-    def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
-        return LocalLink("ipc://", self.run, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
-
-    def raw(self, hub: WireHub) -> RawPeer:
-        wire = LocalLinkWire("ipc://", self.run, Limits())
-        wire.connect()
-
-        async def receive():
-            while True:
-                event = wire.signal.current()
-                frames = wire.receive()
-                if frames is not None:
-                    return [bytes(f) for f in frames]
-                with anyio.fail_after(3):
-                    await wire.wait(event)
-
-        return RawPeer(wire.send, receive, wire.disconnect)
+    async def fix_address(self) -> None:
+        """It is fixed."""
 
 
 class MemoryFace(Face):
@@ -149,6 +134,6 @@ class MemoryFace(Face):
         return RawPeer(wire.send, receive, wire.disconnect)
 
 
-@pytest.fixture(params=[ZmqFace, LocalFace, MemoryFace], ids=lambda face: face.name)
+@pytest.fixture(params=[TcpFace, IpcFace, MemoryFace], ids=lambda face: face.name)
 def face(request, tmp_path):
     return request.param(tmp_path)

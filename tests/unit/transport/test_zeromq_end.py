@@ -28,7 +28,7 @@ class StuckContext:
 async def test_a_wire_closes_although_a_host_name_is_still_being_resolved(kind: Any, tmp_path: Path) -> None:
     make_keys(tmp_path, actors=1)
     keys = server_keys(tmp_path) if kind is HubSocketWire else peer_keys(tmp_path, "actor-0")
-    wire = kind("tcp://127.0.0.1:*", Limits(), 10.0, keys)
+    wire = kind("tcp://127.0.0.1:*", Limits(), 10.0, keys, tmp_path)
     if kind is HubSocketWire:
         wire.open()
         real = wire._context
