@@ -22,6 +22,7 @@ from actors.rollout.services import Services
 from pipeline.errors import LimitExceeded, SchemaError, WireError
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import SCHEMA_VERSION, Failure, Order, Trajectory, TrajectoryStatus
+from pipeline.schema.state import RoleState
 from pipeline.transport.codec import check_limits, decode_order, encode_trajectory
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import Event, EventKind, Frames, Kind, Limits, Link, WireMessage
@@ -61,6 +62,9 @@ def count_trajectory(
 
 
 logger = logging.getLogger(__name__)
+
+OVERDUE_SECONDS = 300.0
+"""A rollout that takes twice its time limit and this hangs, cancelled or not."""
 
 
 class OrderQueue:
@@ -138,9 +142,11 @@ class Actor:
         self._limits = limits
         self.slots = slots
         self._orders = OrderQueue(slots)
-        self._outbox: Outbox[Frames] = Outbox(outbox_bytes_max)
+        self._outbox: Outbox[str, Frames] = Outbox(outbox_bytes_max)
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._cancelled: set[str] = set()
+        self._deadlines: dict[str, float] = {}
+        """Monotonic time by which each rollout in flight must have ended."""
         self._draining = False
         self._connected = False
         self._changed = anyio.Event()
@@ -166,16 +172,20 @@ class Actor:
         """Every order that is waiting, in flight, or finished and unacknowledged."""
         return [*self._orders.ids, *self._outbox.ids]
 
-    def waiting_for(self) -> str:
-        """Reason why this actor does no work, in words; empty when it works."""
+    def doing(self) -> tuple[RoleState, str]:
+        """The state of this actor, and in words what it waits for; empty when it works."""
         if not self._connected:
-            return f"the replay stage ({getattr(self._link, 'trouble', '') or 'not connected'})"
+            return RoleState.WAITING_FOR_REPLAY, getattr(self._link, "trouble", "") or "not connected"
         engine = self._services.pool.waiting_for()
         if engine:
-            return engine
+            return RoleState.WAITING_FOR_ENGINES, engine
         if self._outbox.full:
-            return f"acknowledgements ({len(self._outbox)} trajectories in the outbox)"
-        return "" if self._orders.in_flight else "orders"
+            return RoleState.WAITING_FOR_REPLAY, f"acknowledgements ({len(self._outbox)} trajectories in the outbox)"
+        return (RoleState.PLAYING if self._orders.in_flight else RoleState.WAITING_FOR_ORDERS), ""
+
+    def overdue(self, now: float) -> bool:
+        """True if a rollout has not ended long after its own time limit, which therefore is not kept."""
+        return any(now > deadline for deadline in self._deadlines.values())
 
     async def run(self) -> None:
         """Serve until cancelled. Raises :class:`TransportClosed` when the replay stage refuses this actor for good."""
@@ -273,6 +283,7 @@ class Actor:
             if order is None:
                 break
             scope = self._scopes[order.order_id] = anyio.CancelScope()
+            self._deadlines[order.order_id] = time.monotonic() + 2 * order.seconds_max + OVERDUE_SECONDS
             self._group.start_soon(self._play, order, scope)
         self._gauge()
         self._changed.set()
@@ -287,7 +298,7 @@ class Actor:
         trajectory: Trajectory | None = None
         with scope:
             trajectory = await rollout.run()
-        del self._scopes[order.order_id]
+        del self._scopes[order.order_id], self._deadlines[order.order_id]
         cancelled = order.order_id in self._cancelled
         self._cancelled.discard(order.order_id)
         self._orders.finish(order.order_id)

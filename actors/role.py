@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ import anyio
 import anyio.to_thread
 
 from actors.actor import Actor
-from actors.engine.base import PausableTimeout
+from actors.engine.base import AnswerMemory, PausableTimeout
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
@@ -31,8 +32,10 @@ from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig
 from pipeline.experience.memory import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
+from pipeline.schema.state import RoleState
 from pipeline.transport.zeromq import limits_of, open_link
 
 YOUNG_OBJECTS_MAX = 5_000
@@ -67,14 +70,16 @@ async def main(ctx: RoleContext) -> None:
     fix."""
     config = ctx.config
     metrics = ActorMetrics(ctx.registry, environments=tuple(config.environments))
-    ctx.report("starting", "the tokenizer")
+    ctx.report(RoleState.LOADING, "the tokenizer")
     environments = {
         name: EnvironmentHost(name, section, threads_max=config.actor.concurrency)
         for name, section in config.environments.items()
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
     vocabulary = _vocabulary(ctx.directory.model / "config.json")
+    key = find_key(config.engine, "actor_key")
     patience = PausableTimeout() if config.engine.colocate == "sleep" else None
+    memory = AnswerMemory(config.actor.answers_bytes_max)
     pool = EnginePool(
         [
             EngineClient(
@@ -83,6 +88,9 @@ async def main(ctx: RoleContext) -> None:
                 vocabulary=vocabulary,
                 model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
                 patience=patience,
+                memory=memory,
+                key=key,
+                run=config.run.id,
             )
             for url in config.engine.addresses()
         ],
@@ -123,23 +131,20 @@ async def main(ctx: RoleContext) -> None:
 
 
 async def _report(ctx: RoleContext, actor: Actor) -> None:
-    """Heartbeat and status, also while nothing happens."""
+    """Status, and progress as long as rollouts keep their time limits: an actor that plays or waits is well. Where
+    engines sleep while the learner has the device, the limits stop meanwhile, and are not looked at."""
+    limited = ctx.config.engine.colocate != "sleep"
     while True:
-        ctx.beat()
+        if not (limited and actor.overdue(time.monotonic())):
+            ctx.beat()
+        state, waiting_for = actor.doing()
         ctx.report(
-            _state(actor, draining=ctx.stopping.is_set()),
-            actor.waiting_for(),
+            RoleState.STOPPING if ctx.stopping.is_set() else state,
+            waiting_for,
             playing=actor.in_flight,
             unacknowledged=actor.unacknowledged,
         )
         await anyio.sleep(REPORT_SECONDS)
-
-
-def _state(actor: Actor, *, draining: bool) -> str:
-    n = actor.in_flight
-    if draining:
-        return f"stopping, {n} episode{'' if n == 1 else 's'} left"
-    return f"{n} episode{'' if n == 1 else 's'} running" if n else "idle"
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:

@@ -14,6 +14,7 @@ messages of the same size, once (Afterplay moves each trajectory twice, and make
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -68,7 +70,7 @@ def ready_made(tokens: int, turns: int) -> Trajectory:
 async def act(config: RunConfig, tokens: int, turns: int) -> None:
     """An actor whose episodes take no time."""
     template = ready_made(tokens, turns)
-    outbox: Outbox[protocol.WireMessage] = Outbox(config.actor.outbox_bytes_max)
+    outbox: Outbox[str, protocol.WireMessage] = Outbox(config.actor.outbox_bytes_max)
     async with open_link(config, "actor-0") as link:
         link.describe(
             {"role": "actor", "name": "actor-0", "schema_version": SCHEMA_VERSION, "slots": SLOTS, "holding": []}
@@ -106,19 +108,22 @@ async def learn(config: RunConfig) -> tuple[float, int]:
             "updates": 0,
         }
         hello |= {
-            "policy_version": -1,
             "durable_updates": 0,
             "credit_groups": 4 * GROUPS,
             "holding": [],
             "consumed": [],
         }
         link.describe(hello)
-        update = 0
+        update, numbers = 0, itertools.count(1)
+
+        async def tell(kind: Kind, header: dict[str, Any]) -> None:
+            await link.send(protocol.WireMessage(kind, {**header, "number": next(numbers)}))
+
         while update < steps:
             event = await link.receive()
             message = event.message
             if event.kind is EventKind.CONNECTED:
-                await link.send(protocol.WireMessage(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+                await tell(Kind.VERSION, {"policy_version": 0, "updates": 0})
                 started = time.perf_counter()
             if event.kind is not EventKind.MESSAGE or message is None:
                 continue
@@ -132,14 +137,11 @@ async def learn(config: RunConfig) -> tuple[float, int]:
             while update < steps and assembler.ready(update):
                 groups = assembler.take(update)
                 names = [g.group_id for g in groups]
-                await link.send(protocol.WireMessage(Kind.CONSUMED, {"update": update, "group_ids": names}))
+                await tell(Kind.CONSUMED, {"update": update, "group_ids": names})
                 assembler.consumed(update)
                 update += 1
-                for kind, header in (
-                    (Kind.VERSION, {"policy_version": update, "updates": update}),
-                    (Kind.CHECKPOINTED, {"updates": update}),
-                ):
-                    await link.send(protocol.WireMessage(kind, header))
+                await tell(Kind.VERSION, {"policy_version": update, "updates": update})
+                await tell(Kind.CHECKPOINTED, {"updates": update})
         seconds = time.perf_counter() - started
         await link.send(protocol.WireMessage(Kind.BYE, {"reason": "finished"}))
     return seconds, n_bytes

@@ -61,7 +61,7 @@ def stage(path: Path, n: int, per_round: int, synchronous: str) -> tuple[float, 
     core.peer_up("actor-0", {"role": "actor", "schema_version": SCHEMA_VERSION, "slots": n, "holding": []})
     hello = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 1}
     core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **hello})
-    core.message("learner", WireMessage(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+    core.message("learner", WireMessage(Kind.VERSION, {"number": 1, "policy_version": 0, "updates": 0}))
     core.plan()
     changes, effects = core.collect()
     store.commit(changes)

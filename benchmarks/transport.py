@@ -7,7 +7,7 @@ Same bytes, same run, one producer process and one consumer process (2,000 token
 * ``push/pull``: bare blocking ZeroMQ, frames sent and received, payload not looked at
 * ``dealer/router + ack``: bare blocking ZeroMQ, each message acknowledged
 * ``zmq.asyncio + ack``: the same with ``zmq.asyncio`` on uvloop, one future for each message
-* ``hub/link + ack``: our transport (a unix socket) on uvloop with outbox, credits, limits, acknowledgements in batches;
+* ``hub/link + ack``: our transport (``ipc://``) on uvloop with outbox, credits, limits, acknowledgements in batches;
   payload not looked at
 * ``hub/link + codec``: the same, and each trajectory is encoded before it is sent and decoded (validated)
   when it has come
@@ -188,7 +188,7 @@ def produce_link(n: int, address: str, pipe: Connection, folder: str, bind: str,
         trajectory = example()
         payload = encode_trajectory(trajectory)
         n_bytes = sum(memoryview(f).nbytes for f in payload)
-        outbox: Outbox[protocol.Frames] = Outbox(2 * CREDIT_BYTES)
+        outbox: Outbox[str, protocol.Frames] = Outbox(2 * CREDIT_BYTES)
         made = 0
 
         def settle(event: Event) -> int:

@@ -41,12 +41,13 @@ def targets_of_run(directory: Path) -> list[Target]:
     return found
 
 
-def file_sd(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """The list as ``file_sd`` reads it: one entry per job."""
+def file_sd(targets: Sequence[Target], run: str) -> list[dict[str, Any]]:
+    """The list as ``file_sd`` reads it: one entry per job. The label ``run`` tells runs apart whose targets are in one
+    Prometheus."""
     jobs: dict[str, list[str]] = {}
     for target in targets:
         jobs.setdefault(target.job, []).append(target.address)
-    return [{"targets": addresses, "labels": {"job": job}} for job, addresses in jobs.items()]
+    return [{"targets": addresses, "labels": {"job": job, "run": run}} for job, addresses in jobs.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"expected processes of a live run in {options.directory}, found none: is it running?", file=sys.stderr)
         return 1
     temporary = options.output.with_suffix(".tmp")
-    temporary.write_text(json.dumps(file_sd(targets), indent=2) + "\n")
+    temporary.write_text(json.dumps(file_sd(targets, options.directory.resolve().name), indent=2) + "\n")
     temporary.replace(options.output)
     print(f"{len(targets)} targets in {options.output}")
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from learner.checkpoints.checkpoint import CheckpointState, adapter_folder, find_checkpoints, restore_training
+from learner.checkpoints.checkpoint import CheckpointState, adapter_folder, restore_training
 from learner.data.demonstrations import load_demonstrations
 from learner.distributed.collectives import RankGroup
 from learner.policy.backbone import DTYPES, Backbone, read_model
@@ -21,6 +21,7 @@ from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.rundir import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,11 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
     if source == "lora_off":
         return AdaptersOff(policy, tokens_max)
     if source == "server":
-        return ServerReference(options, policy.interrupt) if policy.ranks.rank == 0 else AskedElsewhere()
+        if policy.ranks.rank:
+            return AskedElsewhere()
+        ours = (options.url or "").rstrip("/") in config.engine.addresses()
+        key = find_key(config.engine, "learner_key") if ours else None
+        return ServerReference(options, policy.interrupt, key)
     folder = options.folder if options.folder is not None else initial_model
     model = read_model(folder, trust_remote_code=config.model.trust_remote_code)
     whole = learner.model_copy(update={"lora": LoraConfig(), "gradient_checkpointing": False})
@@ -108,18 +113,16 @@ def _check_ranks(config: RunConfig) -> None:
 
 
 def load_trainer(
-    config: RunConfig, directory: RunDirectory, group: RankGroup | None = None
+    config: RunConfig, directory: RunDirectory, checkpoint: Path | None, group: RankGroup | None = None
 ) -> tuple[Trainer, CheckpointState | None]:
-    """A trainer, and the state of the checkpoint that it resumes from. All ranks load the one that rank 0 has found."""
+    """A trainer, and the state of the ``checkpoint`` that it resumes from. All ranks load the one of rank 0."""
     transformers_logging.disable_progress_bar()
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    found = find_checkpoints(directory.checkpoints)
-    name = found[0].name if found else ""
     if group is not None:
-        name = group.broadcast_text(name)
-    checkpoint = directory.checkpoints / name if name else None
+        name = group.broadcast_text("" if checkpoint is None else checkpoint.name)
+        checkpoint = directory.checkpoints / name if name else None
     trainer = make_trainer(config, directory.model, checkpoint, group)
     if checkpoint is None:
         return trainer, None

@@ -14,10 +14,12 @@ from learner.checkpoints.best import is_evaluated
 from learner.session import LearnerProgress, LearnerSession
 from learner.weights.publisher import Publisher
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import read_json
-from pipeline.transport.zeromq import limits_of, open_link
+from pipeline.schema.state import RoleState
 from pipeline.transport.protocol import Link
+from pipeline.transport.zeromq import limits_of, open_link
 
 
 async def main(ctx: RoleContext) -> None:
@@ -37,7 +39,15 @@ async def serve(ctx: RoleContext, link: Link) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(link)
         publisher = await stack.enter_async_context(
-            Publisher(config.engine.addresses(), directory, config.publish, None, on_failure=failed)
+            Publisher(
+                config.engine.addresses(),
+                directory,
+                config.publish,
+                None,
+                on_failure=failed,
+                key=find_key(config.engine, "learner_key"),
+                run=config.run.id,
+            )
         )
         async with anyio.create_task_group() as tasks:
 
@@ -45,23 +55,20 @@ async def serve(ctx: RoleContext, link: Link) -> None:
                 await ctx.stopping.wait()
                 tasks.cancel_scope.cancel()
 
-            async def heartbeat() -> None:
-                while True:
-                    ctx.beat()
-                    await anyio.sleep(1.0)
-
-            for task in (stop_on_signal, session.run, publisher.run, heartbeat):
+            for task in (stop_on_signal, session.run, publisher.run):
                 tasks.start_soon(task)
-            ctx.report("connecting", f"the replay stage at {config.replay.address}")
-            await session.welcome()
-            ctx.report("publishing", "the engines to take the stamp of the weights")
-            await publisher.publish(version, None)
-            await publisher.until_live(version)
+            async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
+                await session.welcome()
+            async with ctx.waiting(RoleState.WAITING_FOR_ENGINES, "one that takes the stamp of the weights"):
+                await publisher.publish(version, None)
+                await publisher.until_live(version)
             await session.announce(version, updates)
             metrics.policy_version.set(version)
-            ctx.report("evaluating", "rollouts of held-out tasks")
-            while not is_evaluated(session.evaluation, updates):
-                await session.changed()
-            ctx.report("finished")
+            async with ctx.waiting(RoleState.EVALUATING, "rollouts of held-out tasks"):
+                while not is_evaluated(session.evaluation, updates):
+                    await session.changed()
+            ctx.finished()
+            await ctx.until_scraped()
+            ctx.report(RoleState.FINISHED)
             await session.bye("finished")
             tasks.cancel_scope.cancel()

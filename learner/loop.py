@@ -7,8 +7,9 @@ answer, or the end of the run.
 With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner acquires it before each
 update, once the version before is published, and releases it before it publishes the next.
 
-Training runs in a worker thread, so messages and heartbeats continue. Publication of a version overlaps with the
-training of the next update; at most one publication is under way. The next batch is prefetched during training too
+Training runs in a worker thread, so messages continue; each layer of a pass is progress
+(:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update; at most one
+publication is under way. The next batch is prefetched during training too
 (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
 done.
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 import anyio.to_thread
+import numpy as np
 from torch import Tensor
 
 from learner.checkpoints.best import is_evaluated
@@ -32,7 +34,7 @@ from learner.checkpoints.skipped_steps import write_skipped
 from learner.checkpoints.writer import CheckpointWriter
 from learner.data.groups import Group
 from learner.data.replay_choice import ReplayChoice
-from learner.data.rows import Batch
+from learner.data.rows import Batch, TokenArray
 from learner.device_turn import DeviceTurn
 from learner.observability.report import StepReport
 from learner.observability.timing import LoopClock
@@ -42,13 +44,20 @@ from learner.session import LearnerSession
 from learner.traces import Tracer
 from learner.training.trainer import Trainer
 from learner.weights.engine_keeper import Publication
+from learner.weights.probe import WeightProbe
 from learner.weights.publisher import weights_to_publish
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.process import RoleContext
+from pipeline.runtime.progress import AdaptiveLimit
+from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
 EVALUATION_MARGIN_SECONDS = 60.0
 """Added to twice ``evaluation.seconds_max`` to bound the wait for the last evaluation: another may run before it."""
+LOOK_SECONDS = 5.0
+"""Interval at which a wait for rollouts is reported again and damaged weights are looked for."""
+CHECKPOINT_SECONDS_MAX = 1800.0
+"""Shortest age of the newest checkpoint that is worth an alert; more where the run saves more rarely."""
 ACKNOWLEDGE_SECONDS_MAX = 5.0
 """Bound on the wait for the replay stage to record the last update."""
 
@@ -56,8 +65,15 @@ ACKNOWLEDGE_SECONDS_MAX = 5.0
 class LivePublisher(Protocol):
     """Interface of the publisher that the loop uses."""
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication: ...
+    @property
+    def probe(self) -> WeightProbe | None: ...
+    async def publish(
+        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+    ) -> Publication: ...
     async def until_live(self, version: int) -> None: ...
+    @property
+    def damaged(self) -> int | None: ...
+    async def write_again(self, tensors: Mapping[str, Tensor]) -> None: ...
     def live(self, version: int) -> tuple[str, ...]: ...
     def trouble(self) -> dict[str, str]: ...
 
@@ -95,6 +111,11 @@ class LearnerLoop:
         self._clock = LoopClock()
         self._publication_done = anyio.Event()
         self._publication_done.set()
+        self._unserved: int | None = None
+        """Version that is written and that no engine serves yet."""
+        self._checkpointed_at = time.monotonic()
+        self._checkpoint_limit = AdaptiveLimit(CHECKPOINT_SECONDS_MAX, 0.0, factor=2.0)
+        metrics.checkpoint_limit_seconds.set(self._checkpoint_limit.seconds)
 
     async def run(self, initial: bool) -> None:
         """Until ``run.total_steps`` updates are made. ``initial``: the weights are those the engines were started
@@ -111,8 +132,8 @@ class LearnerLoop:
                     await self._checkpoint()
             while self._trainer.updates < total:
                 await self._step(tasks)
-            self._ctx.report("publishing", "the engines to take the last version")
-            await self._publication_done.wait()
+            self._ctx.report(RoleState.PUBLISHING, "the engines to take the last version")
+            await self._until_published()
         await self._finish()
 
     async def _step(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -121,7 +142,7 @@ class LearnerLoop:
             groups = await self._wait_for_groups(update)
         with self._clock.stage("publish"):
             await self._acquire_device()
-        self._ctx.report("training", "", step=update + 1, groups=len(groups))
+        self._ctx.report(RoleState.TRAINING, "", step=update + 1, groups=len(groups))
         prefetched = self._prefetcher.take(update, groups)
         async with anyio.create_task_group() as prefetching:
             if update + 1 < self._config.run.total_steps:
@@ -168,16 +189,40 @@ class LearnerLoop:
         async with anyio.create_task_group() as waiting:
             waiting.start_soon(take, waiting.cancel_scope)
             while True:
-                self._ctx.beat()
+                await self._repair_weights()
                 p = session.group_progress(update)
-                missing = f"rollouts: {p.complete} of {p.needed} groups of step {update + 1}"
-                if not session.connected:
-                    missing = f"the replay stage ({missing})"
-                self._ctx.report("waiting", missing, step=update + 1, groups=p.complete, trajectories=p.trajectories,
-                                 engines=self._publisher.trouble())  # fmt: skip
-                with anyio.move_on_after(5.0):
+                missing = f"{p.complete} of {p.needed} groups of step {update + 1}"
+                self._report_wait(
+                    missing, step=update + 1, groups=p.complete, trajectories=p.trajectories,
+                    engines=self._publisher.trouble(),
+                )  # fmt: skip
+                with anyio.move_on_after(LOOK_SECONDS):
                     await session.changed()
         return found
+
+    def _report_wait(self, missing: str, **details: Any) -> None:
+        """The state while there is nothing to train. Waiting is progress, unless it is for a publication that does not
+        end: then no rollout comes."""
+        ctx = self._ctx
+        if not self._session.connected:
+            ctx.report(RoleState.WAITING_FOR_REPLAY, missing, **details)
+        elif self._publication_done.is_set():
+            ctx.report(RoleState.WAITING_FOR_ROLLOUTS, missing, **details)
+        elif self._unserved is not None:
+            ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that serves version {self._unserved}", **details)
+        else:
+            ctx.report(RoleState.PUBLISHING, f"the engines to take version {self.version}", **details)
+            return
+        ctx.beat()
+
+    async def _until_published(self) -> None:
+        """Wait for the publication under way."""
+        while not self._publication_done.is_set():
+            with anyio.move_on_after(5.0):
+                await self._publication_done.wait()
+            if self._unserved is not None:
+                self._ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that serves version {self._unserved}")
+                self._ctx.beat()
 
     async def _snapshot(self) -> dict[str, Tensor]:
         return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
@@ -186,31 +231,57 @@ class LearnerLoop:
         """Acquire a shared device, once the engines serve the version before."""
         if self._device is None:
             return
-        self._ctx.report("publishing", "the engines to take the version before")
-        await self._publication_done.wait()
-        await self._device.acquire(lambda why: self._ctx.report("waiting", why))
+        self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
+        await self._until_published()
+        async with self._ctx.waiting(RoleState.WAITING_FOR_ENGINES, "the device"):
+            await self._device.acquire(lambda why: self._ctx.report(RoleState.WAITING_FOR_ENGINES, why))
 
     async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
         """Begin to publish the current version, once the publication before is done."""
+        expected = await self._expected()
         if not self._publication_done.is_set():
-            self._ctx.report("publishing", "the engines to take the version before")
-            await self._publication_done.wait()
+            self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
+            await self._until_published()
         if self._device is not None:
             await self._device.release()
         self._publication_done = anyio.Event()
-        tasks.start_soon(self._publish, self.version, self._trainer.updates, tensors, self._publication_done)
+        facts = (self.version, self._trainer.updates, tensors, expected)
+        tasks.start_soon(self._publish, *facts, self._publication_done)
+
+    async def _expected(self) -> TokenArray | None:
+        """log π of the probe under the current weights, which the engines must give it too; None without a probe, or
+        where it is not finite."""
+        probe = self._publisher.probe
+        if probe is None:
+            return None
+        expected = await anyio.to_thread.run_sync(self._trainer.score, [probe.row])
+        return expected if bool(np.isfinite(expected).all()) else None
+
+    async def _repair_weights(self) -> None:
+        """Write the files of the newest version again if they were found damaged: an engine that has restarted cannot
+        serve without them. Only while the trainer has these weights."""
+        if self._publisher.damaged == self.version:
+            log.error("the files of version %d are damaged: they are written again", self.version)
+            await self._publisher.write_again(await self._snapshot())
 
     async def _publish(
-        self, version: int, updates: int, tensors: Mapping[str, Tensor] | None, done: anyio.Event
+        self,
+        version: int,
+        updates: int,
+        tensors: Mapping[str, Tensor] | None,
+        expected: TokenArray | None,
+        done: anyio.Event,
     ) -> None:
         try:
-            publication = await self._publisher.publish(version, tensors)
+            publication = await self._publisher.publish(version, tensors, expected)
             if not publication.live:
                 log.warning("no engine serves version %d yet: %s", version, dict(publication.lagging))
+                self._unserved = version
                 await self._publisher.until_live(version)
             live = self._publisher.live(version)
             await self._session.announce(version, updates)
         finally:
+            self._unserved = None
             done.set()
         self._last_publication = {"policy_version": version, "seconds": publication.seconds, "live": len(live),
                            "lagging": len(self._publisher.trouble()), "finished": time.time()}  # fmt: skip
@@ -223,17 +294,16 @@ class LearnerLoop:
         """Copy everything and hand it to the writer, which tells the stage once it is durable."""
         updates = self._trainer.updates
         writing = self._writer.writing
-        self._ctx.report("saving", "" if writing is None else f"the checkpoint of step {writing}", step=updates)
+        self._ctx.report(RoleState.SAVING, "" if writing is None else f"the checkpoint of step {writing}", step=updates)
         async with self._writer.slot(updates) as submit:
-            progress = self._session.progress
-            state = CheckpointState(
-                updates,
-                self.version,
-                {u: list(ids) for u, ids in progress.unacknowledged.items()},
-                trained=dict(progress.trained),
-            )
+            unacknowledged, trained = self._session.unacknowledged()
+            state = CheckpointState(updates, self.version, unacknowledged, trained=trained)
             submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
+        now = time.monotonic()
+        self._checkpoint_limit.record(now - self._checkpointed_at)
+        self._checkpointed_at = now
+        self._metrics.checkpoint_limit_seconds.set(self._checkpoint_limit.seconds)
 
     def _keeps_best(self, updates: int) -> bool:
         """True where these weights are evaluated and may turn out to be the best."""
@@ -246,10 +316,13 @@ class LearnerLoop:
         if not (section.on and section.end):
             return
         with anyio.move_on_after(2 * section.seconds_max + EVALUATION_MARGIN_SECONDS) as waiting:
-            while not is_evaluated(session.evaluation, self._trainer.updates):
-                self._ctx.report("evaluating", "rollouts of held-out tasks", step=self._trainer.updates)
-                with anyio.move_on_after(5.0):
-                    await session.changed()
+            async with self._ctx.waiting(
+                RoleState.EVALUATING, "rollouts of held-out tasks", step=self._trainer.updates
+            ):
+                while not is_evaluated(session.evaluation, self._trainer.updates):
+                    await self._repair_weights()
+                    with anyio.move_on_after(LOOK_SECONDS):
+                        await session.changed()
         if waiting.cancelled_caught:
             log.warning("the last weights were not evaluated in time: the run ends without their evaluation")
 
@@ -258,13 +331,15 @@ class LearnerLoop:
         if (self._config.checkpoint.at_end or self._keeps_best(updates)) and self._saved_updates < updates:
             await self._checkpoint()
         await self._until_evaluated()
-        self._ctx.report("saving", "the disk to take the last checkpoint", step=self._trainer.updates)
+        self._ctx.report(RoleState.SAVING, "the disk to take the last checkpoint", step=self._trainer.updates)
         await self._writer.idle()
-        self._ctx.report("finishing", "the replay stage to record the last update")
+        self._ctx.report(RoleState.FINISHING, "the replay stage to record the last update")
         with anyio.move_on_after(ACKNOWLEDGE_SECONDS_MAX):
             await self._session.acknowledged()
+        self._ctx.finished()
+        await self._ctx.until_scraped()
         await self._session.bye("finished")
-        self._ctx.report("finished", "", step=self._trainer.updates)
+        self._ctx.report(RoleState.FINISHED, "", step=self._trainer.updates)
 
     def _log_step(self, batch: Batch, report: StepReport) -> None:
         s = report.statistics

@@ -166,7 +166,7 @@ def _work(config: RunConfig, process: ProcessRank, store: Store | None, interrup
 
     device = join(process, config.learner, store)
     group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
-    trainer, _ = load_trainer(config, RunDirectory(config.run.path), group)
+    trainer, _ = load_trainer(config, RunDirectory(config.run.path), None, group)
     log.info("rank %d of %d on %s", process.rank, process.world_size, device)
     with ShardWriter(trainer) as writer:
         execute_commands(trainer, group, writer.image)

@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from learner.build import load_trainer
 from learner.checkpoints.best import BestKeeper
-from learner.checkpoints.checkpoint import checkpoint_path
+from learner.checkpoints.resume import find_resumption
 from learner.checkpoints.writer import STOP_SHARE, CheckpointWriter
 from learner.device_turn import DeviceTurn, limit_memory
 from learner.loop import LearnerLoop
@@ -28,10 +28,12 @@ from pipeline.config import RunConfig
 from pipeline.errors import Interrupted
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import remove_leftovers
+from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.transport.zeromq import limits_of, open_link
+from pipeline.schema.state import RoleState
 from pipeline.transport.protocol import Link
+from pipeline.transport.zeromq import limits_of, open_link
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class Start:
     checkpoint: Path | None
     rank_zero: RankZero | None = None
     """Starts and watches the other ranks; None: there is one."""
+    damaged: tuple[str, ...] = ()
+    """A sentence for each damaged checkpoint that was passed over."""
 
 
 async def main(ctx: RoleContext) -> None:
@@ -59,7 +63,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
         if ctx.stopping.is_set():
             return
     limit_memory(ctx.config)
-    ctx.report("loading", "the model")
+    ctx.report(RoleState.LOADING, "the model")
     try:
         start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory, ctx.stopping.is_set)
     except Interrupted:
@@ -75,6 +79,8 @@ async def serve(ctx: RoleContext, link: Link) -> None:
 
 async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
     metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
+    metrics.damaged_checkpoints.set(len(damaged_folders(ctx.directory.checkpoints)))
+    ctx.notices += start.damaged
     interrupt = start.trainer.policy.interrupt
     async with (
         link,
@@ -102,18 +108,15 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
                     "the checkpoint of %s updates was not written in time: the previous one is kept", writer.writing
                 )
 
-        async def heartbeat() -> None:
-            while True:
-                ctx.beat()
-                await anyio.sleep(1.0)
-
         best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
-        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run, heartbeat):
+        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run):
             tasks.start_soon(task)
         if start.rank_zero is not None:
             tasks.start_soon(start.rank_zero.watch)
-        ctx.report("connecting", f"the replay stage at {config.replay.address}")
-        recorded = await session.welcome()
+        start.trainer.on_layer(ctx.beat)
+        allow_time_limits(ctx, several_ranks=start.rank_zero is not None)
+        async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
+            recorded = await session.welcome()
         version = choose_version(start.progress, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         updates = start.trainer.updates
@@ -134,25 +137,42 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
         tasks.cancel_scope.cancel()
 
 
+def allow_time_limits(ctx: RoleContext, *, several_ranks: bool) -> None:
+    """Keep the limits on progress above the time limits of what the learner waits for: engines, other ranks, and a
+    server of reference log-probabilities."""
+    config, progress = ctx.config, ctx.progress
+    progress.allow(RoleState.PUBLISHING, 2 * config.publish.timeout_seconds)
+    if several_ranks:
+        for state in (RoleState.TRAINING, RoleState.SAVING, RoleState.PUBLISHING):
+            progress.allow(state, config.learner.ranks_timeout_seconds)
+    reference = config.learner.reference
+    if reference.source == "server":
+        progress.allow(RoleState.TRAINING, 2 * reference.timeout_seconds * reference.attempts_max)
+
+
 def load(config: RunConfig, directory: RunDirectory, give_up: Callable[[], bool] = lambda: False) -> Start:
-    """Model, optimizer and counters: of the newest complete checkpoint, else of the initial model. With several ranks
+    """Model, optimizer and counters: of the newest intact checkpoint, else of the initial model. With several ranks
     the other ranks load the same meanwhile. Blocks for seconds, and while another process prepares the model; raises
-    :class:`Interrupted` when it gives up on that."""
+    :class:`Interrupted` when it gives up on that, and :class:`DamagedFiles` where no checkpoint is intact."""
     prepare_model(config, directory.model, give_up)
     remove_leftovers(directory.checkpoints)
+    found = find_resumption(directory.checkpoints)
+    for sentence in found.damaged:
+        log.error("%s", sentence)
     rank_zero = RankZero.begin(config)
     try:
-        trainer, state = load_trainer(config, directory, None if rank_zero is None else rank_zero.group)
+        group = None if rank_zero is None else rank_zero.group
+        trainer, state = load_trainer(config, directory, found.checkpoint, group)
     except BaseException:
         if rank_zero is not None:
             rank_zero.end()
         raise
     if state is None:
-        return Start(trainer, LearnerProgress(), None, rank_zero)
+        return Start(trainer, LearnerProgress(), None, rank_zero, found.damaged)
     progress = LearnerProgress(
         state.updates, state.policy_version, state.updates, state.unacknowledged, trained=state.trained
     )
-    return Start(trainer, progress, checkpoint_path(directory.checkpoints, state.updates), rank_zero)
+    return Start(trainer, progress, found.checkpoint, rank_zero, found.damaged)
 
 
 def choose_version(progress: LearnerProgress, recorded: int, written: list[int]) -> int:

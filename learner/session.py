@@ -1,8 +1,8 @@
 """Session with the replay stage: the learner's side of the protocol (docs/PROTOCOL.md) over a link.
 
 *consumes* PLAN, DELIVERY, CANCEL, ACK and EVALUATION, in a task of its own: messages arrive while the trainer computes;
-*produces* HELLO with its state on every connection, CONSUMED, VERSION, CHECKPOINTED and BYE, and repeats messages that
-may have been lost; *waits for* nothing but the link. It holds at most the ``credit_groups`` groups that it grants.
+*produces* HELLO on every connection, the numbered log of CONSUMED, VERSION and CHECKPOINTED, each repeated until it is
+acknowledged, and BYE; *waits for* nothing but the link. It holds at most the ``credit_groups`` groups that it grants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from learner.data.trained import Trained
 from pipeline.config.learner import GroupsConfig
 from pipeline.errors import TrainingError, TransportClosed, TransportError, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.codec import decode_plan, decode_trajectory
+from pipeline.transport.codec import decode_plan, decode_trajectory, whole
+from pipeline.transport.outbox import ControlLog
 from pipeline.transport.protocol import EventKind, Kind, Limits, Link, WireMessage
 
 log = logging.getLogger(__name__)
@@ -29,18 +30,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LearnerProgress:
-    """Progress of the learner, as HELLO reports it."""
+    """Progress of the learner that the stage has acknowledged, or of the checkpoint that it resumes from; HELLO states
+    it, and the log continues from there."""
 
     updates: int = 0
     policy_version: int = -1
-    """Newest version announced or restored; -1 before the first publication."""
+    """Version restored; -1 without a checkpoint."""
     durable_updates: int = 0
     unacknowledged: dict[int, list[str]] = field(default_factory=dict)
-    """Consumed group ids by update, not yet acknowledged."""
+    """Consumed group ids by update, of the checkpoint: not acknowledged when it was made."""
     announced: tuple[int, int] | None = None
     """Policy version and updates of the newest VERSION of this process."""
     trained: dict[int, Trained] = field(default_factory=dict)
-    """Facts that CONSUMED carried of unacknowledged updates beside the ids; missing where it had none."""
+    """Facts that CONSUMED carried of those updates beside the ids; missing where it had none."""
+
+    def apply(self, message: WireMessage) -> None:
+        """The stage has applied a message of the log."""
+        header = message.header
+        if message.kind is Kind.CONSUMED:
+            self.updates = header["update"] + 1
+        elif message.kind is Kind.VERSION:
+            self.announced = header["policy_version"], header["updates"]
+        else:
+            self.durable_updates = header["updates"]
 
 
 class LearnerSession:
@@ -55,8 +67,12 @@ class LearnerSession:
         limits: Limits,
     ) -> None:
         self.progress = progress
+        self.updates = progress.updates
+        """Updates that the optimizer has made."""
         self.assembler = GroupAssembler(groups.groups_per_step)
         self.session = uuid.uuid4().hex
+        self.epoch = 0
+        """Number of this process among all learners of the run, from the first WELCOME on."""
         self.recorded_version: int | None = None
         """Newest version that the replay stage had recorded when it first answered."""
         self.evaluation: Mapping[str, Any] = {}
@@ -68,24 +84,36 @@ class LearnerSession:
         self._limits = limits
         self._changed = anyio.Event()
         self._leaving = False
+        self._log = ControlLog()
+        self._trained: dict[int, Trained] = {}
+        """Facts of the updates in the log."""
+        self._sending = anyio.Lock()
         self._link.describe(self.hello())
 
     def hello(self) -> dict[str, Any]:
         """Header of HELLO."""
         progress = self.progress
+        consumed = [group for groups in self._consumed().values() for group in groups]
         return {
             "role": "learner",
             "name": "learner",
             "schema_version": SCHEMA_VERSION,
             "session": self.session,
+            "epoch": self.epoch,
+            "number": self._log.acknowledged,
             "updates": progress.updates,
-            "policy_version": progress.policy_version,
+            "announced": progress.announced,
             "durable_updates": progress.durable_updates,
             "credit_groups": self._credit_groups,
-            "holding": self.assembler.holding(),
+            "holding": [*self.assembler.holding(), *consumed],
             "consumed": [[update, ids] for update, ids in sorted(progress.unacknowledged.items())],
             "trained": [[update, facts.header()] for update, facts in sorted(progress.trained.items())],
         }
+
+    def unacknowledged(self) -> tuple[dict[int, list[str]], dict[int, Trained]]:
+        """Group ids and facts of the updates that the stage may not have recorded, for a checkpoint."""
+        progress = self.progress
+        return {**progress.unacknowledged, **self._consumed()}, {**progress.trained, **self._trained}
 
     async def run(self) -> None:
         """Receive until cancelled. Raises :class:`TrainingError` or :class:`WireError` for messages that break the
@@ -103,6 +131,8 @@ class LearnerSession:
             elif event.kind is EventKind.DISCONNECTED:
                 self.connected = False
                 log.warning("lost the replay stage (%s), connecting again", event.reason)
+            elif event.message is not None and event.message.kind is Kind.ACK:
+                await self._acknowledged(event.message.header)
             elif event.message is not None:
                 self._handle(event.message)
             self._notify()
@@ -138,50 +168,81 @@ class LearnerSession:
     async def consumed(self, update: int, trained: Trained | None = None) -> None:
         """Report that the optimizer has made ``update``."""
         ids, facts = self.assembler.consumed(update), trained or Trained()
-        self.progress.updates = update + 1
-        self.progress.unacknowledged[update] = ids
-        self.progress.trained[update] = facts
-        self._notify()
-        await self._send(Kind.CONSUMED, {"update": update, "group_ids": ids, **facts.header()})
+        self.updates = update + 1
+        self._trained[update] = facts
+        await self._tell(Kind.CONSUMED, {"update": update, "group_ids": ids, **facts.header()})
 
     async def announce(self, policy_version: int, updates: int) -> None:
         """Report that the weights after ``updates`` updates are live as ``policy_version``."""
-        self.progress.policy_version = policy_version
-        self.progress.announced = (policy_version, updates)
-        self._notify()
-        await self._send(Kind.VERSION, {"policy_version": policy_version, "updates": updates})
+        await self._tell(Kind.VERSION, {"policy_version": policy_version, "updates": updates})
 
     async def checkpointed(self, updates: int) -> None:
         """Report that everything up to ``updates`` updates is durable here."""
-        self.progress.durable_updates = updates
-        self._notify()
-        await self._send(Kind.CHECKPOINTED, {"updates": updates})
+        await self._tell(Kind.CHECKPOINTED, {"updates": updates})
 
     async def bye(self, reason: str) -> None:
         self._leaving = True
-        await self._send(Kind.BYE, {"reason": reason})
+        await self._send(WireMessage(Kind.BYE, {"reason": reason}))
 
     async def acknowledged(self) -> None:
-        """Wait until every CONSUMED was acknowledged."""
-        while self.progress.unacknowledged:
+        """Wait until the stage has applied the whole log."""
+        while len(self._log):
             await self._changed.wait()
 
-    async def _send(self, kind: Kind, header: dict[str, Any]) -> None:
+    def _consumed(self) -> dict[int, list[str]]:
+        """Group ids by update, of the log."""
+        headers = [message.header for message in self._log.messages if message.kind is Kind.CONSUMED]
+        return {header["update"]: header["group_ids"] for header in headers}
+
+    async def _tell(self, kind: Kind, header: Mapping[str, Any]) -> None:
+        self._log.append(kind, header)
+        self._notify()
+        await self._flush()
+
+    async def _flush(self) -> None:
+        """Send what waits in the log, in order."""
+        async with self._sending:
+            while (taken := self._log.take()) is not None:
+                await self._send(taken[1])
+
+    async def _send(self, message: WireMessage) -> None:
         try:
-            await self._link.send(WireMessage(kind, header))
+            await self._link.send(message)
         except TransportError as error:
-            log.warning("%s was not sent (%s); it is repeated after the next connection", kind, error)
+            log.warning("%s was not sent (%s); it is repeated after the next connection", message.kind, error)
 
     async def _connected(self, welcome: WireMessage | None) -> None:
-        self.connected = True
-        recorded = int((welcome.header if welcome else {}).get("policy_version", -1))
+        header = welcome.header if welcome else {}
+        self.connected, self.epoch = True, whole(header, "epoch")
+        recorded = whole(header, "policy_version", -1)
         if self.recorded_version is None:
             self.recorded_version = recorded
-            log.info("connected, the replay stage has recorded version %d", recorded)
-        self.assembler.forget_incomplete()
-        if self.progress.announced is not None:
-            version, updates = self.progress.announced
-            await self._send(Kind.VERSION, {"policy_version": version, "updates": updates})
+            log.info("connected as learner process %d, the replay stage has recorded version %d", self.epoch, recorded)
+        self.progress.unacknowledged, self.progress.trained = {}, {}
+        self.assembler.keep(header.get("holding", ()))
+        await self._resume(whole(header, "number"))
+
+    async def _acknowledged(self, header: Mapping[str, Any]) -> None:
+        number = whole(header, "number")
+        if header.get("missing"):
+            await self._resume(number)
+        else:
+            self._applied(number)
+
+    def _applied(self, number: int) -> None:
+        for message in self._log.acknowledge_through(number):
+            self.progress.apply(message)
+            if message.kind is Kind.CONSUMED:
+                self._trained.pop(message.header["update"], None)
+
+    async def _resume(self, number: int) -> None:
+        """The stage has applied the log up to ``number``: send what follows."""
+        if number < self._log.acknowledged:
+            self._link.reconnect(f"the replay stage went back from message {self._log.acknowledged} to {number}")
+            return
+        self._applied(number)
+        self._log.repeat()
+        await self._flush()
 
     def _handle(self, message: WireMessage) -> None:
         header = message.header
@@ -202,9 +263,11 @@ class LearnerSession:
                 self.assembler.cancel(header["group_ids"])
             elif message.kind is Kind.EVALUATION:
                 self.evaluation = header
-            elif message.kind is Kind.ACK:
-                self.progress.unacknowledged.pop(int(header["update"]), None)
-                self.progress.trained.pop(int(header["update"]), None)
+            elif message.kind is Kind.REFUSED and not header.get("final") and "greeting" not in header:
+                raise TrainingError(
+                    f"the replay stage refused what this learner told ({header.get('reason')}): it must start again "
+                    "from its checkpoint"
+                )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, WireError | TrainingError):
                 raise
@@ -219,7 +282,7 @@ class LearnerSession:
                 f"expected groups of groups.n_rollout={self._groups.n_rollout} trajectories, got {plan.n_rollout} in "
                 f"{plan.group_id}: learner and replay stage must read the same run file"
             )
-        if update < self.progress.updates:
+        if update < self.updates:
             log.warning("%s is planned for update %d, which is already done: ignored", plan.group_id, update)
             return
         self.assembler.plan(plan, update)

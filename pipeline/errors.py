@@ -13,16 +13,20 @@
     │   ├── PeerGone            the peer has disappeared; what was sent may not have arrived
     │   └── TransportClosed     this end was closed on purpose
     ├── StoreError              a file of a run is missing, foreign, corrupt or full
-    │   └── FormatMismatch      ... because another Afterplay wrote it; starting again does not help
+    │   ├── FormatMismatch      ... because another Afterplay wrote it; starting again does not help
+    │   └── DamagedFiles        ... its bytes are not those that were written; starting again does not help
     ├── NotEnough               more was asked of a buffer than it holds
     ├── EngineError             an inference engine failed
     │   ├── EngineUnavailable   ... it does not answer (try another engine, or later)
+    │   │   ├── EngineGone      ... no request can succeed there before a probe of its health does
+    │   │   └── EngineBusy      ... it has too much to do for this request now
     │   ├── EngineRefused       ... it answered that the request is wrong (never retry)
     │   └── EngineProtocolError ... it answered something that is not in the protocol
     ├── PlugInError             user code failed; ``boundary`` names which and keeps the traceback
     │   └── PlugInTimeout       ... it took longer than it was allowed
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
+    ├── EnvironmentFailing      every rollout of an environment failed; the run ends
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 
 Each message has what was expected, what came, and the remedy.
@@ -50,6 +54,10 @@ class SchemaError(AfterplayError, ValueError):
 
 class WireError(AfterplayError):
     """Bytes from a peer cannot be understood."""
+
+
+class ImpossibleClaim(WireError):
+    """A message says what cannot be true: a number beyond its bounds, a group that was never delivered."""
 
 
 class LimitExceeded(WireError):
@@ -84,6 +92,10 @@ class FormatMismatch(StoreError):
     """A file was written by an Afterplay with another format of it."""
 
 
+class DamagedFiles(StoreError):
+    """Files are not those that were written, and nothing can take their place."""
+
+
 class NotEnough(AfterplayError):
     """More was asked of a buffer than it holds."""
 
@@ -94,6 +106,18 @@ class EngineError(AfterplayError):
 
 class EngineUnavailable(EngineError):
     """The engine does not answer."""
+
+
+class EngineGone(EngineUnavailable):
+    """The engine takes no connections, or has restarted."""
+
+
+class EngineBusy(EngineUnavailable):
+    """The engine is healthy and has too much to do. ``seconds``: the wait that it asks for; None: it names none."""
+
+    def __init__(self, message: str, seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class EngineRefused(EngineError):
@@ -129,6 +153,10 @@ class EpisodeLimit(AfterplayError):
 
 class TrainingError(AfterplayError):
     """The learner cannot make a step from this batch."""
+
+
+class EnvironmentFailing(AfterplayError):
+    """Every rollout of an environment failed."""
 
 
 class ForcedExit(AfterplayError):

@@ -153,6 +153,21 @@ class Generator:
             del self._waiting[request.request_id]
             self.versions.forget(request.request_id)
 
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log π of each token but the first under the model's own distribution (temperature 1), by one forward pass
+        between two steps. Raises :class:`Refused` (503) when asleep."""
+
+        def forward() -> list[float]:
+            if self._rest.asleep:
+                raise Refused(503, "prompt_logprobs: the engine is asleep")
+            ids = torch.tensor([token_ids], device=self._model.device)
+            with self._batching.frozen(), torch.inference_mode():
+                logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            scores = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+            return [float(score) for score in scores]
+
+        return await self._in_control(forward)
+
     async def pause(self) -> None:
         """Stop between two steps and keep all requests. Returns when no step runs; harmless when paused."""
         await self._in_control(self._hold)
@@ -265,7 +280,7 @@ class Generator:
     def _completed(self, request: EngineRequest, output: GenerationOutput) -> GeneratedTokens:
         if output.error is not None:
             self.finished["error"] += 1
-            raise Refused(503, f"request {request.request_id} failed in the engine: {output.error}")
+            raise Refused(500, f"request {request.request_id} failed in the engine: {output.error}")
         ids = output.generated_tokens
         self.prompt_tokens += len(request.token_ids)
         self.generation_tokens += len(ids)

@@ -25,10 +25,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, None),
     "frequency_penalty": (0, None),
     "repetition_penalty": (1, None),
-    "prompt_logprobs": (None,),
+    "prompt_logprobs": (None, 0),
     "logit_bias": (None, {}),
 }
-"""Sampling parameters of vLLM that are accepted only where they change nothing."""
+"""Sampling parameters of vLLM, and the values that the embedded engine supports."""
 _IGNORED = {
     "detokenize",
     "skip_special_tokens",
@@ -60,6 +60,8 @@ class EngineRequest:
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     logprobs: bool
+    prompt_logprobs: bool = False
+    """Also score the tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Bounds:
             stop_token_ids=self._stops(sampling.get("stop_token_ids")),
             ignore_eos=bool(sampling.get("ignore_eos", False)),
             logprobs=sampling.get("logprobs") is not None,
+            prompt_logprobs=sampling.get("prompt_logprobs") is not None,
         )
 
     def _tokens(self, ids: Any) -> list[int]:

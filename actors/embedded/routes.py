@@ -14,6 +14,7 @@ from aiohttp import web
 
 from actors.embedded.generator import GeneratedTokens, Generator
 from actors.embedded.requests import EngineRequest, Refused
+from actors.servers.lock import RouteLock, error_body
 
 _HELP = {
     "num_requests_running": "Requests in the current batch.",
@@ -46,9 +47,10 @@ _NAMES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailable
 BODY_BYTES_MAX = 64 * 2**20
 
 
-def application(generator: Generator) -> web.Application:
-    """Routes over ``generator``."""
-    app = web.Application(middlewares=[_errors_as_json], client_max_size=BODY_BYTES_MAX)
+def application(generator: Generator, lock: RouteLock | None = None) -> web.Application:
+    """Routes over ``generator``, behind ``lock``."""
+    guards: list[Any] = [] if lock is None else [_guard(lock)]
+    app = web.Application(middlewares=[*guards, _errors_as_json], client_max_size=BODY_BYTES_MAX)
     routes = Routes(generator)
     app.router.add_post("/inference/v1/generate", routes.generate)
     app.router.add_post("/pause", routes.pause)
@@ -75,7 +77,11 @@ class Routes:
     async def generate(self, request: web.Request) -> web.Response:
         parsed = self._generator.bounds.parse(await request.read())
         completion = await self._generator.generate(parsed)
-        return _json(_generate_body(parsed, completion))
+        answer = _generate_body(parsed, completion)
+        if parsed.prompt_logprobs:
+            scores = zip(parsed.token_ids[1:], await self._generator.score(parsed.token_ids), strict=True)
+            answer["prompt_logprobs"] = [None, *({str(token): {"logprob": score}} for token, score in scores)]
+        return _json(answer)
 
     async def pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
@@ -145,10 +151,20 @@ class Routes:
         return _json({"object": "list", "data": [{**card, "max_model_len": options.max_length}]})
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _guard(lock: RouteLock) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = lock.refusal(request.path, request.headers.getall("Authorization", []))
+        return await handler(request) if refusal is None else _json(error_body(*refusal), refusal[0])
+
+    return guard
+
+
 @web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refused as refusal:

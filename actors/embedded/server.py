@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from actors.embedded.options import EngineOptions
+from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import await_model
 
 _log = logging.getLogger("afterplay.engine")
@@ -19,7 +20,7 @@ DRAIN_SECONDS = 1.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one engine to its end and exit. Exit code 0 after SIGTERM or SIGINT, 1 when sampling died or the address is
-    taken."""
+    taken, 2 without a model."""
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _quiet_libraries(options.threads)
@@ -27,8 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import actors.embedded.routes  # noqa: F401  (seconds of imports, in which the model may still be prepared)
 
-    await_model(options.model)
-
+    try:
+        await_model(options.model)
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     code = uvloop.run(serve(options))
     logging.shutdown()
     sys.stdout.flush()
@@ -42,6 +46,7 @@ async def serve(options: EngineOptions) -> int:
 
     from actors.embedded.generator import Generator
     from actors.embedded.routes import application
+    from actors.servers.lock import RouteLock
 
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[BaseException | None] = loop.create_future()
@@ -55,7 +60,7 @@ async def serve(options: EngineOptions) -> int:
     generator = Generator(options, fatal=end)
     generator.start()
     runner = web.AppRunner(
-        application(generator),
+        application(generator, RouteLock.of_environment()),
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=3600,

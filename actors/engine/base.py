@@ -7,8 +7,8 @@ meanwhile keep the time that they had left when it fell asleep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,27 @@ class Generation:
     finish_reason: FinishReason
     """``ABORT``: the engine gave the request up; its tokens are to be discarded and the request made again."""
 
+    @property
+    def newest_version(self) -> int:
+        """Policy version of the last token."""
+        return self.version_spans[-1].policy_version
+
+    def followed_by(self, other: Generation) -> Generation:
+        """Both as one completion; ``other`` was sampled after the tokens of this one."""
+        at = len(self.token_ids)
+        spans = list(self.version_spans)
+        for span in other.version_spans:
+            start = at + span.start
+            if spans and spans[-1].policy_version == span.policy_version:
+                start = spans.pop().start
+            spans.append(VersionSpan(start, at + span.stop, span.policy_version))
+        return Generation(
+            np.concatenate((self.token_ids, other.token_ids)),
+            np.concatenate((self.logprobs, other.logprobs)),
+            tuple(spans),
+            other.finish_reason,
+        )
+
     def as_span(self) -> TokenSpan:
         """The SAMPLED span of a turn."""
         return TokenSpan.sampled(self.token_ids, self.logprobs, self.version_spans)
@@ -57,8 +78,9 @@ class PrefixCache:
 
 
 class Engine(Protocol):
-    """One replica. Methods raise :class:`EngineUnavailable` (does not answer), :class:`EngineRefused` (the request is
-    wrong) or :class:`EngineProtocolError` (the answer is), each naming the engine."""
+    """One replica. Methods raise :class:`EngineUnavailable` (does not answer; :class:`EngineGone`: and will not before
+    it is healthy again; :class:`EngineBusy`: now), :class:`EngineRefused` (the request is wrong) or
+    :class:`EngineProtocolError` (the answer is), each naming the engine."""
 
     @property
     def name(self) -> str:
@@ -88,6 +110,29 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class AnswerMemory:
+    """Bytes of answers that an actor reads at the same time, at most ``bytes_max`` and one answer. Use inside one event
+    loop."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes_reserved = 0
+        self._released = anyio.Event()
+
+    @asynccontextmanager
+    async def reserve(self, n_bytes: int) -> AsyncIterator[None]:
+        """Room for one answer, waited for; one that is larger than all the room waits until it is alone."""
+        while self.bytes_reserved and self.bytes_reserved + n_bytes > self.bytes_max:
+            await self._released.wait()
+        self.bytes_reserved += n_bytes
+        try:
+            yield
+        finally:
+            self.bytes_reserved -= n_bytes
+            released, self._released = self._released, anyio.Event()
+            released.set()
 
 
 class PausableTimeout:
@@ -135,9 +180,13 @@ class PausableTimeout:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A generation and the engine that made it."""
+    """A generation and the engine that made its last tokens."""
 
     generation: Generation
     engine: str
     seconds: float
-    """Wall time of the request that succeeded."""
+    """Wall time of the requests that succeeded."""
+
+    def followed_by(self, other: Completion) -> Completion:
+        """Both as one; ``other`` continues this one."""
+        return Completion(self.generation.followed_by(other.generation), other.engine, self.seconds + other.seconds)

@@ -14,12 +14,18 @@ from typing import Any
 import aiohttp
 import orjson
 
-from actors.engine.base import Generation, PausableTimeout, PrefixCache, Sampling
+from actors.engine.base import AnswerMemory, Generation, PausableTimeout, PrefixCache, Sampling
 from actors.engine.responses import read_completion, read_generate, read_prefix_cache, read_version
-from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.errors import EngineBusy, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.runtime.engine_keys import authorization
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
-ANSWER_BYTES_MAX = 64 * 1024 * 1024
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+"""Bytes of an answer without tokens. vLLM's metrics are the longest, 0.2 MB."""
+TOKEN_BYTES_MAX, HEAD_BYTES_MAX = 1024, 64 * 1024
+"""Bytes of an answer with tokens: for each that may be sampled (vLLM's JSON takes 90 to 250), and for all else."""
+ANSWERS_BYTES_MAX = 256 * 1024 * 1024
+"""Bytes of all answers that are read at the same time (``actor.answers_bytes_max``)."""
 CONNECT_SECONDS_MAX = 30.0
 """Long, because thousands of first requests at once may have to wait for the engine to accept them; probes are
 shorter."""
@@ -36,7 +42,8 @@ class EngineClient:
 
     ``vocabulary``: size of the model's vocabulary, where given; ids at or above it are refused as garbage. ``model``:
     name that requests ask for; None: what the engine serves. ``patience``: the time of a request stands still while
-    the engine sleeps.
+    the engine sleeps. ``key`` opens the engine's routes. ``run``: only weights with this run's stamp have a version.
+    ``memory``: of the answers of all engines.
     """
 
     def __init__(
@@ -47,14 +54,20 @@ class EngineClient:
         vocabulary: int | None = None,
         model: str | None = None,
         patience: PausableTimeout | None = None,
+        memory: AnswerMemory | None = None,
+        key: str | None = None,
+        run: str | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._named: dict[str, Any] = {} if model is None else {"model": model}
         self._vocabulary = vocabulary
         self._request_timeout = aiohttp.ClientTimeout(total=request_seconds_max, sock_connect=CONNECT_SECONDS_MAX)
         self._patience = patience
+        self._headers = authorization(key)
+        self._run = run
         self._request_seconds_max = request_seconds_max
         self._probe_timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS_MAX)
+        self._memory = memory or AnswerMemory(ANSWERS_BYTES_MAX)
         self._session: aiohttp.ClientSession | None = None
         self._has_generate = True
 
@@ -84,9 +97,10 @@ class EngineClient:
             body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": parameters, **self._named}
             if cache_salt:
                 body["cache_salt"] = cache_salt
-            status, answer = await self._post(GENERATE, body, session_id)
+            status, answer = await self._post(GENERATE, body, session_id, sampling.max_tokens)
             if status != 404 or _error_object(answer) is not None:
-                return read_generate(self._url, self._accepted(status, answer), sampling.max_tokens, self._vocabulary)
+                accepted = self._accepted(status, answer)
+                return read_generate(self._url, accepted, sampling.max_tokens, self._vocabulary, self._run)
             self._has_generate = False
         return await self._complete(token_ids, sampling, parameters, session_id, cache_salt)
 
@@ -95,15 +109,15 @@ class EngineClient:
     ) -> Generation:
         before = await self.weight_version()
         if before is None:
-            raise EngineUnavailable(f"engine {self._url} has weights without a version stamp")
+            raise EngineGone(f"engine {self._url} has weights without a version stamp")
         body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters, **self._named}
         if cache_salt:
             body["cache_salt"] = cache_salt
-        status, answer = await self._post(COMPLETIONS, body, session_id)
+        status, answer = await self._post(COMPLETIONS, body, session_id, sampling.max_tokens)
         accepted = self._accepted(status, answer)
         after = await self.weight_version()
         if after is None or after < before:
-            raise EngineUnavailable(f"engine {self._url} was restarted during a request")
+            raise EngineGone(f"engine {self._url} was restarted during a request")
         return read_completion(self._url, accepted, sampling.max_tokens, self._vocabulary, before)
 
     async def weight_version(self) -> int | None:
@@ -118,7 +132,7 @@ class EngineClient:
             raise EngineProtocolError(
                 f"engine {self._url}: expected weight_info to hold weight_version, got {str(info)[:160]}"
             )
-        return read_version(self._url, info["weight_version"])
+        return read_version(self._url, info["weight_version"], self._run)
 
     async def health(self) -> None:
         status, answer = await self._request("GET", "/health", None, self._probe_timeout)
@@ -136,13 +150,14 @@ class EngineClient:
         status, answer = await self._request("GET", "/metrics", None, self._probe_timeout)
         return read_prefix_cache(answer.decode("utf-8", "replace")) if status == 200 else None
 
-    async def _post(self, path: str, body: dict[str, Any], session_id: str) -> tuple[int, bytes]:
+    async def _post(self, path: str, body: dict[str, Any], session_id: str, tokens_max: int) -> tuple[int, bytes]:
         headers = {**_JSON_HEADERS, "X-Session-ID": session_id} if session_id else _JSON_HEADERS
+        data, bytes_max = orjson.dumps(body), HEAD_BYTES_MAX + tokens_max * TOKEN_BYTES_MAX
         if self._patience is None:
-            return await self._request("POST", path, orjson.dumps(body), self._request_timeout, headers)
+            return await self._request("POST", path, data, self._request_timeout, headers, bytes_max)
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS_MAX)
         with self._patience.limit(self._request_seconds_max):
-            return await self._request("POST", path, orjson.dumps(body), unlimited, headers)
+            return await self._request("POST", path, data, unlimited, headers, bytes_max)
         raise EngineUnavailable(
             f"engine {self._url} did not answer {path} within {self._request_seconds_max:g} s awake"
         )
@@ -154,25 +169,39 @@ class EngineClient:
         data: bytes | None,
         timeout: aiohttp.ClientTimeout,
         headers: Mapping[str, str] | None = None,
+        bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[int, bytes]:
         try:
             async with self._open().request(
                 method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                return response.status, await _read(self._url, response)
+                answer = await self._read(response, bytes_max)
+                if method == "POST" and response.status in (429, 503):
+                    raise EngineBusy(
+                        f"engine {self._url} answered HTTP {response.status}: {_error_object(answer) or _text(answer)}",
+                        _seconds(response.headers.get("Retry-After")),
+                    )
+                return response.status, answer
         except aiohttp.ConnectionTimeoutError as error:
             raise EngineUnavailable(
                 f"engine {self._url} did not accept a connection within {CONNECT_SECONDS_MAX:g} s"
             ) from error
         except TimeoutError as error:
             raise EngineUnavailable(f"engine {self._url} did not answer {path} within {timeout.total:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise EngineGone(f"engine {self._url} takes no connection: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"engine {self._url} failed on {path}: {type(error).__name__}: {error}") from error
 
     def _accepted(self, status: int, answer: bytes) -> Any:
         """The JSON of a good answer; raises what a bad status means."""
-        if status >= 500 or status in (408, 425, 429):
+        if status >= 500 or status in (408, 425):
             raise EngineUnavailable(f"engine {self._url} answered HTTP {status}: {_text(answer)}")
+        if status in (401, 403):
+            raise EngineUnavailable(
+                f"engine {self._url} does not accept our key (HTTP {status}): it belongs to another run, or "
+                f"engine.actor_key is wrong: {_error_object(answer) or _text(answer)}"
+            )
         if status >= 400:
             raise EngineRefused(
                 f"engine {self._url} refused the request (HTTP {status}): {_error_object(answer) or _text(answer)}"
@@ -184,11 +213,33 @@ class EngineClient:
         except orjson.JSONDecodeError as error:
             raise EngineProtocolError(f"engine {self._url}: expected JSON, got {_text(answer)!r} ({error})") from error
 
+    async def _read(self, response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+        """The body of an answer, of at most ``bytes_max``, once there is room for it."""
+        length = response.content_length
+        if length is not None and length > bytes_max:
+            raise self._too_long(bytes_max, f"{length}")
+        async with self._memory.reserve(bytes_max if length is None else length):
+            if length is not None:
+                return await response.read()
+            chunks, size = [], 0
+            async for chunk in response.content.iter_any():
+                size += len(chunk)
+                if size > bytes_max:
+                    raise self._too_long(bytes_max, "more")
+                chunks.append(chunk)
+            return b"".join(chunks)
+
+    def _too_long(self, bytes_max: int, came: str) -> EngineProtocolError:
+        return EngineProtocolError(f"engine {self._url}: expected an answer of at most {bytes_max} bytes, got {came}")
+
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
             self._session = aiohttp.ClientSession(
-                connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+                connector=connector,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
             )
         return self._session
 
@@ -212,18 +263,9 @@ def _sampling_parameters(sampling: Sampling) -> dict[str, Any]:
     return parameters
 
 
-async def _read(engine: str, response: aiohttp.ClientResponse) -> bytes:
-    if response.content_length is not None and response.content_length <= ANSWER_BYTES_MAX:
-        return await response.read()
-    chunks, size = [], 0
-    async for chunk in response.content.iter_any():
-        size += len(chunk)
-        if size > ANSWER_BYTES_MAX:
-            raise EngineProtocolError(
-                f"engine {engine}: expected an answer of at most {ANSWER_BYTES_MAX} bytes, got more"
-            )
-        chunks.append(chunk)
-    return b"".join(chunks)
+def _seconds(retry_after: str | None) -> float | None:
+    """Retry-After in seconds; None where it is absent or a date."""
+    return float(retry_after) if retry_after is not None and retry_after.isascii() and retry_after.isdecimal() else None
 
 
 def _error_object(answer: bytes) -> str | None:

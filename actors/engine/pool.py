@@ -1,13 +1,15 @@
 """The engines of an actor: the async shell around :class:`Router`.
 
-*Consumes* requests for a lease; *produces* an engine to send to. *Waits* while no engine is fit, at most
-``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once when
-a request failed or found only old weights.
+*Consumes* requests for a lease and how they ended; *produces* an engine to send to. *Waits* while no engine is fit, at
+most ``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once
+when a request failed or found only old weights.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
@@ -16,7 +18,14 @@ import anyio
 
 from actors.engine.base import Engine, PausableTimeout, PrefixCache
 from actors.engine.router import UNSTAMPED, Lease, MoveReason, Placement, Router, RouterStatistics
-from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
+from pipeline.errors import (
+    ConfigurationError,
+    EngineBusy,
+    EngineError,
+    EngineGone,
+    EngineRefused,
+    EngineUnavailable,
+)
 from pipeline.metrics.actor import ActorMetrics
 
 logger = logging.getLogger(__name__)
@@ -44,14 +53,16 @@ class EnginePool:
         metrics: ActorMetrics,
         probe_seconds: float = PROBE_SECONDS,
         patience: PausableTimeout | None = None,
+        jitter: random.Random | None = None,
     ) -> None:
         if not engines:
             raise ConfigurationError("expected at least one engine, got none: set engine.replicas or engine.urls")
         self._engines: Mapping[str, Engine] = {engine.name: engine for engine in engines}
         if len(self._engines) != len(engines):
             raise ConfigurationError(f"engine.urls names an engine twice: {[e.name for e in engines]}")
-        self.router = Router(self._engines, sessions_max)
-        self._wait_seconds_max = wait_seconds_max
+        self.jitter = jitter or random.Random()
+        self.router = Router(self._engines, sessions_max, self.jitter.random)
+        self.wait_seconds_max = wait_seconds_max
         self._probe_seconds = probe_seconds
         self.patience = patience or PausableTimeout()
         """Timer for limits that stand still while the engines sleep."""
@@ -74,31 +85,34 @@ class EnginePool:
 
     @asynccontextmanager
     async def lease(self, session: str, version_min: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Engine]:
-        """An engine for one request of ``session``, released however the block ends. Raises :class:`NoEngineFit`."""
+        """An engine for one request of ``session``, released however the block ends. An :class:`EngineError` of the
+        block counts against the engine. Raises :class:`NoEngineFit`."""
         lease = await self._acquire(session, version_min, avoid)
         self._metrics.inflight_requests.inc()
         try:
             yield self._engines[lease.engine]
+        except EngineError as error:
+            self._failed(lease, error)
+            raise
+        else:
+            self._answered(lease)
         finally:
             self._metrics.inflight_requests.dec()
             self.router.release(lease)
             self._count_evictions()
+
+    def other_fit(self, version_min: int, avoid: Set[str]) -> bool:
+        """True if an engine that is not in ``avoid`` is fit."""
+        return self.router.other_fit(version_min, _now(), avoid)
 
     def finish(self, session: str) -> None:
         """The conversation is over."""
         self.router.finish(session)
         self._metrics.sticky_sessions.set(self.router.n_sessions)
 
-    def failed(self, engine: str, error: EngineError) -> None:
-        """A request failed at ``engine``: no request is sent there until a probe succeeds."""
-        if self.router.mark(engine, alive=False, problem=str(error)):
-            logger.warning("%s", error)
-            self._announce()
-        self._poked[engine].set()
-
     def sampled_with(self, engine: str, version: int) -> None:
         """A reply bore this policy version: newer knowledge than the last probe's."""
-        if version > self.router.engines[engine].version and self.router.mark(engine, alive=True, version=version):
+        if version > self.router.engines[engine].version and self.router.stamped(engine, version):
             self._announce()
 
     def version_of(self, engine: str) -> int:
@@ -111,10 +125,9 @@ class EnginePool:
 
     def trouble(self, version_min: int) -> str:
         """``engine http://… (version 3 < 4)`` when no engine is fit; empty when one is."""
-        states = self.router.engines.values()
-        if any(e.fit(version_min) for e in states):
+        if self.other_fit(version_min, frozenset()):
             return ""
-        return "engine " + ", ".join(e.describe(version_min) for e in states)
+        return "engine " + ", ".join(e.describe(version_min) for e in self.router.engines.values())
 
     def statistics(self) -> RouterStatistics:
         return self.router.statistics()
@@ -123,8 +136,28 @@ class EnginePool:
         for engine in self._engines.values():
             await engine.close()
 
+    def _answered(self, lease: Lease) -> None:
+        if self.router.answered(lease, _now()):
+            logger.info("engine %s takes requests again", lease.engine)
+            self._announce()
+
+    def _failed(self, lease: Lease, error: EngineError) -> None:
+        """Count a failed request against its engine. A refusal is an answer; having too much to do is no failure."""
+        if isinstance(error, EngineRefused):
+            self._answered(lease)
+        elif not isinstance(error, EngineBusy):
+            down = isinstance(error, EngineGone)
+            if self.router.failed(lease, _now(), str(error), down=down):
+                logger.warning(
+                    "engine %s takes no requests now: %s",
+                    lease.engine,
+                    self.router.engines[lease.engine].breaker.problem,
+                )
+                self._announce()
+            self._poked[lease.engine].set()
+
     async def _acquire(self, session: str, version_min: int, avoid: Set[str]) -> Lease:
-        lease = self.router.acquire(session, version_min, avoid)
+        lease = self.router.acquire(session, version_min, _now(), avoid)
         if lease is None:
             lease = await self._wait_for_lease(session, version_min, avoid)
         self._placements[lease.placement].inc()
@@ -137,10 +170,10 @@ class EnginePool:
             poked.set()
         self._waiting[version_min] += 1
         try:
-            with self.patience.limit(self._wait_seconds_max):
+            with self.patience.limit(self.wait_seconds_max):
                 while True:
                     await self._changed.wait()
-                    lease = self.router.acquire(session, version_min, avoid)
+                    lease = self.router.acquire(session, version_min, _now(), avoid)
                     if lease is not None:
                         return lease
         finally:
@@ -148,7 +181,7 @@ class EnginePool:
             if not self._waiting[version_min]:
                 del self._waiting[version_min]
         raise NoEngineFit(
-            f"expected an engine with policy version {version_min} or newer within {self._wait_seconds_max:g} s "
+            f"expected an engine with policy version {version_min} or newer within {self.wait_seconds_max:g} s "
             f"(actor.engine_wait_seconds_max), got {self.trouble(version_min)}"
         )
 
@@ -181,13 +214,14 @@ class EnginePool:
             self._slept(engine.name, sleeping=False)
         if self._unanswered[engine.name] == 1 and state.alive:
             return
-        was_alive = state.alive
-        if self.router.mark(engine.name, alive=alive, version=version, problem=problem):
-            if alive != was_alive:
-                logger.info("engine %s is %s %s", engine.name, "up" if alive else "down:", problem)
+        was_alive, now = state.alive, _now()
+        changed = self.router.probed(engine.name, now, healthy=alive, version=version, problem=problem)
+        if alive != was_alive:
+            logger.info("engine %s is %s %s", engine.name, "up" if alive else "down:", problem)
+        if changed or (self._waiting and not state.breaker.closed):
             self._announce()
         states = self.router.engines.values()
-        fit = sum(e.fit(0) for e in states)
+        fit = sum(e.fit(0, now) for e in states)
         self._metrics.engines.labels(state="fit").set(fit)
         self._metrics.engines.labels(state="unfit").set(len(self._engines) - fit)
         self._metrics.policy_version.set(max((e.version for e in states if e.alive), default=UNSTAMPED))
@@ -229,3 +263,8 @@ class EnginePool:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _now() -> float:
+    """Time of the event loop; anyio's own has none inside a timer's callback."""
+    return asyncio.get_running_loop().time()

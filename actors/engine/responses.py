@@ -1,11 +1,11 @@
 """Parses and validates the answers of an engine. Pure.
 
 Every fault is an :class:`EngineProtocolError` with the engine, the expected and the actual value. Policy versions
-are labels: a decimal number is a policy version; ``default`` (vLLM's label before the first stamp) is *no* version.
-An engine reports ``default`` after a start or restart: its weights are then those of its folder, which are
-version 0 only if the learner has not resumed from something else. So unstamped engines are not routed to, and tokens
-that are labelled ``default`` (the engine restarted during the request) raise :class:`EngineUnavailable`: the
-request is repeated.
+are labels (:mod:`pipeline.schema.weight_stamp`). ``default`` (vLLM's label before the first stamp), ``withdrawn`` and
+the label of another run are *no* version. An engine reports ``default`` after a start or restart: its weights are then
+those of its folder, which are version 0 only if the learner has not resumed from something else. So engines without a
+version are not routed to, and tokens without one (the engine restarted during the request) raise
+:class:`EngineGone`: the request is repeated.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.engine.base import Generation, PrefixCache
-from pipeline.errors import EngineProtocolError, EngineUnavailable, SchemaError
+from pipeline.errors import EngineGone, EngineProtocolError, EngineUnavailable, SchemaError
 from pipeline.schema import FinishReason, VersionSpan
+from pipeline.schema.tokens import LOGPROB_MAX, LOGPROB_MIN
+from pipeline.schema.weight_stamp import read_stamp
 
-UNSTAMPED = "default"
-LOGPROB_MAX = 1e-4
-"""Rounding can lift a log-probability of 0 a little above it."""
 _FINISH = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -30,7 +29,9 @@ _FINISH = {
 }
 
 
-def read_generate(engine: str, answer: Any, tokens_max: int, vocabulary: int | None) -> Generation:
+def read_generate(
+    engine: str, answer: Any, tokens_max: int, vocabulary: int | None, run: str | None = None
+) -> Generation:
     """An answer of ``/inference/v1/generate``. ``tokens_max``: the ``max_tokens`` of the request."""
     choice = _choice(engine, answer)
     ids = _token_ids(engine, choice, tokens_max, vocabulary)
@@ -46,7 +47,7 @@ def read_generate(engine: str, answer: Any, tokens_max: int, vocabulary: int | N
         raise _fault(engine, "log-probabilities of the sampled tokens in order", f"those of {_short(labelled)}")
     finish = _finish(engine, choice)
     spans = choice.get("weight_versions")
-    versions = () if finish is FinishReason.ABORT else _version_spans(engine, spans, len(ids))
+    versions = () if finish is FinishReason.ABORT else _version_spans(engine, spans, len(ids), run)
     return Generation(ids, _logprobs(engine, logprobs, len(ids)), versions, finish)
 
 
@@ -59,15 +60,12 @@ def read_completion(engine: str, answer: Any, tokens_max: int, vocabulary: int |
     return Generation(ids, logprobs, spans, _finish(engine, choice))
 
 
-def read_version(engine: str, label: Any) -> int | None:
-    """A version label; None for ``default``."""
-    if label == UNSTAMPED:
-        return None
-    if isinstance(label, int) and not isinstance(label, bool) and label >= 0:
-        return label
-    if isinstance(label, str) and label.isascii() and label.isdecimal() and len(label) < 10:
-        return int(label)
-    raise _fault(engine, "a weight version that is a number (stamped by the learner)", repr(label))
+def read_version(engine: str, label: Any, run: str | None = None) -> int | None:
+    """A version label; None for weights that are not of ``run``."""
+    try:
+        return read_stamp(label, run)
+    except SchemaError as error:
+        raise EngineProtocolError(f"engine {engine}: {error}") from error
 
 
 def read_prefix_cache(text: str) -> PrefixCache | None:
@@ -114,8 +112,8 @@ def _logprobs(engine: str, values: Any, length: int) -> npt.NDArray[np.float32]:
     if not all(type(v) is float or type(v) is int for v in values):
         raise _fault(engine, "log-probabilities that are numbers", _short(values))
     array = np.asarray(values, dtype=np.float32)
-    if not bool(np.all(np.isfinite(array) & (array <= LOGPROB_MAX))):
-        raise _fault(engine, "finite log-probabilities <= 0", _short(values))
+    if not bool(np.all((array >= LOGPROB_MIN) & (array <= LOGPROB_MAX))):
+        raise _fault(engine, f"log-probabilities of sampled tokens, {LOGPROB_MIN:g} to 0", _short(values))
     return np.minimum(array, np.float32(0.0))
 
 
@@ -128,7 +126,7 @@ def _finish(engine: str, choice: dict[str, Any]) -> FinishReason:
     return _FINISH[reason]
 
 
-def _version_spans(engine: str, spans: Any, length: int) -> tuple[VersionSpan, ...]:
+def _version_spans(engine: str, spans: Any, length: int, run: str | None) -> tuple[VersionSpan, ...]:
     """Spans that tile ``[0, length)``. Empty ones (an update before the first token) are left out."""
     if not isinstance(spans, list):
         raise _fault(engine, "weight_versions: the policy version of each token", _short(spans))
@@ -142,10 +140,11 @@ def _version_spans(engine: str, spans: Any, length: int) -> tuple[VersionSpan, .
         if not (type(start) is int and type(end) is int and start == at and end >= start):
             raise _fault(engine, f"weight_versions that tile 0..{length}", _short(spans))
         if end > start:
-            version = read_version(engine, label)
+            version = read_version(engine, label, run)
             if version is None:
-                raise EngineUnavailable(
-                    f"engine {engine} sampled with weights without a version stamp: it was restarted"
+                raise EngineGone(
+                    f"engine {engine} sampled with weights labelled {str(label)[:80]!r}: it was restarted, or is not "
+                    "of this run"
                 )
             try:
                 out.append(VersionSpan(start, end, version))

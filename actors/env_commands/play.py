@@ -31,7 +31,9 @@ from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.plugin_guard import TaskOwner
+from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FinishReason, Message, Task
 from pipeline.tasks.open import open_source
 
@@ -59,9 +61,6 @@ class Typed:
 
     template = ""
     tokenizer = None
-
-    def without_special(self, text: str) -> str:
-        return text
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """A token is a character."""
@@ -232,7 +231,7 @@ def play(
             elif engine is not None:
                 assert isinstance(renderer, Renderer)
                 how = Sampling(tokens_max, temperature=temperature, stop_token_ids=renderer.end_ids)
-                speak = sampling(await stack.enter_async_context(EngineClient(engine)), renderer, how)
+                speak = sampling(await stack.enter_async_context(_client(engine, model)), renderer, how)
             else:
                 speak = typing()
             async with anyio.create_task_group() as serving:
@@ -336,6 +335,16 @@ def _folder(model: Path) -> Path:
     if not model.is_dir():
         raise ConfigurationError(f"--model: expected the folder of a model (runs/NAME/model), got {model}")
     return model
+
+
+def _client(engine: str, model: Path | None) -> EngineClient:
+    """The client of ``engine``, with the key of the run that ``model`` belongs to if it is one of its engines."""
+    file = None if model is None else RunDirectory(model.absolute().parent).config_file
+    if file is not None and file.exists():
+        config = load(file, environment={})
+        if engine.rstrip("/") in config.engine.addresses():
+            return EngineClient(engine, key=find_key(config.engine, "actor_key"), run=config.run.id)
+    return EngineClient(engine)
 
 
 def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:

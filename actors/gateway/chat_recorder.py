@@ -16,7 +16,7 @@ from typing import Any
 from actors.engine.base import Generation
 from actors.gateway.messages import Key, key_of, tools_key
 from actors.gateway.requests import ChatRequest
-from actors.rendering.renderer import Conversation
+from actors.rendering.renderer import Completed, Conversation
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
 from actors.tools.parsing.base import Parsed, ToolCall
 from pipeline.errors import PlugInError
@@ -59,7 +59,7 @@ class ChatRecorder:
         self._recorder = recorder
         self._parse = parse
         self._branches: dict[int, _Branch] = {}
-        self._replies: dict[Key, Message] = {}
+        self._replies: dict[Key, Completed] = {}
         self._open: dict[int, tuple[ChatRequest | None, _Branch | None]] = {}
         """Request and taken branch, by number of the call."""
 
@@ -68,8 +68,9 @@ class ChatRecorder:
         branch = self._branch_of_messages(request.keys, tools_key(request.tools))
         if branch is not None:
             assert branch.keys is not None and branch.tip.call.conversation is not None
-            new = self._as_sampled(request)[len(branch.keys) :]
-            before = branch.tip.call.conversation
+            messages, sampled = self._as_sampled(request)
+            before, new = branch.tip.call.conversation, messages[len(branch.keys) :]
+            before = replace(before, sampled=tuple(sampled))
             conversation = self._recorder.next_prompt(before, branch.tip, new, branch.parsed)
         else:
             conversation = self._rendered(request)
@@ -99,7 +100,7 @@ class ChatRecorder:
         branch = self._branches[call.branch] = _Branch(tip, tip.ids)
         if request is not None:
             key = key_of("assistant", reply.content, reply.tool_calls)
-            self._replies[key] = Message("assistant", completed.text)
+            self._replies[key] = completed
             branch.keys = (*request.keys, key)
             branch.tools = tools_key(request.tools)
             if reply.tool_calls:
@@ -144,25 +145,25 @@ class ChatRecorder:
 
     def _rendered(self, request: ChatRequest) -> Conversation:
         """The whole prompt. Replies of this session stand in it as they were sampled, where the template takes that."""
-        sampled = self._as_sampled(request)
+        messages, sampled = self._as_sampled(request)
         try:
-            return self._recorder.renderer.start(sampled, request.tools)
+            return self._recorder.renderer.start(messages, request.tools, sampled)
         except PlugInError:
-            stated = [self._shown(message) for message in request.messages]
-            if stated == sampled:
+            if messages == list(request.messages):
                 raise
-            return self._recorder.renderer.start(stated, request.tools)
+            return self._recorder.renderer.start(request.messages, request.tools, sampled)
 
-    def _as_sampled(self, request: ChatRequest) -> list[Message]:
-        """Its messages, replies of this session as they were sampled."""
-        pairs = zip(request.messages, request.keys, strict=True)
-        return [self._shown(self._replies.get(key, message)) for message, key in pairs]
-
-    def _shown(self, message: Message) -> Message:
-        """The message, without special tokens where a tool wrote it: it cannot end a turn or begin another."""
-        if message.role != "tool":
-            return message
-        return replace(message, content=self._recorder.renderer.without_special(message.content))
+    def _as_sampled(self, request: ChatRequest) -> tuple[list[Message], list[Completed]]:
+        """Its messages, replies of this session as they were sampled, and these replies."""
+        messages, sampled = [], []
+        for message, key in zip(request.messages, request.keys, strict=True):
+            reply = self._replies.get(key)
+            if reply is not None:
+                message = Message("assistant", reply.text)
+                if reply.special:
+                    sampled.append(reply)
+            messages.append(message)
+        return messages, sampled
 
     def _parsed(
         self, call: PendingCall, request: ChatRequest | None, text: str, reason: FinishReason

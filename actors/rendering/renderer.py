@@ -24,9 +24,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from actors.rendering.special_text import Span, SpecialText
 from actors.rendering.tool_messages import ToolSchema, style_of
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
@@ -43,14 +45,17 @@ class Conversation:
 
     messages: tuple[Message, ...]
     text: str
-    """The template's text for ``messages`` with the generation prompt."""
+    """The template's text for ``messages`` with the generation prompt. The template saw special tokens in the policy's
+    own replies alone (:mod:`actors.rendering.special_text`)."""
     prompt_ids: tuple[int, ...]
     """The whole prompt of the branch, sampled ids included."""
     added_ids: tuple[int, ...]
     """The tail of ``prompt_ids`` that is new since the last completion (all of it at the start of a branch)."""
     branch: int = 0
     tools: tuple[ToolSchema, ...] = ()
-    """Tools of the policy, rendered with every prompt of the conversation."""
+    """Tools of the policy, rendered with every prompt of the conversation; marked for the template."""
+    sampled: tuple[Completed, ...] = ()
+    """The completions of the policy that hold special tokens: they stay special when a template renders them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Completed:
 
     text: str
     end_id: int | None
+    special: tuple[Span, ...] = ()
+    """The parts of the text that were sampled as special tokens."""
 
 
 class Renderer:
@@ -82,7 +89,7 @@ class Renderer:
         self._backend = _plain_backend(tokenizer)
         self._decoder = _plain_decoder(tokenizer, self._backend)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
-        self._special_texts = _special_texts(tokenizer)
+        self._special = SpecialText(tokenizer, self._backend, self.template)
         self._style = style_of(self.template, self._render)
         ends = {int(i) for i in end_ids}
         if tokenizer.eos_token_id is not None:
@@ -112,36 +119,39 @@ class Renderer:
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()), "")
         return str(template)
 
-    def without_special(self, text: str) -> str:
-        """``text`` without anything that would be read as a special token: it cannot end a turn or begin another."""
-        before = None
-        while before != text:
-            before = text
-            for special in self._special_texts:
-                text = text.replace(special, " ")
-        return text
-
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Conversation:
-        """The first prompt. ``tools``: the schemas of what may be called, rendered as the template does."""
+    def start(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), sampled: Sequence[Completed] = ()
+    ) -> Conversation:
+        """The first prompt. ``tools``: the schemas of what may be called, rendered as the template does. ``sampled``:
+        completions of the policy that stand in ``messages`` as replies; other replies are the text of others."""
         with boundary(RENDERER):
-            text = self._apply(messages, tools)
-            ids = self._encode(text)
-        return Conversation(tuple(messages), text, ids, ids, 0, tuple(tools))
+            marked = tuple(self._special.mark_all(tool) for tool in tools)
+        return self._started(messages, marked, tuple(reply for reply in sampled if reply.special))
 
     def restart(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """The next branch, which begins with a rewritten history."""
-        return replace(self.start(messages, conversation.tools), branch=conversation.branch + 1)
+        started = self._started(messages, conversation.tools, conversation.sampled)
+        return replace(started, branch=conversation.branch + 1)
+
+    def _started(
+        self, messages: Sequence[Message], tools: tuple[ToolSchema, ...], sampled: tuple[Completed, ...]
+    ) -> Conversation:
+        with boundary(RENDERER):
+            marked = self._apply(messages, tools, sampled)
+            ids = self._encode(marked)
+            return Conversation(tuple(messages), self._special.restore(marked), ids, ids, 0, tools, sampled)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """Token ids that write ``text`` as a reply, with the end-of-turn token. For demonstrations; a policy may have
-        cut the same text into other tokens."""
+        cut the same text into other tokens. Special tokens are those that the template writes inside a reply."""
         with boundary(RENDERER):
-            return (*self._encode(text), self._usual_end)
+            marked = self._special.mark(text, lambda text: self._special.spans_of(self._in_replies, text))
+            return (*self._encode(marked), self._usual_end)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of a text alone, for measuring and cutting."""
         with boundary(RENDERER):
-            return self._encode(text)
+            return self._encode(self._special.mark(text))
 
     def decode_ids(self, ids: Sequence[int]) -> str:
         """The text of ids."""
@@ -153,7 +163,8 @@ class Renderer:
         ids = list(completion_ids)
         end = ids.pop() if ids and ids[-1] in self._end_texts else None
         with boundary(RENDERER):
-            return Completed(self._decode(ids), end)
+            text = self._decode(ids)
+            return Completed(text, end, self._special.sampled_spans(ids, text, self._decode))
 
     def extend(
         self,
@@ -170,32 +181,41 @@ class Renderer:
         In the same branch where the prefix property holds, or always with ``append``: ``prompt_ids`` begins with the
         old prompt and the sampled ids. Otherwise in the next branch. ``parsed_reply`` is the completion with its tool
         calls apart: it is rendered where the template refuses the completion as it was sampled."""
+        sampled = (*conversation.sampled, completed) if completed.special else conversation.sampled
         with boundary(RENDERER):
             if append:
-                return self._appended(conversation, completion_ids, completed, new, parsed_reply)
-            messages, text = self._whole(conversation, completed, new, parsed_reply)
-            added = self._added(conversation.text + completed.text, completed.end_id, text)
+                return self._appended(conversation, completion_ids, completed, new, parsed_reply, sampled)
+            messages, marked = self._whole(conversation, completed, new, parsed_reply, sampled)
+            text = self._special.restore(marked)
+            added = None
+            if text.startswith(seen := conversation.text + completed.text):
+                added = self._added(completed.end_id, marked[len(seen) :])
             branch = conversation.branch
             if added is None:
-                ids = added = self._encode(text)
+                ids = added = self._encode(marked)
                 branch += 1
             else:
                 ids = (*conversation.prompt_ids, *completion_ids, *added)
-        return Conversation(messages, text, ids, added, branch, conversation.tools)
+        return Conversation(messages, text, ids, added, branch, conversation.tools, sampled)
 
     def _whole(
-        self, conversation: Conversation, completed: Completed, new: Sequence[Message], parsed_reply: Message | None
+        self,
+        conversation: Conversation,
+        completed: Completed,
+        new: Sequence[Message],
+        parsed_reply: Message | None,
+        sampled: Sequence[Completed],
     ) -> tuple[tuple[Message, ...], str]:
-        """The whole conversation and its text: the reply as it was sampled, or ``parsed_reply`` where that is
+        """The whole conversation and its marked text: the reply as it was sampled, or ``parsed_reply`` where that is
         refused."""
         messages = (*conversation.messages, Message("assistant", completed.text), *new)
         try:
-            return messages, self._apply(messages, conversation.tools)
+            return messages, self._apply(messages, conversation.tools, sampled)
         except Exception:
             if parsed_reply is None:
                 raise
             messages = (*conversation.messages, parsed_reply, *new)
-            return messages, self._apply(messages, conversation.tools)
+            return messages, self._apply(messages, conversation.tools, sampled)
 
     def _appended(
         self,
@@ -204,6 +224,7 @@ class Renderer:
         completed: Completed,
         new: Sequence[Message],
         parsed_reply: Message | None,
+        sampled: tuple[Completed, ...],
     ) -> Conversation:
         """Sampled ids as they are, then what the template puts between a reply and the next one."""
         end, rest = self._between(new, parsed_reply)
@@ -215,15 +236,17 @@ class Renderer:
         messages = (*conversation.messages, Message("assistant", completed.text), *new)
         return Conversation(
             messages,
-            conversation.text + completed.text + end + rest,
+            conversation.text + completed.text + end + self._special.restore(rest),
             (*conversation.prompt_ids, *completion_ids, *ids),
             ids,
             conversation.branch,
             conversation.tools,
+            sampled,
         )
 
     def _between(self, new: Sequence[Message], parsed_reply: Message | None) -> tuple[str, str]:
-        """(end-of-turn text, what follows it up to the next reply). No end-of-turn text where the template has none."""
+        """(end-of-turn text, marked text that follows it up to the next reply). No end-of-turn text where the template
+        has none."""
         forms = [Message("assistant", _MARK)]
         if parsed_reply is not None:
             forms.append(replace(parsed_reply, content=_MARK))
@@ -245,11 +268,9 @@ class Renderer:
             f"the chat template closes no turn of the assistant before {[m.role for m in new]}"
         ) from failure
 
-    def _added(self, seen: str, end_id: int | None, text: str) -> tuple[int, ...] | None:
-        """Ids of what ``text`` has after ``seen`` and the sampled end token, or None where that is no continuation."""
-        if not text.startswith(seen):
-            return None
-        rest = text[len(seen) :]
+    def _added(self, end_id: int | None, rest: str) -> tuple[int, ...] | None:
+        """Ids of the marked text that follows a completion and the end token that was sampled, or None where it does
+        not begin with that."""
         if end_id is None:
             return self._encode(rest)
         end_text = self._end_texts[end_id]
@@ -273,9 +294,32 @@ class Renderer:
         ids = self._encode(tail) if found and tail else ()
         return ids[0] if ids and ids[0] in self._special_ids else None
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
-        shown = self._style.messages(messages, tools) if tools or _has_answers(messages) else messages
-        return self._render([m.as_template_input() for m in shown], self._style.tools(tools))
+    @cached_property
+    def _in_replies(self) -> frozenset[str]:
+        """Special texts that the template writes inside a reply, such as those around thoughts and tool calls."""
+        user = {"role": "user", "content": "x"}
+        call = {"id": "000000000", "type": "function", "function": {"name": "x", "arguments": {"x": "x"}}}
+        reply: dict[str, Any] = {"role": "assistant", "content": _MARK}
+        prompt, found = self._render([user]), set[str]()
+        for form in (reply, reply | {"reasoning_content": _MARK}, reply | {"thinking": _MARK, "tool_calls": [call]}):
+            try:
+                text = self._tokenizer.apply_chat_template([user, form], tokenize=False, add_generation_prompt=False)
+            except Exception:
+                continue
+            shared = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+            found.update(self._special.texts_in(text[shared:]))
+        return frozenset(found.difference(self._end_texts.values()))
+
+    def _apply(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), sampled: Sequence[Completed] = ()
+    ) -> str:
+        """The template's text for ``messages``, which are marked first, and for ``tools``, which are marked."""
+        replies = [(reply.text, reply.special) for reply in sampled]
+        marked = [self._special.mark_message(message, replies) for message in messages]
+        shown = self._style.messages(marked, tools) if tools or _has_answers(messages) else marked
+        text = self._render([m.as_template_input() for m in shown], self._style.tools(tools))
+        changed = any(a is not b for a, b in zip(messages, marked, strict=True))
+        return self._special.unquoted(text) if changed else text
 
     def _render(self, messages: list[dict[str, Any]], tools: list[ToolSchema] | None = None) -> str:
         options = {"tools": tools} if tools else {}
@@ -284,6 +328,9 @@ class Renderer:
         return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        """Ids of marked text."""
+        if self._special.is_marked(text):
+            return self._special.encode(text)
         if self._backend is not None:
             return tuple(self._backend.encode(text, add_special_tokens=False).ids)
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
@@ -300,13 +347,6 @@ class Renderer:
 
 def _has_answers(messages: Sequence[Message]) -> bool:
     return any(message.role == "tool" for message in messages)
-
-
-def _special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Texts that the tokenizer turns into special tokens, longest first."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = {str(token) for token in tokenizer.all_special_tokens} | {str(t) for t in added if t.special}
-    return tuple(sorted(filter(None, texts), key=len, reverse=True))
 
 
 def _plain_backend(tokenizer: Any) -> Any | None:

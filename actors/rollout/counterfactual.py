@@ -72,12 +72,12 @@ def counterfactual_of(
 ) -> CounterfactualPrompt | None:
     """The conversation with ``hint`` in the first message of the user; None without such a message.
 
-    Nothing in the hint is read as a special token; braces in hint and prompt stay as they are.
+    Braces in hint and prompt stay as they are.
     """
     user = first_user(tuple(messages))
     if user is None:
         return None
-    values = {"hint": renderer.without_special(hint), "prompt": messages[user].content}
+    values = {"hint": hint, "prompt": messages[user].content}
     content = _PLACEHOLDER.sub(lambda match: values[match[1]], template)
     changed = [*messages[:user], replace(messages[user], content=content), *messages[user + 1 :]]
     return CounterfactualPrompt.of(renderer.start(changed, tools))

@@ -220,9 +220,8 @@ class MemoryPrompter:
         return None
 
     def _text(self, lesson: Lesson) -> str:
-        """One line without anything that the tokenizer would take for a special token."""
-        text = " ".join(self._renderer.without_special(lesson.text).split())
-        return text[: self._config.lesson_characters_max]
+        """One line."""
+        return " ".join(lesson.text.split())[: self._config.lesson_characters_max]
 
 
 def fill(template: str, lessons: Sequence[str], prompt: str) -> str:

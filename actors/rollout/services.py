@@ -81,6 +81,8 @@ class Services:
     pool: EnginePool
     environments: Mapping[str, EnvironmentHost]
     metrics: ActorMetrics
+    part_tokens: int | None = None
+    """Tokens of one request at most; None: those of the turn."""
     memory_prompter: MemoryPrompter | None = None
     """None: lessons are off."""
     hint_template: str | None = None
@@ -126,6 +128,7 @@ class Services:
             pool=pool,
             environments=environments,
             metrics=metrics,
+            part_tokens=config.engine.part_tokens,
             memory_prompter=MemoryPrompter(config.lessons, renderer, metrics, lessons)
             if config.lessons.enabled
             else None,
@@ -145,6 +148,7 @@ class Services:
             backend=self.backend,
             context_max=self.model_length_max,
             retries=self.retries,
+            part_tokens=self.part_tokens,
         )
 
     async def serve(self) -> None:

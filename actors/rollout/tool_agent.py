@@ -179,10 +179,6 @@ class ToolAgent(AgentLoop):
         """The reply taken apart."""
         return self._parse(text, schemas)
 
-    def shown(self, text: str) -> str:
-        """A tool's answer as it may stand in a prompt: it cannot end a turn or begin another."""
-        return self._renderer.without_special(text)
-
     async def serve(self) -> None:
         async with anyio.create_task_group() as group:
             for toolset in self._toolsets:
@@ -244,7 +240,7 @@ class ToolAgentEpisode(AgentEpisode):
         self._used += [ToolUse(d.name, d.arguments, d.text, d.outcome == "ok") for d in done]
         ids = [f"{self._replies % 10**5:05d}{index % 10**4:04d}" for index in range(len(done))]
         messages = tuple(
-            Message("tool", self._loop.shown(d.text), {"name": d.name[:NAME_CHARACTERS_MAX], "tool_call_id": i})
+            Message("tool", d.text, {"name": d.name[:NAME_CHARACTERS_MAX], "tool_call_id": i})
             for d, i in zip(done, ids, strict=True)
         )
         parsed_reply = Message(

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import await_model
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
@@ -75,4 +76,8 @@ def fork_engine_core() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except ConfigurationError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

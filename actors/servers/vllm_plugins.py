@@ -7,10 +7,13 @@ route loads the adapter once, without that mark, and from then on the worker rep
 batches, so that requests in flight continue with the new weights, as they do with full weights. The learner calls it
 through ``/collective_rpc`` while the engine is paused.
 
-:class:`TiedHead` makes tied output heads follow reloaded weights on a CPU. vLLM's CPU build packs each matrix for its
-kernels when it is loaded. A checkpoint with tied embeddings has no tensor for the output head, so ``reload_weights``
-(vLLM 0.32) packs the new embedding again but leaves the head with the packed copy of the *first* weights: sampling
-would follow the published policy only in part. With this module imported, a tied head uses the matrix of its embedding
+:class:`UpdateRecovery` undoes a load that failed half-way. vLLM (0.32) loads layer by layer: after an error, or with a
+trainer that is gone, some layers have new weights, some are empty, and the next load counts what the last one read.
+
+Importing this module makes tied output heads follow reloaded weights on a CPU. vLLM's CPU build packs each matrix for
+its kernels when it is loaded. A checkpoint with tied embeddings has no tensor for the output head, so
+``reload_weights`` (vLLM 0.32) packs the new embedding again but leaves the head with the packed copy of the *first*
+weights: sampling would follow the published policy only in part. Here a tied head uses the matrix of its embedding
 whenever that is packed. ``tests/end_to_end/test_engine_contract.py`` proves the effect.
 """
 
@@ -21,10 +24,30 @@ from typing import Any
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 
-class AdapterReload:
+class UpdateRecovery:
     """Methods that vLLM adds to its workers (``--worker-extension-cls``)."""
 
     model_runner: Any
+
+    def abandon_update(self) -> None:
+        """Undo a load of weights that began and did not finish, whoever began it. Layers that were read whole keep
+        their new values, the others get back what they had: the engine may not serve before a whole load."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for layer in self.model_runner.get_model().modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        worker: Any = self
+        worker._weight_update_active = False
+        if worker.weight_transfer_engine is not None:
+            worker.weight_transfer_engine.reset_weight_update_target()
+
+
+class AdapterReload(UpdateRecovery):
+    """Also replaces an adapter."""
 
     def reload_adapter(self, name: str, folder: str) -> None:
         """Read ``folder`` into the one adapter of this server. Raises :class:`RuntimeError` when none is loaded."""
@@ -40,10 +63,6 @@ class AdapterReload:
 _HEADS = "_afterplay_tied_heads"
 
 
-class TiedHead:
-    """Adds no method to the worker; naming it makes vLLM import this module."""
-
-
 def _install() -> None:
     tie, process = UnquantizedEmbeddingMethod.tie_weights, UnquantizedEmbeddingMethod.process_weights_after_loading
 
@@ -53,8 +72,9 @@ def _install() -> None:
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         process(self, layer)
-        for head in getattr(layer, _HEADS, ()):
-            head.cpu_linear = layer.cpu_linear
+        if hasattr(layer, "cpu_linear"):
+            for head in getattr(layer, _HEADS, ()):
+                head.cpu_linear = layer.cpu_linear
 
     UnquantizedEmbeddingMethod.tie_weights = tie_weights
     UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading

@@ -29,6 +29,7 @@ from learner.checkpoints.writer import CheckpointWriter
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder
+from pipeline.runtime.contents import find_damage
 from pipeline.runtime.rundir import read_json, sync
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,9 @@ def keep_best(root: Path, best: Mapping[str, Any]) -> Path | None:
     target = root / f"{BEST}-{source.name}"
     if not is_complete(target) or read_json(target / WHY) != dict(best):
         if not is_complete(source) or read_state(source).policy_version != best["policy_version"]:
+            return None
+        if problem := find_damage(source):
+            log.error("checkpoint %s is damaged (%s): it does not become %s", source.name, problem, BEST)
             return None
         with atomic_folder(target) as folder:
             for path in sorted(source.rglob("*")):

@@ -8,8 +8,10 @@
       training.pt   random state, optimizer (checkpoint.optimizer), and where there are such: critic, average of the
                     weights, refreshed reference policy, adaptive KL coefficient (tensors and plain values only)
       shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all
-      state.json    counters and the size of every file; written last
+      state.json    counters
+      contents.json    size and digest of every file; written last
     checkpoints/best    the best evaluated one, with evaluation.keep_best (learner/checkpoints/best.py)
+    checkpoints/u000012.damaged    one that cannot be used (learner/checkpoints/resume.py)
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import FormatMismatch, StoreError, TrainingError
 from pipeline.runtime.atomic_folder import atomic_folder
+from pipeline.runtime.contents import find_damage, write_contents
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"u(\d{6,})")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _MODEL_OWN = ("config.json", "generation_config.json", "model.safetensors.index.json")
@@ -130,12 +133,9 @@ def write_image(
         torch.save(image.training, folder / "training.pt")
         if image.shards is not None:
             image.shards.write(folder / FOLDER)
-        files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-        (folder / "state.json").write_bytes(
-            orjson.dumps(
-                {**image.state.as_json(), "files": files}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-            )
-        )
+        state = orjson.dumps(image.state.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+        (folder / "state.json").write_bytes(state)
+        write_contents(folder)
     spared = {checkpoint_path(root, updates) for updates in protected}
     for path in find_checkpoints(root)[keep:]:
         if path not in spared:
@@ -148,12 +148,17 @@ def save_checkpoint(root: Path, trainer: Trainer, state: CheckpointState, initia
     return write_image(root, take_image(trainer, state), initial_model, keep)
 
 
-def find_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, newest first. Folders that are half-written or damaged are skipped."""
+def numbered_checkpoints(root: Path) -> list[Path]:
+    """Folders with the name of a checkpoint, newest first, whatever is in them."""
     if not root.is_dir():
         return []
     found = [(int(m.group(1)), path) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True) if is_complete(path)]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def find_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, newest first; see :func:`is_complete`."""
+    return [path for path in numbered_checkpoints(root) if is_complete(path)]
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -234,11 +239,8 @@ def _copied(value: Any) -> Any:
 
 
 def is_complete(path: Path) -> bool:
-    try:
-        files = orjson.loads((path / "state.json").read_bytes())["files"]
-        return all((path / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    """True where every file is there with its size; the bytes in them are not read."""
+    return not find_damage(path, digests=False)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -120,10 +120,15 @@ class GroupAssembler:
             if group is not None and not group.in_training:
                 del self._groups[group_id]
 
-    def forget_incomplete(self) -> None:
-        """Drop groups that still miss members: after a reconnection the stage sends whole groups again, and a CANCEL
-        may have been lost."""
-        self._groups = {name: group for name, group in self._groups.items() if group.complete}
+    def keep(self, group_ids: Iterable[str]) -> None:
+        """Drop all groups but these and those in training: after a reconnection the stage says which it counts as held,
+        and sends the others again or has cancelled them."""
+        kept = set(group_ids)
+        self._groups = {
+            name: group
+            for name, group in self._groups.items()
+            if group.in_training or (group.complete and name in kept)
+        }
 
     def ready(self, update: int) -> bool:
         """True where all groups of ``update`` are complete."""

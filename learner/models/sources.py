@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.contents import CONTENTS
 
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def link_or_copy(files: list[Path], folder: Path) -> None:
-    """Put ``files`` into ``folder``: weights as hard links where possible (nothing rewrites them), the rest copied."""
+    """Put ``files`` into ``folder``: weights as hard links where possible (nothing rewrites them), the rest copied.
+    ``contents.json`` stays behind: it describes the folder that it lies in."""
     for file in files:
+        if file.name == CONTENTS:
+            continue
         real = file.resolve()
         if file.suffix == ".safetensors":
             try:

@@ -45,6 +45,8 @@ class Backbone:
         _without_dropout(self.model)
         self.device = device
         self.interrupt = interrupt or threading.Event()
+        self.on_layer: Callable[[], None] = lambda: None
+        """Called after each layer, forward and backward: a pass makes progress."""
         self.ranks: Ranks = ALONE
         """The ranks that the weights are divided among."""
         self._run: Callable[[Callable[[], Any]], Any] = lambda work: work()
@@ -114,12 +116,13 @@ class Backbone:
         return torch.autocast(self.device.type, dtype=self._compute)
 
     def _watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self._stop_if_asked()
+        self._after_layer()
         hidden = output[0] if isinstance(output, tuple) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(self._stop_if_asked)  # type: ignore[no-untyped-call]
+            hidden.register_hook(self._after_layer)  # type: ignore[no-untyped-call]
 
-    def _stop_if_asked(self, gradient: Tensor | None = None) -> None:
+    def _after_layer(self, gradient: Tensor | None = None) -> None:
+        self.on_layer()
         if self.ranks.size == 1 and self.interrupt.is_set():
             raise Interrupted
 

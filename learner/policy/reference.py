@@ -36,6 +36,7 @@ from pipeline.errors import (
     StoreError,
     TrainingError,
 )
+from pipeline.runtime.engine_keys import authorization
 
 
 class Reference(Protocol):
@@ -86,7 +87,7 @@ class FrozenCopy:
     """A second model, which takes the weights of ``live`` every ``refresh_every`` updates, or never."""
 
     def __init__(self, copy: Policy, live: Policy, tokens_max: int, refresh_every: int | None = None) -> None:
-        self._copy = copy
+        self.backbone = copy
         self._live = live
         self._tokens_max = tokens_max
         self._refresh_every = refresh_every
@@ -94,12 +95,12 @@ class FrozenCopy:
 
     @property
     def model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._copy.model
+        model: torch.nn.Module = self.backbone.model
         return model
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
-        copy = self._copy
+        copy = self.backbone
         return token_pass(rows, copy.score, 2, self._tokens_max, watch, copy.form, copy.ranks)[0]
 
     def updated(self, updates: int) -> None:
@@ -110,7 +111,7 @@ class FrozenCopy:
 
     def state(self) -> dict[str, Tensor] | None:
         """Its weights where it is refreshed; else None."""
-        return None if self._refresh_every is None else dict(self._copy.model.state_dict())
+        return None if self._refresh_every is None else dict(self.backbone.model.state_dict())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`Reference.load`."""
@@ -123,7 +124,7 @@ class FrozenCopy:
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:
-        own = self._copy.model.state_dict()
+        own = self.backbone.model.state_dict()
         unknown = sorted(weights.keys() - own.keys())
         if unknown:
             raise KeyError(f"no weights {unknown[:3]} in the reference policy")
@@ -156,9 +157,10 @@ _TEXT_MAX = 300
 
 
 class ServerReference:
-    """A reference policy behind HTTP. ``interrupt`` cancels the requests."""
+    """A reference policy behind HTTP. ``interrupt`` cancels the requests; ``key`` opens the server."""
 
-    def __init__(self, config: ReferenceConfig, interrupt: threading.Event) -> None:
+    def __init__(self, config: ReferenceConfig, interrupt: threading.Event, key: str | None = None) -> None:
+        self._headers = authorization(key)
         self._url = f"{(config.url or '').rstrip('/')}/v1/completions"
         self._config = config
         self._interrupt = interrupt
@@ -204,7 +206,7 @@ class ServerReference:
                 pass
             raise Interrupted
 
-        async with aiohttp.ClientSession() as session, anyio.create_task_group() as watching:
+        async with aiohttp.ClientSession(headers=self._headers) as session, anyio.create_task_group() as watching:
             watching.start_soon(watch_interrupt)
             async with anyio.create_task_group() as tasks:
                 for row, offset in zip(rows, token_offsets(rows), strict=True):
@@ -254,7 +256,8 @@ class ServerReference:
 
 
 def prompt_logprobs(answer: Any, row: Row) -> TokenArray:
-    """log-probs of the sampled tokens of ``row``, float32 ``[S]``, out of an answer of ``/v1/completions``.
+    """log-probs of the sampled tokens of ``row``, float32 ``[S]``, out of an answer of ``/v1/completions`` or
+    ``/inference/v1/generate``.
 
     Raises :class:`EngineProtocolError` when a token's is missing.
     """
@@ -268,7 +271,7 @@ def prompt_logprobs(answer: Any, row: Row) -> TokenArray:
             raise ValueError("NaN")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineProtocolError(
-            "expected prompt_logprobs of every token from the reference server, got "
+            "expected prompt_logprobs of every token from the server, got "
             f"{type(error).__name__}: {error} in {str(answer)[:_TEXT_MAX]}: does it know prompt_logprobs (vLLM does)?"
         ) from error
     return np.asarray(found, dtype=np.float32)

@@ -8,7 +8,7 @@ in :mod:`learner.training.totals`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from learner.losses.registry import loss_rules
 from learner.observability.report import SkippedStep, StepReport, Stopwatch
 from learner.policy.passes import microbatches
 from learner.policy.policy import Policy
-from learner.policy.reference import Reference
+from learner.policy.reference import FrozenCopy, Reference
 from learner.training.critic import Critic
 from learner.training.optimizer import WeightAverage, learning_rate, make_optimizer
 from learner.training.optimizer_step import (
@@ -73,6 +73,14 @@ class Trainer:
         self._rules = loss_rules(config.loss, config.importance, config.replay.use_recorded_logprobs)
         self._scoring_passes = ScoringPasses(policy, config, reference, critic)
         self._steps = OptimizerSteps(policy, config, self.optimizer, self.average, demonstrations)
+
+    def on_layer(self, call: Callable[[], None]) -> None:
+        """Call ``call`` after each layer of a pass of any of its models, in the thread of the pass."""
+        self.policy.on_layer = call
+        if self.critic is not None:
+            self.critic.backbone.on_layer = call
+        if isinstance(self.reference, FrozenCopy):
+            self.reference.backbone.on_layer = call
 
     def train(self, batch: Batch, policy_version: int) -> StepReport:
         """Score the tokens, estimate advantages, and make the update. Raises as :meth:`step`."""

@@ -33,9 +33,12 @@ import anyio
 
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, load_needed
+from learner.weights.probe import WeightProbe
 from pipeline.errors import EngineError, EngineProtocolError
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.process import RoleContext
+from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
 
@@ -199,8 +202,9 @@ class ColocatedKeeper(EngineKeeper):
         on_failure: Callable[[], None],
         device: SharedDevice,
         sleep_level: int,
+        probe: WeightProbe | None = None,
     ) -> None:
-        super().__init__(control, loader, timeout_seconds, on_failure)
+        super().__init__(control, loader, timeout_seconds, on_failure, probe)
         self._device = device
         self._level = sleep_level
         self._asleep = False
@@ -243,8 +247,9 @@ class ColocatedKeeper(EngineKeeper):
         served = await self.control.version()
         asleep = await self.control.is_sleeping()
         if asleep or load_needed(served, target, seen=self._seen):
-            await (self._wake_with(target) if asleep else self._load(target))
+            await (self._wake_with(target) if asleep else self._load(target, served))
         elif served != target.stamp:
+            self._whole = True
             await self.control.stamp(target.stamp)
         self._seen = self._served = True
 
@@ -257,8 +262,7 @@ class ColocatedKeeper(EngineKeeper):
         try:
             if await self.control.wake_up("weights"):
                 await self.control.pause()  # it was only paused, and this call has ended that
-            await self._loader.load(self.control, target)
-            await self.control.stamp(target.stamp)
+            await self._replace_weights(target)
             if not await self.control.wake_up("kv_cache"):
                 raise EngineProtocolError(
                     f"expected {self.control.url} to be awake after /wake_up, but it still sleeps"
@@ -281,16 +285,19 @@ async def put_engines_to_sleep(ctx: RoleContext) -> None:
     find it empty. Waits until the engines are up, whatever state a learner that died has left them in. Returns when
     they sleep or the process is asked to stop."""
     config = ctx.config
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    headers = authorization(find_key(config.engine, "learner_key"))
+    async with (
+        ctx.waiting(RoleState.WAITING_FOR_ENGINES, "one that is up and sleeps"),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session,
+    ):
         for url in config.engine.addresses():
             control = EngineControl(url, session, config.publish.timeout_seconds)
             while not ctx.stopping.is_set():
-                ctx.beat()
                 try:
                     await control.sleep(config.engine.sleep_level)
                     log.info("engine %s sleeps while the models are loaded", url)
                     break
                 except EngineError as error:
-                    ctx.report("waiting", f"the engine to be up and to sleep ({error})")
+                    ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that is up and sleeps ({error})")
                 with anyio.move_on_after(RETRY_SECONDS):
                     await ctx.stopping.wait()

@@ -9,11 +9,14 @@ import aiohttp
 import orjson
 
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.schema.weight_stamp import WITHDRAWN
 
 WATCH_SECONDS_MAX = 10.0
 """An engine that does not report its version within this time counts as down."""
 RESUME_SECONDS_MAX = 30.0
 _TEXT_MAX = 300
+_KEY_HINT = " (is it an engine of another run, or engine.learner_key wrong?)"
+_HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: " (is the engine started with VLLM_SERVER_DEV_MODE=1?)"}
 
 
 class EngineControl:
@@ -80,6 +83,23 @@ class EngineControl:
         """Tokens sampled from now on carry ``version``."""
         await self._call("POST", "/update_weight_version", {"new_version": version})
 
+    async def withdraw(self) -> None:
+        """Label the weights as those of no version: actors send nothing there and throw away what comes from them."""
+        seconds = min(RESUME_SECONDS_MAX, self._timeout_seconds)
+        await self._call("POST", "/update_weight_version", {"new_version": WITHDRAWN}, seconds=seconds)
+
+    async def generate(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer of ``POST /inference/v1/generate``."""
+        return await self._call("POST", "/inference/v1/generate", request, seconds=seconds)
+
+    async def abandon_update(self) -> None:
+        """Undo a load that did not finish, so that another can begin (:mod:`actors.servers.vllm_plugins`)."""
+        await self._call("POST", "/collective_rpc", {"method": "abandon_update"})
+
+    async def end(self) -> None:
+        """Kill the server, which its supervisor then starts again (:mod:`actors.servers.lock`)."""
+        await self._call("POST", "/afterplay/end")
+
     async def world_size(self) -> int:
         """Number of worker processes of the engine (``GET /get_world_size``)."""
         answer = await self._call("GET", "/get_world_size")
@@ -110,7 +130,7 @@ class EngineControl:
             raise EngineUnavailable(f"{what} failed: {type(error).__name__}: {error}") from error
         shown = text[:_TEXT_MAX].decode("utf-8", "replace")
         if 400 <= response.status < 500:
-            hint = " (is the engine started with VLLM_SERVER_DEV_MODE=1?)" if response.status == 404 else ""
+            hint = _HINTS.get(response.status, "")
             raise EngineRefused(f"{what} was refused with {response.status}: {shown}{hint}")
         if response.status != 200:
             raise EngineProtocolError(f"expected 200 from {what}, got {response.status}: {shown}")

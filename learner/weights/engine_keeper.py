@@ -2,11 +2,19 @@
 
 *consumes* targets (the newest replaces older ones) and the version that the engine reports; *produces* ``state``, and
 an attempt for every new target and whenever the engine reports another version; *waits for* a new target, or the next
-probe of the engine. An engine that is down or slow only lags; it blocks nothing else.
+look at the engine. An engine that is down or slow only lags; it blocks nothing else.
+
+A load is not atomic: vLLM replaces weights layer by layer. An engine in which a load began and did not succeed stays
+paused, its weights labelled ``withdrawn``, until a load has succeeded. The next one first undoes what is left of the
+last; after ``SPOILT_MAX`` in a row the engine is ended, and its supervisor restarts it. One that refused the load
+before it began continues with the weights that it has. An engine counts as live only after it has resumed. Then a probe
+proves which weights it serves (:mod:`learner.weights.probe`), beside its rollouts and without delaying the publication;
+an engine that it refutes is withdrawn and loads again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -16,15 +24,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
+from learner.data.rows import TokenArray
 from learner.weights.engine_control import EngineControl
-from pipeline.errors import EngineError
+from learner.weights.probe import WeightProbe
+from pipeline.errors import EngineError, EngineRefused, EngineUnavailable
+from pipeline.schema.weight_stamp import UNSTAMPED, write_stamp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
-UNSTAMPED = "default"
-"""An engine's stamp of the weights that it was started with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +47,14 @@ class Target:
     """True for the weights that the engines were started with: an unstamped engine then needs only the stamp."""
     tensors: Mapping[str, Tensor] | None = None
     """The same weights in memory, for loaders that do not read files."""
+    run: str | None = None
+    """``run.id``, which is part of the stamp."""
+    expected: TokenArray | None = None
+    """The learner's log-probabilities of the probe; None: nothing is proved."""
 
     @property
     def stamp(self) -> str:
-        return str(self.version)
+        return write_stamp(self.run, self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +88,11 @@ class WeightPublisher(Protocol):
         """Watch the engines until cancelled: a restarted or lagging one is brought to the newest version."""
         ...
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication:
-        """Make ``tensors`` the weights of ``version`` in every engine; None: the initial model.
+    async def publish(
+        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+    ) -> Publication:
+        """Make ``tensors`` the weights of ``version`` in every engine; None: the initial model. ``expected``: what they
+        give the probe.
 
         Returns when each engine has it or has failed once, at most ``publish.timeout_seconds`` after the weights are
         written.
@@ -87,6 +103,8 @@ class WeightPublisher(Protocol):
 WATCH_SECONDS = 1.0
 """Interval at which a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
 RETRY_SECONDS = 0.5
+SPOILT_MAX = 3
+"""Loads in a row that were not whole, before the engine is ended."""
 RETRY_SECONDS_MAX = 5.0
 """After failures of an engine that has served before. One that is still starting is asked every ``RETRY_SECONDS``: the
 first rollouts wait for it."""
@@ -131,6 +149,7 @@ class EngineKeeper:
         loader: WeightLoader,
         timeout_seconds: float,
         on_failure: Callable[[], None] = lambda: None,
+        probe: WeightProbe | None = None,
     ) -> None:
         self.control = control
         self.state = EngineState()
@@ -139,6 +158,13 @@ class EngineKeeper:
         self._loader = loader
         self._timeout_seconds = timeout_seconds
         self._on_failure = on_failure
+        self._probe = probe
+        self._unproven = False
+        """True while it serves weights that no probe has proved."""
+        self._whole = False
+        """True once this process knows that the engine's weights are all of one version."""
+        self._spoilt = 0
+        """Loads in a row that began and were not whole, or whose result the probe refuted."""
         self._target: Target | None = None
         self._seen = False
         self._served = False
@@ -176,6 +202,8 @@ class EngineKeeper:
         while True:
             wake, target = self._wake, self._target
             await self._look(target)
+            if target is not None and target is self._target:
+                await self._prove(target, wake)
             failing = self._served and not self._healthy
             retry = min(RETRY_SECONDS_MAX, retry * 2) if failing else RETRY_SECONDS
             if target is self._target:
@@ -202,6 +230,7 @@ class EngineKeeper:
         else:
             if self.state.trouble:
                 log.info("engine %s serves version %d", self.control.url, target.version)
+            self._unproven |= self.state.live != target.version
             self.state.live, self.state.trouble = target.version, ""
             self.state.lagging = self.state.lagging and target is not self._target
             self._attempted(target)
@@ -209,33 +238,113 @@ class EngineKeeper:
     async def _bring_to(self, target: Target) -> None:
         served = await self.control.version()
         if load_needed(served, target, seen=self._seen):
-            await self._load(target)
+            await self._load(target, served)
         elif served != target.stamp:
+            self._whole = True
             await self.control.stamp(target.stamp)
         self._seen = self._served = True
 
-    async def _load(self, target: Target) -> None:
-        """Pause, load, stamp; resume in any case, cancellation included."""
+    async def _load(self, target: Target, served: str) -> None:
+        """Pause, load, stamp, resume. After a failure the engine resumes only if its weights are whole."""
         self.state.live = None
         start = time.perf_counter()
         self.loading = target
         try:
+            if served == UNSTAMPED:
+                self._whole, self._spoilt = True, 0
+                await self.control.withdraw()  # else a learner that takes over takes them for the initial weights
             await self.control.pause()
-            await self._loader.load(self.control, target)
-            await self.control.stamp(target.stamp)
+            await self._replace_weights(target)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await (self._resume() if self._whole else self._withdraw())
+            raise
         finally:
             self.loading = None
-            with anyio.CancelScope(shield=True):
-                await self._resume()
+        with anyio.CancelScope(shield=True):
+            await self.control.resume()
         self.state.loads += 1
         self.state.load_seconds = time.perf_counter() - start
 
+    async def _replace_weights(self, target: Target) -> None:
+        """Load into an engine that is paused, and stamp."""
+        before, self._whole = self._whole, False
+        if self._spoilt >= SPOILT_MAX:
+            self._spoilt = 1
+            with contextlib.suppress(EngineRefused):  # it has no lock of ours: somebody else starts it again
+                await self.control.end()
+                raise EngineUnavailable(f"{self.control.url} has failed to load {SPOILT_MAX} times: it starts again")
+        if self._spoilt:
+            with contextlib.suppress(EngineError):  # the embedded engine loads all or nothing
+                await self.control.abandon_update()
+        try:
+            await self._loader.load(self.control, target)
+        except EngineRefused:  # it said so before anything changed
+            self._whole = before
+            raise
+        except EngineError:
+            self._spoilt += 1
+            raise
+        except BaseException:
+            self._spoilt = max(1, self._spoilt)
+            raise
+        await self.control.stamp(target.stamp)
+        self._whole = True
+
     async def _resume(self) -> None:
+        """Let an engine that failed continue with the weights that it has."""
         try:
             await self.control.resume()
         except EngineError as error:
             log.warning("engine %s could not be resumed: %s", self.control.url, error)
-            self._seen = False
+
+    async def _withdraw(self) -> None:
+        """Take the engine out of routing. If it is paused, it stays so."""
+        try:
+            await self.control.withdraw()
+        except EngineError as error:
+            log.warning("engine %s could not be taken out of routing: %s", self.control.url, error)
+
+    async def _prove(self, target: Target, wake: anyio.Event) -> None:
+        """Probe the weights that the engine serves, unless that is done; give up when ``wake`` is set."""
+        if self._probe is None or target.expected is None or self.state.live is None or not self._unproven:
+            return
+        difference: float | None = None
+        results = self._probe.metrics.weight_probes_total
+        async with anyio.create_task_group() as group:
+
+            async def give_up() -> None:
+                await wake.wait()
+                group.cancel_scope.cancel()
+
+            group.start_soon(give_up)
+            try:
+                difference = await self._probe.difference(self.control, target.expected)
+            except EngineError as error:
+                self._unproven = isinstance(error, EngineUnavailable)
+                results.labels(result="unanswered").inc()
+                log.warning(
+                    "engine %s: no answer to the probe of version %d: %s", self.control.url, target.version, error
+                )
+            group.cancel_scope.cancel()
+        if difference is None:
+            return
+        self._probe.metrics.weight_probe_diff_nats.set(difference)
+        self._unproven = False
+        if difference <= self._probe.nats_max:
+            self._spoilt = 0
+            results.labels(result="proven").inc()
+            return
+        results.labels(result="refuted").inc()
+        self._whole = False
+        self._spoilt += 1
+        self._on_failure()
+        await self._withdraw()
+        self._failed(
+            target,
+            f"it serves other weights: its log-probabilities of the probe differ by {difference:.3g} nats from the "
+            f"learner's (publish.probe_nats_max: {self._probe.nats_max:g})",
+        )
 
     def _failed(self, target: Target, why: str) -> None:
         if self.state.trouble != why:

@@ -6,7 +6,9 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +19,20 @@ import anyio.to_thread
 import orjson
 from torch import Tensor
 
+from learner.data.rows import TokenArray
 from learner.policy.backbone import DTYPES
 from learner.policy.policy import Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper, Publication, Target, WeightLoader
+from learner.weights.probe import WeightProbe, make_probe
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
+from pipeline.errors import EngineRefused
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
+from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
+from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -56,6 +63,28 @@ class AdapterLoader:
         await engine.load_adapter(self._name, target.folder)
 
 
+class CheckedLoader:
+    """Compares the files of a folder with what was written before ``loader`` has an engine read them. Not during their
+    own publication: then they were written just now, and their digests are being computed."""
+
+    def __init__(self, loader: WeightLoader, damaged: Callable[[Target], None]) -> None:
+        self.publishing: Path | None = None
+        """Folder of the publication under way."""
+        self.reads_memory = loader.reads_memory
+        self._loader = loader
+        self._damaged = damaged
+
+    async def load(self, engine: EngineControl, target: Target) -> None:
+        """Raises :class:`EngineRefused`, before anything has changed, where the files are damaged."""
+        folder = target.folder
+        known = not target.initial or (folder / CONTENTS).exists()
+        checked = known and target.tensors is None and folder != self.publishing
+        if checked and (problem := await anyio.to_thread.run_sync(find_damage, folder)):
+            self._damaged(target)
+            raise EngineRefused(f"the weights in {folder} are damaged ({problem}): the learner writes them again")
+        await self._loader.load(engine, target)
+
+
 class Publisher:
     """Implements :class:`learner.weights.engine_keeper.WeightPublisher`. Use as an async context manager."""
 
@@ -70,21 +99,34 @@ class Publisher:
         write: Callable[[Path, Mapping[str, Tensor]], int] | None = None,
         device: SharedDevice | None = None,
         sleep_level: int = 1,
+        key: str | None = None,
+        run: str | None = None,
+        probe: WeightProbe | None = None,
     ) -> None:
+        """``key`` opens the engines' control routes; ``run`` is stamped with the version."""
         self._addresses = tuple(addresses)
         self._directory = directory
         self._config = config
         self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors, config.dtype))
-        self._loader = loader or FolderLoader()
+        self._loader = CheckedLoader(loader or FolderLoader(), self._found_damaged)
+        self._target: Target | None = None
+        self.damaged: int | None = None
+        """The newest version, where its files were found damaged and :meth:`write_again` has not been called since."""
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession | None = None
         self.device = device
         """Set where engines and learner take turns on one device."""
         self._sleep_level = sleep_level
+        self._headers = authorization(key)
+        self._run = run
+        self.probe = probe
+        """Proves which weights an engine serves; None: nothing does."""
         self.keepers: dict[str, EngineKeeper] = {}
 
     async def __aenter__(self) -> Publisher:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=self._headers
+        )
         timeout = self._config.timeout_seconds
         for url in self._addresses:
             control = EngineControl(url, self._session, timeout)
@@ -95,8 +137,10 @@ class Publisher:
     def _keeper(self, control: EngineControl) -> EngineKeeper:
         timeout = self._config.timeout_seconds
         if self.device is None:
-            return EngineKeeper(control, self._loader, timeout, self._on_failure)
-        return ColocatedKeeper(control, self._loader, timeout, self._on_failure, self.device, self._sleep_level)
+            return EngineKeeper(control, self._loader, timeout, self._on_failure, self.probe)
+        return ColocatedKeeper(
+            control, self._loader, timeout, self._on_failure, self.device, self._sleep_level, self.probe
+        )
 
     async def __aexit__(self, *args: object) -> None:
         if self._session is not None:
@@ -108,27 +152,64 @@ class Publisher:
             for keeper in self.keepers.values():
                 group.start_soon(keeper.run)
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor] | None) -> Publication:
+    async def publish(
+        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+    ) -> Publication:
         """See :meth:`learner.weights.engine_keeper.WeightPublisher.publish`; ``run`` must be running."""
         start = time.perf_counter()
         if tensors is None:
-            target, n_bytes = Target(version, self._directory.model, initial=True), 0
+            target, n_bytes = Target(version, self._directory.model, initial=True, run=self._run, expected=expected), 0
         else:
             folder = self._directory.weights(version)
             n_bytes = await anyio.to_thread.run_sync(self._write, folder, tensors)
-            target = Target(version, folder, tensors=tensors if self._loader.reads_memory else None)
+            kept = tensors if self._loader.reads_memory else None
+            target = Target(version, folder, tensors=kept, run=self._run, expected=expected)
         responsive = [keeper for keeper in self.keepers.values() if keeper.responsive]
-        for keeper in self.keepers.values():
-            keeper.set_target(target)
-        if self.device is not None:
-            self.device.release()
-        with anyio.move_on_after(self._config.timeout_seconds):
-            for keeper in responsive:
-                await keeper.until_attempted(version)
+        async with self._digesting(target):
+            self._set_target(target)
+            if self.device is not None:
+                self.device.release()
+            with anyio.move_on_after(self._config.timeout_seconds):
+                for keeper in responsive:
+                    await keeper.until_attempted(version)
         for keeper in responsive:
             keeper.state.lagging = keeper.state.attempted < version
         await anyio.to_thread.run_sync(self._delete_old)
         return self._publication(version, time.perf_counter() - start, n_bytes)
+
+    async def write_again(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the newest version once more, from the same weights: its files are damaged."""
+        assert self._target is not None, "nothing was published"
+        folder = self._directory.weights(self._target.version)
+        await anyio.to_thread.run_sync(self._write, folder, tensors)
+        target = replace(self._target, folder=folder, initial=False)
+        async with self._digesting(target):
+            self._set_target(target)
+
+    @asynccontextmanager
+    async def _digesting(self, target: Target) -> AsyncIterator[None]:
+        """Write the digests of the folder meanwhile, from the memory of the operating system: no engine waits."""
+        if target.initial:
+            yield
+            return
+        self._loader.publishing = target.folder
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(
+                    partial(anyio.to_thread.run_sync, _write_contents, target.folder, abandon_on_cancel=True)
+                )
+                yield
+        finally:
+            self._loader.publishing = None
+
+    def _set_target(self, target: Target) -> None:
+        self._target, self.damaged = target, None
+        for keeper in self.keepers.values():
+            keeper.set_target(target)
+
+    def _found_damaged(self, target: Target) -> None:
+        if target is self._target:
+            self.damaged = target.version
 
     async def until_live(self, version: int) -> None:
         """Wait until at least one engine serves ``version`` or a newer one. Unbounded: without engines there is
@@ -175,6 +256,13 @@ def published_versions(directory: RunDirectory) -> list[int]:
     return sorted(int(m.group(1)) for path in names if (m := _NAME.fullmatch(path.name)))
 
 
+def _write_contents(folder: Path) -> None:
+    try:
+        write_contents(folder)
+    except OSError as error:  # a full disk, say: an engine that needs this version again has it written again
+        log.warning("no digests of the weights in %s: %s", folder, error)
+
+
 def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor], dtype: str) -> int:
     """A Hugging Face folder with ``config.json`` and ``tensors`` as safetensors; bytes written.
 
@@ -210,6 +298,9 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
         _writer(config, policy),
         SharedDevice(config.engine.addresses(), metrics) if config.engine.colocate == "sleep" else None,
         config.engine.sleep_level,
+        find_key(config.engine, "learner_key"),
+        config.run.id,
+        make_probe(config, directory.model, metrics),
     )
 
 
@@ -233,4 +324,5 @@ def _loader(config: RunConfig) -> WeightLoader:
         return FolderLoader()
     from learner.weights.vllm_transfer import VllmTransferLoader
 
-    return VllmTransferLoader(config.engine.weight_transfer, config.publish.timeout_seconds)
+    key = find_key(config.engine, "learner_key")
+    return VllmTransferLoader(config.engine.weight_transfer, config.publish.timeout_seconds, key)

@@ -26,6 +26,7 @@ from torch import Tensor
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target
 from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
+from pipeline.runtime.engine_keys import authorization
 
 
 class VllmTransferLoader:
@@ -33,7 +34,7 @@ class VllmTransferLoader:
 
     reads_memory = True
 
-    def __init__(self, backend: Literal["nccl", "ipc"], timeout_seconds: float) -> None:
+    def __init__(self, backend: Literal["nccl", "ipc"], timeout_seconds: float, key: str | None = None) -> None:
         if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
             raise ConfigurationError(
                 f"engine.weight_transfer is {backend}, which needs vLLM and a GPU in the learner's environment: "
@@ -41,6 +42,7 @@ class VllmTransferLoader:
             )
         self._backend = backend
         self._timeout_seconds = timeout_seconds
+        self._key = key
         self._groups: dict[str, _TransferGroup] = {}
 
     async def load(self, engine: EngineControl, target: Target) -> None:
@@ -63,7 +65,8 @@ class VllmTransferLoader:
     async def _open(self, engine: EngineControl) -> _TransferGroup:
         workers = await engine.world_size()
         return await anyio.to_thread.run_sync(
-            partial(_TransferGroup, self._backend, engine.url, workers, self._timeout_seconds), abandon_on_cancel=True
+            partial(_TransferGroup, self._backend, engine.url, workers, self._timeout_seconds, self._key),
+            abandon_on_cancel=True,
         )
 
 
@@ -86,7 +89,9 @@ class _Weights:
 class _TransferGroup:
     """One engine's transfer endpoint. Blocks while it is built and while it sends: for worker threads."""
 
-    def __init__(self, backend: Literal["nccl", "ipc"], url: str, workers: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, backend: Literal["nccl", "ipc"], url: str, workers: int, timeout_seconds: float, key: str | None
+    ) -> None:
         from vllm.distributed.weight_transfer.base import WeightSource
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
@@ -94,7 +99,17 @@ class _TransferGroup:
             pass
 
         self._source = Source()
-        client = HTTPVLLMWeightSyncClient(url, timeout=timeout_seconds)
+
+        class Client(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+            """vLLM's client, which has no place for a key."""
+
+            def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+                import requests
+
+                address, headers = f"{self.base_url}/{path}", authorization(key)
+                requests.post(address, json=json, headers=headers, timeout=self.timeout).raise_for_status()
+
+        client = Client(url, timeout=timeout_seconds)
         if backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import (
                 NCCLTrainerInitInfo,

@@ -79,7 +79,8 @@ app = typer.Typer(
   AFTERPLAY__RUN__SEED=7 afterplay run configs/tiny.yaml
 
 [bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (second
-  signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive
+  signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive · 6 every
+  rollout of an environment failed · 7 a role made no progress and ended itself
 """,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with all defaults.")
@@ -249,20 +250,26 @@ def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; created if missing.")],
     actors: Annotated[int, typer.Option("--actors", min=0, help="Actors that have a key: actor-0, actor-1 …")] = 8,
 ) -> None:
-    """Create CURVE keys, which connections over TCP require: one pair for the replay stage, the learner, each actor.
+    """Create the keys of a run on several machines: CURVE keys for TCP, one pair for the replay stage, the learner and
+    each actor, and the keys of engines beyond loopback.
 
     Keep the folder on the replay stage's machine. Another machine gets server.key and the two files of each role that
     runs on it. Run the command again with a larger --actors to add keys; a stage that runs accepts them at once.
 
       afterplay keys keys --actors 16
       afterplay replay FILE --set transport.curve=keys --set replay.address=tcp://0.0.0.0:5555
+
+    Engines on other machines need engine.actor_key: file:keys/engine_actor.secret (engines and actors) and
+    engine.learner_key: file:keys/engine_learner.secret (engines and learner). Give a role only its own.
     """
+    from pipeline.runtime.engine_keys import make_key_files
     from pipeline.transport.curve import make_keys
 
     made = make_keys(directory, actors)
+    make_key_files(directory)
     typer.echo(
-        f"{len(made)} new keys in {directory}. Use them with --set transport.curve={directory}; keep *.key_secret to "
-        "yourself"
+        f"{len(made)} new CURVE keys in {directory}. Use them with --set transport.curve={directory}; keep "
+        "*.key_secret and *.secret to yourself"
     )
 
 

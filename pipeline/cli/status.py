@@ -10,6 +10,7 @@ from rich.table import Table
 from pipeline.cli.viewer.progress import MetricsTail, describe, describe_evaluation, print_stage_times
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
+from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
@@ -35,6 +36,8 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
         console.print(describe(tail.last, config.run.total_steps), soft_wrap=True)
         print_stage_times(directory.metrics_file, console)
     _evaluations(directory, console)
+    for name, facts in damaged_folders(directory.checkpoints).items():
+        console.print(facts.get("sentence") or f"checkpoints/{name} is damaged", style="red", soft_wrap=True)
     try:
         ledger = read_ledger(store_path(config, directory))
     except StoreError as error:
@@ -69,11 +72,17 @@ def _processes(directory: RunDirectory, console: Console) -> None:
     states = read_json(directory.processes_file) or {}
     if not states:
         return
-    table = Table("process", "phase", "pid", "state", "waits for", "restarts", "exit", box=None, header_style="dim")
+    table = Table(
+        "process", "phase", "pid", "state", "progress", "waits for", "restarts", "exit", box=None, header_style="dim"
+    )
     for name, state in states.items():
         exit_code = "" if state.get("exit_code") is None else str(state["exit_code"])
-        cells = (str(state.get(key) or "") for key in ("phase", "pid", "state", "waiting_for", "restarts"))
-        table.add_row(name, *cells, exit_code)
+        phase, pid, doing, waits, restarts = (
+            str(state.get(key) or "") for key in ("phase", "pid", "state", "waiting_for", "restarts")
+        )
+        age = state.get("progress_age_seconds")
+        progress = "" if age is None else f"{age:.0f} s ago"
+        table.add_row(name, phase, pid, doing, progress, waits, restarts, exit_code)
     console.print(table)
 
 
@@ -94,6 +103,10 @@ def _accounts(ledger: Ledger, console: Console) -> ExitCode:
         for position, (state, count) in enumerate(counts.items()):
             table.add_row(account if position == 0 else "", state, str(count))
     console.print(table)
+    for name, outcomes in ledger.outcomes.items():
+        if outcomes.failed:
+            style = "yellow" if outcomes.succeeded else "red"
+            console.print(outcomes.describe(name), style=style, soft_wrap=True)
     console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}")
     problems = ledger.audit()
     for problem in problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import textwrap
 from pathlib import Path
@@ -12,14 +13,17 @@ from pydantic import BaseModel
 from pipeline.config import load
 from pipeline.config.algorithm import SupervisedConfig
 from pipeline.config.load import dump
-from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.rollouts import LEARNER_KEY, EnvironmentConfig
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
 
+ACTOR_KEY_FILE = "engine_actor.secret"
+"""In the run directory: the key with which actors of the run may generate."""
+
 
 def resolve(config: RunConfig) -> RunConfig:
-    """A copy in which the ports that several processes must know are fixed: those of the engines, and of a replay stage
-    on TCP.
+    """A copy in which everything is fixed that several processes must know: the run's identity, the ports of the
+    engines and of a replay stage on TCP, and where the engines' keys are.
 
     Metrics ports stay 0: each process takes a free one and writes it to the run directory. Paths become absolute, so
     that the resolved file is valid in any folder. Raises :class:`ConfigurationError` that names a port in use.
@@ -31,11 +35,15 @@ def resolve(config: RunConfig) -> RunConfig:
             for i in range(engine.replicas):
                 _require_free(engine.host, port + i, f"engine.port (replica {i})")
         engine = engine.model_copy(update={"port": port})
+    if engine.kind != "external" and engine.actor_key is None:
+        place = f"file:{config.run.path.absolute() / ACTOR_KEY_FILE}"
+        engine = engine.model_copy(update={"actor_key": place, "learner_key": LEARNER_KEY})
     replay = replay.model_copy(update={"address": _fixed(replay.address)})
     if config.metrics.port:
         for i in range(2 + config.actor.replicas):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
-    run = config.run.model_copy(update={"directory": Path(config.run.directory).absolute()})
+    identity = config.run.id or secrets.token_hex(4)
+    run = config.run.model_copy(update={"id": identity, "directory": Path(config.run.directory).absolute()})
     environments = {name: _with_data_at_home(section) for name, section in config.environments.items()}
     loss = config.loss.model_copy(update={"supervised": _with_demonstrations_at_home(config.loss.supervised)})
     changed = {"engine": engine, "replay": replay, "run": run, "loss": loss, "environments": environments}

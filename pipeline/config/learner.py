@@ -169,6 +169,9 @@ class GroupsConfig(Section):
     """Groups in one update."""
     attempts_max: int = Field(3, ge=1)
     """Attempts at one rollout of a group. If all fail, the group is cancelled."""
+    failures_max: int = Field(100, ge=1)
+    """Failed rollouts of an environment that never succeeded once, after which the run stops with the reason, half a
+    minute after the first failure at the earliest."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     """Treatment of a group whose rewards are all equal. Estimators that compare a group give it advantage 0. ``keep``:
     it is trained. ``drop``: the update is made from the other groups; an update without any group is counted and
@@ -215,6 +218,11 @@ class PublishConfig(Section):
     timeout_seconds: float = Field(120.0, gt=0)
     """Seconds that an engine has to load a version. The run does not wait longer for a slow engine, which is tried
     again in the background."""
+
+    probe_nats_max: float | None = Field(0.5, gt=0)
+    """Largest mean difference, in nats, between the log-probabilities that learner and engine give the tokens of a
+    short fixed text after a publication. An engine beyond it serves other weights: it gets no requests until it has
+    loaded them again. Costs one prefill of 32 tokens in each engine and one forward pass of the learner. None: off."""
 
 
 class CheckpointConfig(Section):

@@ -33,6 +33,11 @@ class ModelConfig(Section):
     """Allow the model folder to run its own Python code when it is loaded."""
 
 
+LEARNER_KEY = "env:AFTERPLAY_ENGINE_LEARNER_KEY"
+"""Place of the learner's key that ``afterplay run`` makes."""
+_KEY_PLACE = r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:.+)$"
+
+
 class EngineConfig(Section):
     """Inference servers. Each replica is one process with one port."""
 
@@ -42,11 +47,18 @@ class EngineConfig(Section):
     replicas: int = Field(1, ge=1, le=256)
     """Engine processes to start."""
     host: str = "127.0.0.1"
-    """Address that the engines bind. Engines have no authentication: bind only to networks that you trust."""
+    """Address that the engines bind. Anything but loopback requires ``actor_key`` and ``learner_key``."""
     port: int = Field(8100, ge=0, le=65535)
     """Port of the first replica; replica i uses port + i. 0: ``afterplay run`` takes free ports."""
     urls: tuple[str, ...] = ()
     """Base URLs at which actors and learner reach the engines. Empty: host and ports above."""
+    actor_key: str | None = Field(None, pattern=_KEY_PLACE)
+    """Place of the key with which actors may generate, never the key itself: ``env:NAME`` (an environment variable) or
+    ``file:PATH`` (readable by its owner alone). The key is sent as ``Authorization: Bearer KEY``, also to ``external``
+    engines. None: ``afterplay run`` makes a key for the engines that it starts; otherwise none is sent."""
+    learner_key: str | None = Field(None, pattern=_KEY_PLACE)
+    """Place of the key with which the learner may also load weights, pause and sleep. As ``actor_key``; for
+    ``external`` engines with one key, name the same place in both."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     """Type of the weights and activations in the engine. ``auto``: that of the model folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -68,6 +80,12 @@ class EngineConfig(Section):
     """Seconds that an engine has to become ready after its start. After that it counts as failed and is restarted."""
     request_seconds_max: float = Field(120.0, gt=0)
     """Time limit of one generation request, in seconds. A slower request fails and is retried (``actor.retries``)."""
+    part_tokens: int | None = Field(256, ge=1)
+    """Tokens of one generation request at most. A longer turn is requested in parts, so that one whose engine is lost
+    continues on another from the parts before; ``request_seconds_max`` is the limit of each part. Turns with stop
+    strings are not divided. Each part sends the whole prompt again, and waits again where an engine has more requests
+    than it decodes at once: raise it for contexts over 16,000 tokens and for engines with a queue. None: one request
+    per turn."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
     """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``nccl``, ``ipc``: vLLM's
     weight transfer between GPUs, or between processes on one GPU."""
@@ -89,6 +107,16 @@ class EngineConfig(Section):
     def _external_needs_urls(self) -> EngineConfig:
         if self.kind == "external" and not self.urls:
             raise ValueError("engine.kind is external: give engine.urls, for example ['http://127.0.0.1:8000']")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_together(self) -> EngineConfig:
+        if self.kind == "external":
+            return self
+        if (self.actor_key is None) != (self.learner_key is None):
+            raise ValueError("engine.actor_key and engine.learner_key belong together: set both, or neither")
+        if self.actor_key is not None and self.actor_key == self.learner_key:
+            raise ValueError("engine.actor_key and engine.learner_key must differ: actors may not load weights")
         return self
 
     @property
@@ -210,11 +238,15 @@ class ActorConfig(Section):
     outbox_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
     """Memory for finished trajectories that wait for their acknowledgement, in bytes. When it is full, the actor takes
     no new orders."""
+    answers_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
+    """Memory for answers of engines that are read at the same time, in bytes. Further answers wait. One answer has at
+    most 64 KiB and 1 KiB for each token that may be sampled."""
     sessions_max: int = Field(100_000, ge=1)
     """Conversations whose engine the router remembers, so that the next turn finds its prefix cache. The least recently
     used are forgotten first."""
     retries: int = Field(3, ge=0)
-    """Retries of one generation request after an engine failure, before the episode fails."""
+    """Retries of one generation request after an engine failure, before the episode fails. An engine that answers HTTP
+    429 or 503 is asked again for up to ``engine_wait_seconds_max`` instead."""
     engine_wait_seconds_max: float = Field(300.0, gt=0)
     """Seconds that an episode waits for a healthy engine before it fails."""
     drain_seconds_max: float = Field(5.0, ge=0)

@@ -29,6 +29,9 @@ class RunSection(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
     """Name of the run and of its directory."""
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]+$", max_length=64)
+    """Identity that the learner stamps on published weights. Actors sample only from weights of their own run. None:
+    ``afterplay run`` makes a new one at each start; roles that you start yourself stamp versions without a run."""
     directory: Path = Path("runs")
     """Parent of the run directory, which is ``directory/name``."""
     total_steps: int = Field(100, ge=1)
@@ -51,7 +54,7 @@ class TransportConfig(Section):
     header_bytes_max: int = Field(4 * 1024 * 1024, ge=1024)
     """Largest message header, in bytes."""
     message_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
-    """Largest message, in bytes."""
+    """Largest message, in bytes, without its header."""
     frames_max: int = Field(64, ge=4)
     """Most binary frames in one message."""
     tokens_max: int = Field(1_048_576, ge=1)
@@ -91,7 +94,8 @@ class SupervisorConfig(Section):
     """Restarts, health checks and shutdown of the processes of ``afterplay run``."""
 
     restarts_max: int = Field(20, ge=0)
-    """Restarts of one process before the run is given up."""
+    """Restarts of one process within an hour before the run is given up. As many starts in a row without any work done
+    end the run too, however long they took."""
     backoff_seconds: float = Field(0.5, gt=0)
     """Seconds before the first restart. Doubles with each failure."""
     backoff_seconds_max: float = Field(30.0, gt=0)
@@ -99,7 +103,12 @@ class SupervisorConfig(Section):
     drain_seconds_max: float = Field(8.0, gt=0)
     """Seconds between SIGTERM and SIGKILL, for all processes together."""
     stuck_seconds_max: float = Field(300.0, gt=0)
-    """Seconds without a health answer, or without an iteration of its main loop, after which a process is restarted."""
+    """Seconds without a health answer, or without progress beyond the limit of its state, after which a process is
+    restarted. The alert comes at the limit."""
+    progress_seconds_max: float = Field(120.0, gt=0)
+    """Shortest limit on the seconds that a process may spend without progress in what it does. The limit is 5 times the
+    longest pause that it has had there, or this if that is more; 6 times this for the first training of a process,
+    publishing and saving, 30 times for loading."""
 
 
 class RunConfig(Section):

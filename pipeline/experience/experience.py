@@ -19,6 +19,7 @@ from pipeline.experience.mixing import DeferredTasks, Mixing, next_factor
 from pipeline.experience.planning import Planner
 from pipeline.experience.pool import Pool, PoolKeeper
 from pipeline.experience.selection import Draws
+from pipeline.experience.updates import UpdateEffects, UpdateHistory
 from pipeline.schema import Task
 from pipeline.store.experience_records import (
     Candidate,
@@ -35,9 +36,9 @@ from pipeline.tasks.sampler import TaskSampler
 class Experience:
     """Pool, difficulty, selection and mixing of one stage (docs/REPLAY.md, "What happens").
 
-    ``entries`` and ``tasks`` are the rows as last written, ``state`` the last one taken. With ``replay.enabled`` false
-    what is given is held and nothing else happens: groups come straight from the sampler. ``sizes``: tasks of each
-    environment (None: without end), where its data was opened.
+    ``entries`` and ``tasks`` are the rows as last written, ``state`` and ``updates`` the last ones taken. With
+    ``replay.enabled`` false what is given is held and nothing else happens: groups come straight from the sampler.
+    ``sizes``: tasks of each environment (None: without end), where its data was opened.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Experience:
         entries: Iterable[PoolEntry] = (),
         tasks: Iterable[TaskRecord] = (),
         state: Mapping[str, Any] | None = None,
+        updates: Iterable[Mapping[str, Any]] | None = None,
         sizes: Mapping[str, int | None] | None = None,
     ) -> None:
         state = state or {}
@@ -62,6 +64,7 @@ class Experience:
         self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
         self._deferred = DeferredTasks(config.environments, state.get("deferred"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
+        self._updates = UpdateHistory(config.checkpoint.keep * config.checkpoint.every, updates)
         self._keeper = PoolKeeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))
         self._state_changed = False
         for entry in self._pool:
@@ -177,12 +180,13 @@ class Experience:
     def consumed(
         self,
         *,
+        update: int,
         used: Sequence[int],
         ess: Mapping[str, float | None],
         entropies: Mapping[int, float],
         solve_rate: float | None,
     ) -> None:
-        """An update was made.
+        """The update with this number was made.
 
         ``used``: entries that it trained as replays, by ``row_id``. ``ess``: of its tokens, 0 to 1; the guard goes by
         ``carried`` or, where that is missing, by ``replay``. ``entropies``: means of what it trained, nats, by
@@ -191,19 +195,46 @@ class Experience:
         if not self._enabled:
             return
         self._state_changed = True
+        effects = UpdateEffects(update, self._factor, self._mixing.started)
         for row_id in used:
             if (entry := self._pool.get(row_id)) is not None:
+                effects.used.append(row_id)
                 entry.uses += 1
                 self._keeper.change(entry)
         for row_id, entropy in entropies.items():
             if math.isfinite(entropy) and (entry := self._pool.get(row_id)) is not None:
+                effects.entropies.append((row_id, entry.entropy))
                 entry.entropy = entropy
                 self._keeper.change(entry)
+        self._updates.add(effects)
         carried = ess.get("carried")
         ess_replay = ess.get("replay") if carried is None else carried
         self._factor = next_factor(self._replay.ess_guard, self._factor, ess_replay)
         if solve_rate is not None:
             self._mixing.solved(solve_rate)
+
+    def covered(self, updates: int) -> None:
+        """The learner has a checkpoint of so many updates."""
+        if self._enabled:
+            self._updates.covered(updates)
+
+    def roll_back(self, updates: int) -> None:
+        """The learner continues from weights of so many updates: take back what :meth:`consumed` did for later ones.
+        Entries that have left the pool since stay away."""
+        if not self._enabled:
+            return
+        for effects in self._updates.take_back(updates):
+            for row_id, entropy in effects.entropies:
+                if (entry := self._pool.get(row_id)) is not None:
+                    entry.entropy = entropy
+                    self._keeper.change(entry)
+            for row_id in effects.used:
+                if (entry := self._pool.get(row_id)) is not None:
+                    entry.uses -= 1
+                    self._keeper.change(entry)
+            self._factor = effects.factor if self._replay.ess_guard.enabled else 1.0
+            self._mixing.started = effects.started
+        self._state_changed = True
 
     def import_entries(self, entries: Sequence[PoolEntry], *, version: int = 0) -> Outcome:
         """Add demonstrations (``saved`` is set here). Returns what was ``saved`` and what ``left`` to make room.
@@ -239,8 +270,9 @@ class Experience:
             tasks=list(self._difficulty.changed.values()),
             forgotten_tasks=sorted(self._difficulty.forgotten),
             state=self._state() if self._state_changed else None,
+            updates=self._updates.state() if self._updates.changed else None,
         )
-        self._state_changed = False
+        self._state_changed = self._updates.changed = False
         self._difficulty.changed, self._difficulty.forgotten = {}, set()
         return changes
 

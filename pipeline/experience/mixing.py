@@ -31,7 +31,7 @@ class Mixing:
         self._replay = replay
         self._batch = batch
         self.started = bool(state.get("started", False))
-        """True if mixing has begun; it never ends."""
+        """True if mixing has begun; it never ends, unless the updates that began it are taken back."""
         self._position = int(state.get("position", 0))
         self._target = int(state.get("target", 0))
         self._replays = int(state.get("replays", 0))

@@ -10,9 +10,9 @@ OUTCOMES = ("complete", "truncated", "aborted", "error")
 TOKEN_KINDS = ("prompt", "generated", "discarded")
 SEND_FAILURES = ("timeout", "rejected", "disconnected")
 BACKENDS = ("vllm", "embedded")
-PLACEMENTS = ("first", "sticky", "moved")
-MOVES = ("died", "lagging", "evicted")
-ENGINE_ERRORS = ("unavailable", "refused", "protocol")
+PLACEMENTS = ("first", "sticky", "moved", "elsewhere")
+MOVES = ("died", "lagging", "returned", "evicted")
+ENGINE_ERRORS = ("unavailable", "busy", "refused", "protocol")
 LESSON_SEARCHES = ("found", "none", "timeout", "error", "no_room")
 GUIDED = ("yes", "no")
 DOOR_ROUTES = ("chat", "generate", "models", "lease", "finish")
@@ -56,7 +56,8 @@ class ActorMetrics(MetricSet):
     inflight_requests = gauge("Generation requests in flight.")
     inflight_episodes = gauge("Episodes in progress.")
     engine_errors_total = counter(
-        "Generation requests that failed; kind = unavailable, refused or protocol.", kind=ENGINE_ERRORS
+        "Generation requests that failed; kind = unavailable, busy (HTTP 429 or 503), refused or protocol.",
+        kind=ENGINE_ERRORS,
     )
 
     send_queue_trajectories = gauge("Trajectories that wait to be sent to the replay stage.")
@@ -66,15 +67,17 @@ class ActorMetrics(MetricSet):
     )
 
     sticky_placements_total = counter(
-        "Generation requests by choice of engine; kind = first (new session), sticky (same engine) or moved.",
+        "Generation requests by choice of engine; kind = first (new session), sticky (same engine), moved, or "
+        "elsewhere (another engine for one request, because it failed at its own or tries one that failed).",
         kind=PLACEMENTS,
     )
     sticky_moves_total = counter(
-        "Sessions that lost their engine; reason = died, lagging (old weights) or evicted (session table full).",
+        "Sessions that changed or lost their engine; reason = died (down, or too many failures), lagging (old "
+        "weights), returned (to an engine that came back) or evicted (session table full).",
         reason=MOVES,
     )
     sticky_sessions = gauge("Sessions that are bound to an engine.")
-    engines = gauge("Engines; state = fit (healthy, weights current) or unfit.", state=("fit", "unfit"))
+    engines = gauge("Engines; state = fit (takes requests, weights stamped) or unfit.", state=("fit", "unfit"))
     prefix_cache_hit_ratio = gauge("Share of prompt tokens found in prefix caches, as the replies report; 0 to 1.")
     prefix_tokens_total = counter("Prompt tokens by prefix cache; result = hit or miss.", result=("hit", "miss"))
 

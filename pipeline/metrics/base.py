@@ -25,6 +25,8 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from pipeline.schema.state import RoleState
+
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -249,7 +251,7 @@ class Histogram(Collector):
 
 
 class ProcessMetrics(MetricSet):
-    """Build, run, event loop and heartbeat of any process, and the usual ``process_*`` numbers."""
+    """Build, run, event loop, state and progress of any process, and the usual ``process_*`` numbers."""
 
     prefix = "afterplay_"
     build_info = gauge(
@@ -260,7 +262,16 @@ class ProcessMetrics(MetricSet):
         run_id="run_id", algorithm="algorithm", model="model",
     )  # fmt: skip
     event_loop_lag_seconds = histogram("Delay of an event-loop wake-up after its scheduled time.", LAT)
-    heartbeat_timestamp_seconds = gauge("Unix time of the last completed main-loop iteration.")
+    heartbeat_timestamp_seconds = gauge(
+        "Unix time of the last progress: the counter of the work moved, or the main loop found nothing to do."
+    )
+    heartbeat_limit_seconds = gauge(
+        "Seconds that the process may spend in its state without progress; follows the pauses that it has had there."
+    )
+    role_state = gauge(
+        "1 for what the process does now, else 0; state = " + ", ".join(RoleState) + ".", state=tuple(RoleState)
+    )
+    run_finished_timestamp_seconds = gauge("Unix time at which the run had made all its updates; 0 before.")
 
     def __init__(self, registry: CollectorRegistry, run_id: str, algorithm: str, model: str) -> None:
         build = {"version": (version(),), "revision": (revision(),), "python": (platform.python_version(),)}

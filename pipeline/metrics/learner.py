@@ -144,6 +144,11 @@ class LearnerMetrics(MetricSet):
     weight_publish_duration_seconds = histogram("Time to publish one policy version.", LONG)
     weight_publish_bytes_total = counter("Bytes of published weights.")
     weight_publish_failures_total = counter("Engines that did not load a published version.")
+    weight_probe_diff_nats = gauge("Mean |learner - engine log-probability| of the last weight probe.")
+    weight_probes_total = counter(
+        "Probes of published weights; result = proven, refuted (the engine serves other weights) or unanswered.",
+        result=("proven", "refuted", "unanswered"),
+    )
     engine_sleep_seconds_total = counter(
         "Time that engines slept while the learner had the device, summed over engines.",
     )
@@ -156,3 +161,5 @@ class LearnerMetrics(MetricSet):
     )
     checkpoint_duration_seconds = histogram("Time to write one checkpoint.", LONG)
     checkpoint_timestamp_seconds = gauge("Unix time of the last durable checkpoint.")
+    damaged_checkpoints = gauge("Checkpoints of the run that were found damaged and set aside.")
+    checkpoint_limit_seconds = gauge("Age that the last checkpoint may have; follows the time between checkpoints.")

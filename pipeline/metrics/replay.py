@@ -20,7 +20,7 @@ from pipeline.metrics.base import (
 )
 
 FAULTS = ("handshake", "bytes", "limit", "hello", "identity")
-DROPS = ("stale", "duplicate", "corrupt", "schema")
+DROPS = ("stale", "duplicate", "corrupt", "schema", "unpublished")
 PEERS = ("actor", "learner")
 TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
                    "evaluated", "uninformative")  # fmt: skip
@@ -71,7 +71,8 @@ class ReplayMetrics(MetricSet):
     inserted_trajectories_total = counter("Trajectories accepted.", env="environments")
     sampled_trajectories_total = counter("Trajectories sent to the learner, repeats included.")
     dropped_trajectories_total = counter(
-        "Trajectories dropped or refused; reason = stale (staleness.late: drop), duplicate, corrupt or schema.",
+        "Trajectories dropped or refused; reason = stale (staleness.late: drop), duplicate, corrupt, schema or "
+        "unpublished (of a policy version that no learner of this run can have published).",
         reason=DROPS,
     )
     oldest_policy_version = gauge("Oldest policy version that sampled a waiting trajectory.")
@@ -91,6 +92,13 @@ class ReplayMetrics(MetricSet):
     item_samples = histogram("Times one trajectory was sent to the learner.", SAMPLES)
     sample_wait_seconds = histogram("Time the learner waited for a group.", LAT)
     share_ratio = gauge("Replayed tokens among trained response tokens of the last update; 0 to 1.")
+
+    progress_timestamp_seconds = gauge(
+        "Unix time at which a rollout last succeeded, an update was trained or a version was published."
+    )
+    progress_limit_seconds = gauge(
+        "Seconds that the run may take between two of these; follows the time between them. Inf once it has finished."
+    )
 
     rpc_duration_seconds = histogram(
         "Time of one commit of arrivals; op = insert; result = ok.", LAT, op=("insert",), result=("ok",)

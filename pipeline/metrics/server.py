@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -30,6 +32,10 @@ class MetricsServer:
         self._port = port
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
+        self.scrapes = 0
+        """Reads of ``/metrics``."""
+        self.scraped_at = -math.inf
+        """Monotonic time of the newest."""
 
     @property
     def port(self) -> int:
@@ -37,7 +43,12 @@ class MetricsServer:
         return self._server.server_address[1] if self._server else self._port
 
     def __enter__(self) -> MetricsServer:
-        handler = type("Handler", (_Handler,), {"registry": self._registry, "health": staticmethod(self._health)})
+        names = {
+            "registry": self._registry,
+            "health": staticmethod(self._health),
+            "scraped": staticmethod(self._scraped),
+        }
+        handler = type("Handler", (_Handler,), names)
         try:
             self._server = _Server((self._host, self._port), handler)
         except OSError as error:
@@ -50,6 +61,10 @@ class MetricsServer:
         )
         self._thread.start()
         return self
+
+    def _scraped(self) -> None:
+        self.scrapes += 1
+        self.scraped_at = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -70,6 +85,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     registry: CollectorRegistry
     health: Health
+    scraped: Callable[[], None]
     timeout = 10
     server_version = "afterplay"
     sys_version = ""
@@ -78,6 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.split("?", 1)[0]
         if path == "/metrics":
             self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.registry))
+            type(self).scraped()
         elif path == "/healthz":
             well, details = type(self).health()
             self._answer(200 if well else 503, "application/json", orjson.dumps(details, default=str))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import IO
 
@@ -27,6 +27,8 @@ OUTPUT_SECONDS_MAX = 2.0
 """For output that is still in the pipes after the end of the command."""
 KILL_SECONDS_MAX = 5.0
 """Longest time between SIGKILL and the noticed end of a group."""
+RESTART_SECONDS = 0.1
+"""Before a reaper process that has ended is started again."""
 
 
 class OrphanReaper:
@@ -34,13 +36,19 @@ class OrphanReaper:
 
     The reaper process reads ``+GROUP`` and ``-GROUP`` from stdin, which closes when its parent is gone; then every
     group still on the list gets SIGTERM, and SIGKILL ``grace_seconds`` later (at once without a grace). It is started
-    with the first group. The file descriptors ``keep_open`` stay open until the last group is gone.
+    with the first group, and again, with all groups, when it has ended on its own. The file descriptors ``keep_open``
+    stay open until the last group is gone.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS, keep_open: Iterable[int] = ()) -> None:
         self._grace_seconds = grace_seconds
         self._keep_open = tuple(keep_open)
         self._process: subprocess.Popen[bytes] | None = None
+        self._groups: set[int] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.on_restart: Callable[[int], None] = lambda code: None
+        """Called in a thread with the exit code of a reaper process that ended on its own, once another runs."""
 
     def __enter__(self) -> OrphanReaper:
         return self
@@ -48,34 +56,71 @@ class OrphanReaper:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the reaper; None before it is started."""
+        return None if self._process is None else self._process.pid
+
     def start(self) -> None:
         """Start the reaper process, unless it runs."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(self._grace_seconds)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=self._keep_open,
-                bufsize=0,
-            )
+        with self._lock:
+            if self._process is None:
+                process = self._process = self._start()
+                threading.Thread(target=self._guard, args=(process,), name="reaper guard", daemon=True).start()
 
     def watch(self, group: int) -> None:
         """End ``group`` should this process die."""
-        self._send(f"+{group}\n")
+        with self._lock:
+            self._groups.add(group)
+            self._send(f"+{group}\n")
 
     def forget(self, group: int) -> None:
         """``group`` has ended; the system may use its number again."""
-        self._send(f"-{group}\n")
+        with self._lock:
+            self._groups.discard(group)
+            self._send(f"-{group}\n")
 
     def close(self) -> None:
         """End the groups that are left. Blocks until they are gone."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait(timeout=self._grace_seconds + KILL_SECONDS_MAX)
+        with self._lock:
+            self._closed.set()
+            process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            process.wait(timeout=self._grace_seconds + KILL_SECONDS_MAX)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(self._grace_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=self._keep_open,
+            bufsize=0,
+        )
+
+    def _guard(self, process: subprocess.Popen[bytes]) -> None:
+        """Start the reaper process again whenever it ends before it is closed."""
+        while True:
+            code = process.wait()
+            if self._closed.wait(RESTART_SECONDS):
+                return
+            with self._lock:
+                if self._closed.is_set():
+                    return
+                if process.stdin is not None:
+                    process.stdin.close()
+                try:
+                    process = self._process = self._start()
+                except OSError:  # no process or descriptor is free at the moment
+                    continue
+                for group in self._groups:
+                    self._send(f"+{group}\n")
+            self.on_restart(code)
 
     def _send(self, line: str) -> None:
+        """The lock is held."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # the reaper was killed, or closed before its last group
             self._process.stdin.write(line.encode())

@@ -9,7 +9,7 @@ synchronous HTTP request, an endless loop. Meanwhile no other episode makes prog
 thread notices that the loop does not iterate, writes the stack of the main thread to the log, and sends that thread a
 signal. The handler raises :class:`TimeoutError` inside the blocking code if it is a plug-in's: its episode or call
 fails, with a traceback that ends in the blocking line, and all others continue. C code that never returns to Python is
-not interrupted: the supervisor ends the process when its heartbeat stops.
+not interrupted: the process is ended and started again when it makes no progress.
 
 :class:`BoundedOutput` limits how much plug-ins print to the role's log. Only what passes ``sys.stdout`` and
 ``sys.stderr`` is counted, not the role's own log lines or what C code writes to the file descriptors.
@@ -109,7 +109,7 @@ TICKS = 8
 """Checks of the clock, by loop and thread, within the limit."""
 STACK_FRAMES_MAX = 40
 BLOCKED_SECONDS_MAX = 30.0
-"""Half of the time after which the supervisor considers a process stuck."""
+"""A quarter of the time without progress after which a process counts as stuck."""
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 ``run_role`` is the same for every role:
 
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
+* a watchdog thread writes the stacks of a role without progress to its log, and later ends it (:mod:`.progress`);
 * SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
   drain longer than ``supervisor.drain_seconds_max``, ends the process at once;
 * the exit code is one of :class:`ExitCode`.
@@ -11,16 +12,18 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import FrameType
@@ -29,16 +32,36 @@ from typing import Any
 import anyio
 
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, ConfigurationError, ForcedExit, FormatMismatch
+from pipeline.errors import (
+    AfterplayError,
+    ConfigurationError,
+    DamagedFiles,
+    EnvironmentFailing,
+    ForcedExit,
+    FormatMismatch,
+)
 from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
 from pipeline.metrics.server import MetricsServer
 from pipeline.runtime.plugin_guard import bounded_prints
+from pipeline.runtime.progress import Alarm, Progress, Watchdog
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS_MAX = 60.0
-"""A main loop without an iteration for this long is reported as stuck (``/healthz`` answers 503)."""
+WAIT_BEAT_SECONDS = 1.0
+"""Between two signs of life of a role that waits for others."""
+WATCH_SECONDS = 1.0
+"""Period of the watchdog."""
+LOCKED_SECONDS = 60.0
+"""Without a look of the watchdog: C code holds the interpreter. The stacks are then dumped by a thread of the C library
+(:mod:`faulthandler`)."""
+SCRAPED_SECONDS_MAX = 30.0
+"""Longest wait of a finished role for a scrape that shows that it has finished."""
+READER_SECONDS_MAX = 60.0
+"""Without a scrape for longer, nobody reads the metrics."""
+LOOK_SECONDS = 0.05
+STDERR = 2
 LAG_PROBE_SECONDS = 0.5
 """Period of the measurements of the event loop's delay."""
 BLOCKED_SECONDS_MAX = 1.0
@@ -55,20 +78,24 @@ class ExitCode(IntEnum):
     FAILED = 1
     """An error; the log has it."""
     CONFIGURATION = 2
-    """The run file or an option is wrong; restarting does not help."""
+    """The run file or an option is wrong, or files are damaged beyond repair; restarting does not help."""
     FORCED = 3
     """Ended without finishing: a second signal, or a drain that took too long."""
     GAVE_UP = 4
-    """A process failed again after ``supervisor.restarts_max`` restarts."""
+    """A process failed too often: see ``supervisor.restarts_max``."""
     BUSY = 5
     """The run directory is in use by a run that is alive."""
+    ENVIRONMENT = 6
+    """Every rollout of an environment failed."""
+    STUCK = 7
+    """A role made no progress and ended itself, to be started again."""
 
 
 @dataclass(slots=True)
 class Status:
-    """Current activity of a role, as text."""
+    """Current activity of a role."""
 
-    state: str = "starting"
+    state: RoleState = RoleState.STARTING
     waiting_for: str = ""
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -92,33 +119,82 @@ class RoleContext:
         self.stopping = anyio.Event()
         """Set when the process should drain and return."""
         self.status = Status()
+        self.notices: list[str] = []
+        """Sentences that the user should read, in order; ``afterplay run`` prints each once."""
         self.process = ProcessMetrics(
             self.registry, config.run.name, config.advantage.estimator.name, config.model.source
         )
-        self._beat_at = time.monotonic()
+        self.progress = Progress(config.supervisor.progress_seconds_max, time.monotonic())
+        self._finished = False
+        self.server: MetricsServer | None = None
+        self.process.heartbeat_timestamp_seconds.set_function(lambda: time.time() - self.progress.age(time.monotonic()))
+        self.process.heartbeat_limit_seconds.set_function(lambda: self.progress.limit)
+        self.process.role_state.labels(state=RoleState.STARTING).set(1)
 
-    def report(self, state: str, waiting_for: str = "", **details: Any) -> None:
-        """Set the status: ``ctx.report("waiting", "the first group of update 3", ready=5)``.
+    def report(self, state: RoleState, waiting_for: str = "", **details: Any) -> None:
+        """Set the status: ``ctx.report(RoleState.WAITING_FOR_ROLLOUTS, "2 of 8 groups of step 3", ready=5)``.
 
-        ``details`` are JSON values. Shown by ``/healthz`` and the progress display.
+        Entering another state is progress. ``details`` are JSON values. Shown by ``/healthz`` and the progress display.
         """
-        self.status = Status(state, waiting_for, details)
+        before, self.status = self.status, Status(state, waiting_for, details)
+        self.progress.enter(state, time.monotonic())
+        if state is not before.state:
+            self.process.role_state.labels(state=before.state).set(0)
+            self.process.role_state.labels(state=state).set(1)
 
     def beat(self) -> None:
-        """Call once per iteration of the main loop, waiting iterations included (at least every minute)."""
-        self._beat_at = time.monotonic()
-        self.process.heartbeat_timestamp_seconds.set(time.time())
+        """Note progress: the counter of the role's work moved, or its main loop found nothing to do. In any thread.
+
+        Never call it in a task beside the work: then a role that hangs looks healthy.
+        """
+        self.progress.beat(time.monotonic())
+
+    @asynccontextmanager
+    async def waiting(self, state: RoleState, waiting_for: str = "", **details: Any) -> AsyncIterator[None]:
+        """Inside, the role waits for others: progress while its event loop runs."""
+        self.report(state, waiting_for, **details)
+        async with anyio.create_task_group() as group:
+
+            async def beat() -> None:
+                while True:
+                    self.beat()
+                    await anyio.sleep(WAIT_BEAT_SECONDS)
+
+            group.start_soon(beat)
+            yield
+            group.cancel_scope.cancel()
+
+    def finished(self) -> None:
+        """Export that the run has made all its updates, which silences alerts about processes that are gone."""
+        if not self._finished:
+            self._finished = True
+            self.process.run_finished_timestamp_seconds.set(time.time())
+
+    async def until_scraped(self) -> None:
+        """Wait until a Prometheus that reads the metrics has read those of all roles: when ours have been read twice,
+        each of the others has been read once. Returns at once where none reads them."""
+        server = self.server
+        if server is None or time.monotonic() - server.scraped_at > READER_SECONDS_MAX:
+            return
+        enough = server.scrapes + 2
+        with anyio.move_on_after(SCRAPED_SECONDS_MAX):
+            while server.scrapes < enough and not self.stopping.is_set():
+                await anyio.sleep(LOOK_SECONDS)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """False when the main loop is stuck; and the status as JSON values."""
-        age = time.monotonic() - self._beat_at
-        status = self.status
-        return age <= HEARTBEAT_SECONDS_MAX, {
+        """False when the role is stuck; and the status as JSON values."""
+        now, status, progress = time.monotonic(), self.status, self.progress
+        stuck = progress.stuck(now)
+        limit = progress.limit
+        return not stuck, {
             "name": self.name,
-            "state": status.state if age <= HEARTBEAT_SECONDS_MAX else "stuck",
+            "state": f"stuck while {status.state}" if stuck else status.state,
             "waiting_for": status.waiting_for,
             "details": status.details,
-            "heartbeat_age_seconds": round(age, 3),
+            "notices": self.notices,
+            "progress_age_seconds": round(progress.age(now), 3),
+            "progress_limit_seconds": None if math.isinf(limit) else round(limit, 3),
+            "worked": progress.worked,
             "stopping": self.stopping.is_set(),
         }
 
@@ -184,8 +260,10 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
             metrics_port(name, index, config.metrics.port),
         ) as server,
         _process_file(directory, name, config.metrics.host, server.port),
+        _watchdog(ctx),
         bounded_prints(),
     ):
+        ctx.server = server
         log.info("started, /metrics on port %d", server.port)
         async with anyio.create_task_group() as background:
             background.start_soon(_measure_lag, ctx)
@@ -223,6 +301,39 @@ async def _measure_lag(ctx: RoleContext) -> None:
         due = time.perf_counter() + LAG_PROBE_SECONDS
         await anyio.sleep(LAG_PROBE_SECONDS)
         ctx.process.event_loop_lag_seconds.observe(max(0.0, time.perf_counter() - due))
+
+
+@contextmanager
+def _watchdog(ctx: RoleContext) -> Iterator[None]:
+    """A thread that dumps the stacks of a role without progress to stderr, and ends the process when that lasts."""
+    now = time.monotonic()
+    watchdog = Watchdog(ctx.progress, ctx.config.supervisor.stuck_seconds_max, WATCH_SECONDS, now)
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            faulthandler.dump_traceback_later(LOCKED_SECONDS, file=STDERR)
+            ctx.progress.watched = not ctx.stopping.is_set()
+            alarm = watchdog.look(time.monotonic())
+            if alarm is not None:
+                progress, now = ctx.progress, time.monotonic()
+                about = (
+                    f"no progress for {progress.age(now):.0f} s while {progress.state} (limit {progress.limit:.0f} s)"
+                )
+                what = "ending, to be started again" if alarm is Alarm.END else "the stacks of all threads:"
+                os.write(STDERR, f"{ctx.name}: {about}; {what}\n".encode())
+                if alarm is Alarm.END:
+                    os._exit(ExitCode.STUCK)
+                faulthandler.dump_traceback(STDERR, all_threads=True)
+
+    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=1)
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
@@ -274,9 +385,12 @@ def _explain(name: str, error: BaseException) -> int:
     """Log why a role ended; returns its exit code."""
     leaves = list(_leaves(error))
     for leaf in leaves:
-        if isinstance(leaf, ConfigurationError | FormatMismatch):
+        if isinstance(leaf, ConfigurationError | FormatMismatch | DamagedFiles):
             print(f"{name}: {leaf}", file=sys.stderr, flush=True)
             return ExitCode.CONFIGURATION
+        if isinstance(leaf, EnvironmentFailing):
+            print(f"{name}: {leaf}", file=sys.stderr, flush=True)
+            return ExitCode.ENVIRONMENT
     log.error("%s failed", name, exc_info=error)
     for leaf in leaves:
         kind = "" if isinstance(leaf, AfterplayError) else f"{type(leaf).__name__}: "

@@ -18,6 +18,7 @@
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
       processes.json     state of all processes, written by the supervisor
+      engine_actor.secret  key with which actors may use the run's engines
       run.lock           held by the supervisor while the run lives
       hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
       keys/              CURVE keys that ``afterplay run`` made, if the stage listens on TCP
@@ -37,10 +38,14 @@ from typing import Any
 
 import orjson
 
-from pipeline.errors import StoreError
+from pipeline.errors import ConfigurationError, StoreError
 
 LOOK_SECONDS = 0.05
 """Interval at which a model folder is looked for: there is no event to wait for across processes."""
+PREPARE_SECONDS_MAX = 3600.0
+"""Longest preparation of a model: it may be downloaded."""
+AWAIT_MODEL = "AFTERPLAY_AWAIT_MODEL_SECONDS"
+"""Environment variable: how long an engine waits for its model folder."""
 
 log = logging.getLogger("afterplay.rundir")
 
@@ -150,11 +155,22 @@ class RunDirectory:
 
 
 def await_model(folder: Path) -> None:
-    """Block until ``folder``, which appears complete by rename, is a prepared model. A signal ends the wait with the
-    process."""
-    if not (folder / "config.json").exists():
-        log.info("waiting for the model in %s", folder)
+    """Block until ``folder``, which appears complete by rename, is a prepared model; at most the seconds that
+    :data:`AWAIT_MODEL` says, none without it. A signal ends the wait with the process.
+
+    Raises :class:`ConfigurationError`.
+    """
+    seconds_max = float(os.environ.get(AWAIT_MODEL, 0))
+    deadline = time.monotonic() + seconds_max
+    if not (folder / "config.json").exists() and seconds_max:
+        log.info("waiting for the model in %s, at most %g s", folder, seconds_max)
     while not (folder / "config.json").exists():
+        if time.monotonic() >= deadline:
+            waited = f" after {seconds_max:g} s" if seconds_max else ""
+            raise ConfigurationError(
+                f"expected a prepared model in {folder} (with config.json), found none{waited}: 'afterplay run FILE' "
+                "prepares it, or 'afterplay prepare FILE' alone does"
+            )
         time.sleep(LOOK_SECONDS)
 
 

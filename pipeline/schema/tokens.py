@@ -57,6 +57,15 @@ NO_VERSION = -1
 """``policy_versions`` entry of a token that no policy sampled."""
 LOGPROB_MAX = 1e-4
 """Largest log-probability that is taken for rounding of 0."""
+LOGPROB_MIN = -100.0
+"""Smallest log-probability of a sampled token. A token whose probability is below ``p`` is drawn with a probability of
+at most ``vocabulary * p``: for exp(-100) and 300,000 tokens once in 1e38 draws. Engines that compute probabilities in
+float32 cannot draw one below exp(-103.3). What an engine reports below is an error of it."""
+
+
+def are_sampled_logprobs(logprobs: npt.NDArray[np.float32]) -> bool:
+    """True if all of them can be log-probabilities of sampled tokens; False with NaN."""
+    return not len(logprobs) or bool(logprobs.min() >= LOGPROB_MIN and logprobs.max() <= LOGPROB_MAX)
 
 
 class SpanSource(StrEnum):
@@ -91,7 +100,8 @@ class TokenSpan:
     log-probability of each token under the distribution it was really drawn from (after temperature), and
     ``version_spans`` that tile ``[0, n)`` with versions that never decrease.
 
-    Raises :class:`SchemaError` when lengths disagree, versions leave a gap, or a log-probability is positive or NaN.
+    Raises :class:`SchemaError` when lengths disagree, versions leave a gap, or a log-probability is positive, NaN or
+    below ``LOGPROB_MIN``.
     """
 
     source: SpanSource
@@ -111,9 +121,11 @@ class TokenSpan:
         require(self.behaviour_logprobs is not None, "log-probabilities on sampled tokens", None)
         assert self.behaviour_logprobs is not None
         require_array("behaviour_logprobs", self.behaviour_logprobs, np.float32, len(self.token_ids))
-        if len(self.behaviour_logprobs) and not self.behaviour_logprobs.max() <= LOGPROB_MAX:  # also when it is NaN
+        if not are_sampled_logprobs(self.behaviour_logprobs):
+            least, most = float(self.behaviour_logprobs.min()), float(self.behaviour_logprobs.max())
             raise SchemaError(
-                "expected log-probabilities <= 0, got a positive one or NaN: check the engine's logprobs mode"
+                f"expected log-probabilities of sampled tokens, {LOGPROB_MIN:g} to 0, got {least:g} to {most:g}: check "
+                "the engine's logprobs mode"
             )
         object.__setattr__(self, "behaviour_logprobs", frozen(self.behaviour_logprobs))
         self._check_tiling()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.errors import WireError
+from pipeline.errors import ImpossibleClaim, WireError
 from pipeline.experience.experience import Experience
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.scorer.verdict import Verdict
@@ -22,8 +22,10 @@ from pipeline.stage.evaluation_rollouts import EvaluationRollouts
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups, ZeroVarianceFilter
 from pipeline.stage.ingest import Ingest, ScoreNow
+from pipeline.stage.learner_control import LearnerControl
 from pipeline.stage.leases import Leases, OrderDispatch
-from pipeline.stage.replay_groups import ReplayGroups, UpdateReport
+from pipeline.stage.replay_groups import ReplayGroups
+from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
 from pipeline.store.ledger import Count
@@ -33,9 +35,15 @@ from pipeline.store.snapshot import Snapshot
 from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, decode_splits
+from pipeline.transport.codec import whole
 from pipeline.transport.protocol import Kind, Limits, WireMessage
 
 log = logging.getLogger("afterplay.replay")
+
+SLOTS_FACTOR_MAX = 4
+"""An actor may offer so many times ``actor.concurrency`` slots: its run file may be an older one."""
+COMPLAINT_SECONDS = 1.0
+"""Shortest time between two lines of the log about wrong messages."""
 
 
 class StageCore:
@@ -76,6 +84,7 @@ class StageCore:
             entries=snapshot.entries,
             tasks=snapshot.tasks,
             state=meta.get("experience"),
+            updates=meta.get("experience_updates"),
             sizes=self.sampler.sizes,
         )
         self.replays = ReplayGroups(config, records, batches, payloads, journal, self.experience, self.sampler)
@@ -107,8 +116,11 @@ class StageCore:
             self.evaluations.holds_back,
             meta,
         )
+        self.control = LearnerControl(self.dispatch, batches, records, journal, config.run.total_steps, meta)
         self._order_dispatch = OrderDispatch(batches, clock, self.leases, self.groups, self.replays, self.evaluations)
         self._splits: dict[str, dict[str, Seeds]] | None = None
+        self._complaint_after = float("-inf")
+        self._complaints_left_out = 0
         self._restore_batches()
         self.groups.restore()
         self.leases.restore()
@@ -123,6 +135,11 @@ class StageCore:
     def oldest_version(self) -> int | None:
         """Oldest policy version that sampled a trajectory still held for training."""
         return self.records.oldest_version
+
+    @property
+    def outcomes(self) -> RolloutOutcomes:
+        """Rollouts that succeeded and failed, by environment."""
+        return self.groups.outcomes
 
     @property
     def finished(self) -> bool:
@@ -151,9 +168,7 @@ class StageCore:
         except (WireError, KeyError, TypeError, ValueError) as error:
             known = isinstance(error, WireError)
             reason = str(error) if known else f"invalid HELLO: {type(error).__name__}: {error}"
-            log.warning("refused %s: %s", peer, reason)
-            self.journal.count(Count.PEERS_REFUSED)
-            self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
+            self._refuse(peer, Count.PEERS_REFUSED, error, {"reason": reason, "greeting": hello.get("greeting")})
 
     def peer_down(self, peer: str, *, left: bool) -> None:
         """A peer is silent, or ``left`` on purpose."""
@@ -167,19 +182,18 @@ class StageCore:
         header = message.header
         try:
             if peer == self.dispatch.peer:
-                self._learner_message(message)
+                self.control.message(peer, message)
             elif message.kind is Kind.TRAJECTORY and peer in self.leases.actors:
                 self.ingest.accept(peer, header.get("trajectory_id"), message.frames)
             else:
                 raise WireError(f"{message.kind.value} from {peer} came before its HELLO")
         except (WireError, KeyError, TypeError, ValueError) as error:
             reason = f"invalid {message.kind.value}: {type(error).__name__}: {error}"
-            log.warning("%s: %s", peer, reason)
-            self.journal.count(Count.MESSAGES_REFUSED)
-            self.journal.effect(Send(peer, Kind.REFUSED, {"reason": reason}))
+            self._refuse(peer, Count.MESSAGES_REFUSED, error, {"reason": reason})
 
-    def corrupt(self) -> None:
-        """Count an invalid message."""
+    def corrupt(self, peer: str, reason: str) -> None:
+        """Count and log an invalid message from ``peer``."""
+        self._complain(f"{peer} sent an invalid message: {reason[:1000]}")
         self.journal.count(Count.MESSAGES_CORRUPT)
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
@@ -235,8 +249,9 @@ class StageCore:
         if meta.get("shape") != shape:
             self.journal.meta("shape", shape)
         for group in [g for g in self.records.values() if g.open]:
+            too_large = any(self._too_large(slot) for slot in group.all_slots)
             lacks_greedy = config.advantage.orders_greedy and group.greedy is None
-            if group.task.environment not in config.environments:
+            if group.task.environment not in config.environments or too_large:
                 self._cancel(group, CancelReason.RECONFIGURED)
             elif lacks_greedy and group.state is GroupState.COLLECTING:
                 group.greedy = Slot()
@@ -249,6 +264,11 @@ class StageCore:
                     members = self.groups.unscored(slot.trajectory)
                     self.journal.effect(Score(slot.trajectory, members=members))
 
+    def _too_large(self, slot: Slot) -> bool:
+        """``transport.message_bytes_max`` was lowered below what is stored."""
+        most = self.config.transport.message_bytes_max
+        return slot.trajectory is not None and slot.trajectory.facts.n_bytes > most
+
     def _reshape(self, *, all_groups: bool) -> None:
         """The run file changed what a batch is: groups of the old kind cannot be trained any more."""
         for group in list(self.records.values()):
@@ -259,12 +279,11 @@ class StageCore:
                     self.dispatch.forget(group)
 
     def _actor_up(self, peer: str, hello: Mapping[str, Any]) -> None:
-        slots, holding = int(hello["slots"]), [str(i) for i in hello["holding"]]
-        if slots < 1:
-            raise WireError(f"expected slots of at least 1, got {slots}")
+        slots = whole(hello, "slots", 1, SLOTS_FACTOR_MAX * self.config.actor.concurrency)
+        holding = [str(i) for i in hello["holding"]]
         self._learn(peer, decode_splits(hello.get("splits") or {}))
         header = {"credit_bytes": self.config.transport.credit_bytes, "policy_version": self.batches.policy_version}
-        self.journal.effect(Send(peer, Kind.WELCOME, header))
+        self.journal.effect(Send(peer, Kind.WELCOME, {**header, "greeting": hello.get("greeting")}))
         self.leases.up(peer, slots, holding)
 
     def _learn(self, peer: str, splits: dict[str, dict[str, Seeds]]) -> None:
@@ -282,21 +301,25 @@ class StageCore:
     def _learner_up(self, peer: str, hello: Mapping[str, Any]) -> None:
         if self.dispatch.peer not in (None, peer):
             raise WireError(f"a learner is connected already under the name {self.dispatch.peer!r}: stop it first")
-        self.dispatch.up(peer, hello)
+        self.control.up(peer, hello)
         if self.evaluations.on:
             self.journal.effect(Send(peer, Kind.EVALUATION, self.evaluations.header()))
 
-    def _learner_message(self, message: WireMessage) -> None:
-        header = message.header
-        match message.kind:
-            case Kind.CONSUMED:
-                self.dispatch.consumed(int(header["update"]), header["group_ids"], UpdateReport.read(header))
-            case Kind.VERSION:
-                self.dispatch.version(int(header["policy_version"]), int(header["updates"]))
-            case Kind.CHECKPOINTED:
-                self.dispatch.checkpointed(int(header["updates"]))
-            case _:
-                raise WireError(f"{message.kind.value} was not expected from the learner")
+    def _refuse(self, peer: str, count: Count, error: Exception, answer: dict[str, Any]) -> None:
+        """Nothing else of the message has an effect."""
+        self._complain(f"refused {peer}: {answer['reason'][:1000]}")
+        self.journal.count(count)
+        self.journal.count(Count.MESSAGES_IMPOSSIBLE, int(isinstance(error, ImpossibleClaim)))
+        self.journal.effect(Send(peer, Kind.REFUSED, answer))
+
+    def _complain(self, text: str) -> None:
+        """Log, at a bounded rate: any peer can cause this as often as it likes."""
+        if self._clock.now < self._complaint_after:
+            self._complaints_left_out += 1
+            return
+        more = f" ({self._complaints_left_out} more since the last line)" if self._complaints_left_out else ""
+        log.warning("%s%s", text, more)
+        self._complaint_after, self._complaints_left_out = self._clock.now + COMPLAINT_SECONDS, 0
 
     def _give_up(self) -> None:
         while self.groups.given_up:

@@ -1,12 +1,13 @@
 """The learner's side of the stage: assigns groups to updates, sends them, and records what was trained or rolled back.
 
-*consumes* HELLO, CONSUMED, VERSION and CHECKPOINTED of the learner and complete groups; *produces* PLAN, DELIVERY, ACK.
+*consumes* what the learner tells (``pipeline.stage.learner_control``) and complete groups; *produces* PLAN, DELIVERY
+and CANCEL.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipeline.schema import GroupPlan
@@ -62,7 +63,6 @@ class Dispatch:
         self._holds_back = holds_back
         self.peer: str | None = None
         """Name of the learner that is connected."""
-        self.session: str | None = meta.get("session")
         self.durable_updates: int = meta.get("durable_updates", 0)
         self._versions = TrainedVersions(meta.get("trained_versions"))
         self.credit = 0
@@ -70,28 +70,15 @@ class Dispatch:
         """Groups that the connected learner has."""
         self._starved_since: float | None = None
 
-    def up(self, name: str, hello: Mapping[str, Any]) -> None:
-        """HELLO of the learner: agree on what it has trained, forget what it lost, repeat what it misses."""
-        updates = int(hello["updates"])
-        recorded = self._batches.consumed
-        self._journal.effect(
-            Send(name, Kind.WELCOME, {"updates": recorded, "policy_version": self._batches.policy_version})
-        )
-        self.peer = name
-        self.credit = max(int(hello["credit_groups"]), self._batches.rule.groups_per_step)
-        reports = {int(update): UpdateReport.read(report) for update, report in hello.get("trained", ())}
-        for update, ids in hello.get("consumed", ()):
-            self.consumed(int(update), ids, reports.get(int(update), UpdateReport()))
-        if hello["session"] != self.session or updates > self._batches.consumed:
-            self.session = hello["session"]
-            self._journal.meta("session", self.session)
-            self._agree(updates)
-        holding = {number for text in hello.get("holding", ()) if (number := parse_group_id(text)) is not None}
-        self.sent = {n for n in holding if n in self._batches.placed}
-        strange = sorted(holding - self.sent)
-        if strange:
-            self._cancel_at_learner(strange, "not planned for this learner")
-        self.checkpointed(min(int(hello.get("durable_updates", 0)), updates))
+    def up(self, name: str, credit_groups: int) -> None:
+        """The learner is connected; until :meth:`hold` it is not known what it has."""
+        self.peer, self.sent, self._starved_since = name, set(), None
+        self.credit = max(credit_groups, self._batches.rule.groups_per_step)
+
+    def hold(self, groups: Iterable[int]) -> set[int]:
+        """The learner has these groups; returns those that it should keep. The others are sent again or not at all."""
+        self.sent = {number for number in groups if number in self._batches.placed}
+        return self.sent
 
     def down(self, name: str) -> None:
         if name == self.peer:
@@ -105,13 +92,13 @@ class Dispatch:
             )
             return
         self._batches.policy_version, self._batches.live = policy_version, updates
+        self._batches.learner_starts = 0
         self._journal.meta("policy_version", policy_version)
         self._journal.meta("live", updates)
         self._replays.published()
 
     def consumed(self, update: int, ids: Sequence[str], report: UpdateReport) -> None:
         """The learner made ``update`` from these groups. Repeating it changes nothing."""
-        assert self.peer is not None
         named = {number for text in ids if (number := parse_group_id(text)) is not None}
         members = [
             g
@@ -134,12 +121,12 @@ class Dispatch:
                     self._groups.cancel(group, CancelReason.UNTRAINED)
                     self.cancelled(group)
         self._made(update, [g.group_number for g in members])
-        self._journal.effect(Send(self.peer, Kind.ACK, {"update": update}))
 
     def checkpointed(self, updates: int) -> None:
         """Everything before update ``updates`` is safe at the learner: forget it."""
         self.durable_updates = max(self.durable_updates, updates)
         self._journal.meta("durable_updates", self.durable_updates)
+        self._replays.experience.covered(updates)
         for group in list(self._records.values()):
             made = group.consumed and group.update is not None and group.update < updates
             if made or (group.state is GroupState.CANCELLED and group.admitted_update < updates):
@@ -180,10 +167,13 @@ class Dispatch:
         """A group that the learner may have was cancelled."""
         if group.group_number in self.sent:
             self.sent.discard(group.group_number)
-            self._cancel_at_learner([group.group_number], group.reason)
+            if self.peer is not None:
+                header = {"group_ids": [group.group_id], "reason": group.reason}
+                self._journal.effect(Send(self.peer, Kind.CANCEL, header))
 
-    def _agree(self, updates: int) -> None:
+    def agree(self, updates: int) -> None:
         """A new learner process starts from weights of ``updates`` updates."""
+        self._batches.learner_starts += 1
         done: dict[int, list[GroupRecord]] = {}
         for number, update in self._batches.placed.items():
             if update < updates:
@@ -199,6 +189,10 @@ class Dispatch:
         if self._batches.consumed > updates:
             log.warning("the learner continues from %d updates, %d were made: %d groups are trained again",
                         updates, self._batches.consumed, len(again))  # fmt: skip
+            if updates < self.durable_updates:
+                log.warning("the groups of %d updates were freed when a checkpoint covered them: others are played",
+                            self.durable_updates - updates)  # fmt: skip
+            self._replays.experience.roll_back(updates)
         self._batches.roll_back(updates, again)
         self._close_gaps()
         self.durable_updates = min(self.durable_updates, updates)
@@ -227,8 +221,9 @@ class Dispatch:
         if not groups:
             return
         update = groups[0].update
+        assert update is not None, groups[0]
         version = self._batches.policy_version if report.policy_version is None else report.policy_version
-        if update is not None and self._versions.note(update, version):
+        if self._versions.note(update, version):
             self._journal.meta("trained_versions", self._versions.state())
         for group in [g for g in groups if g.dropped]:
             group.state, group.ended_at = GroupState.UNINFORMATIVE, self._clock.wall
@@ -248,7 +243,7 @@ class Dispatch:
                 self._journal.observe("trained_age", max(0, version - record.facts.version_min))
             self._journal.count(Count.TRAJECTORIES_HELD, -group.n_fresh)
             self._journal.count(Count.TRAJECTORIES_TRAINED, group.n_fresh)
-        self._replays.trained(groups, report, version)
+        self._replays.trained(update, groups, report, version)
 
     def _untrain(self, group: GroupRecord) -> None:
         self._journal.count(Count.GROUPS_UNINFORMATIVE if group.dropped else Count.GROUPS_TRAINED, -1)
@@ -256,6 +251,7 @@ class Dispatch:
         self._journal.group(group)
         self._journal.count(Count.GROUPS_ROLLED_BACK)
         if group.dropped:
+            self._replays.count_dropped(group)
             return
         for record in self._members(group):
             record.state = TrajectoryState.HELD
@@ -322,8 +318,3 @@ class Dispatch:
         records = [slot.trajectory for slot in group.slots]
         assert all(r is not None for r in records), group
         return records
-
-    def _cancel_at_learner(self, numbers: list[int], reason: str) -> None:
-        if self.peer is not None:
-            ids = [group_id(n) for n in numbers]
-            self._journal.effect(Send(self.peer, Kind.CANCEL, {"group_ids": ids, "reason": reason}))

@@ -18,6 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.replay_groups import ReplayGroups
+from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.experience_records import Planned
 from pipeline.store.journal import Finished, GivenUp, Journal
@@ -161,6 +162,7 @@ class Groups:
         self._zero_variance = zero_variance
         self._evaluation = evaluation
         self._next_row_id = next_row_id
+        self.outcomes = RolloutOutcomes(config, journal, clock)
         self._pending: list[tuple[int, int, int]] = []
         self.given_up: list[GroupRecord] = []
         """Groups to cancel because a slot failed too often; the core empties it."""
@@ -231,6 +233,7 @@ class Groups:
             self.backoff.reason = reason
         if not aborted:
             log.warning("rollout %s failed: %s", order.key.text, reason)
+            self.outcomes.failed(self._records[order.key.group].task.environment, reason)
         if facts is not None:
             record = self._record(order, facts)
             record.state, record.reason = TrajectoryState.DROPPED, drop.value
@@ -243,16 +246,21 @@ class Groups:
 
     def lost(self, order: OrderRecord, reason: str, *, failure: bool) -> None:
         """No answer will come to this order."""
+        if failure:
+            self.outcomes.failed(self._records[order.key.group].task.environment, reason)
         self._records.end_order(order, OrderState.EXPIRED, reason, failure=failure)
         self._again(order)
 
-    def scored(self, record: TrajectoryRecord, reward: float | None, rewards: Mapping[str, float | None]) -> None:
-        """The scorer's verdict on a held trajectory."""
+    def scored(
+        self, record: TrajectoryRecord, reward: float | None, rewards: Mapping[str, float | None], reason: str = ""
+    ) -> None:
+        """The scorer's verdict on a held trajectory. ``reason``: why it has no reward."""
         group = self._records.get(record.key.group)
         if group is None or record.state is not TrajectoryState.HELD or record.reward is not None:
             return
         record.reward, record.rewards = reward, dict(rewards)
         if reward is None:
+            self.outcomes.failed(group.task.environment, f"score: {reason}")
             slot = group.slot(record.key.slot)
             slot.trajectory = None
             slot.failures += 1
@@ -262,6 +270,7 @@ class Groups:
             self._drop(record, Drop.UNSCORED)
             self._again(order)
             return
+        self.outcomes.succeeded(group.task.environment)
         if group.evaluation:
             self._evaluation.scored(group, record)
             return

@@ -25,6 +25,9 @@ from pipeline.transport.protocol import Buffer, Frames, Limits
 
 log = logging.getLogger("afterplay.replay")
 
+REWARD_BYTES = 32
+"""Bytes of a number in a header, with what separates it from the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -37,7 +40,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Bytes that are not the ordered trajectory."""
+    """Bytes that are not the ordered trajectory, or cannot be one of this run."""
 
     drop: Drop
     reason: str
@@ -51,6 +54,10 @@ def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task)
         return Unreadable(Drop.SCHEMA, str(error))
     except (WireError, LimitExceeded) as error:
         return Unreadable(Drop.CORRUPT, str(error))
+    signals = sum(len(name) + REWARD_BYTES for name in trajectory.rewards)
+    if signals > limits.header_bytes_max // 2:
+        why = f"expected rewards that fit a DELIVERY's header of {limits.header_bytes_max} bytes, got {signals} bytes"
+        return Unreadable(Drop.CORRUPT, why)
     expected = (key.text, group_id(key.group), task.task_id)
     came = (trajectory.trajectory_id, trajectory.group_id, trajectory.task.task_id)
     if came != expected:
@@ -69,7 +76,7 @@ def _untrained(trajectory: Trajectory, facts: Facts) -> Drop | None:
 ScoreNow = Callable[[Trajectory], Verdict]
 
 _ENDED = {OrderState.EXPIRED: Drop.EXPIRED, OrderState.CANCELLED: Drop.CANCELLED}
-_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ")
+_UNREADABLE = (f"{Drop.CORRUPT}: ", f"{Drop.SCHEMA}: ", f"{Drop.UNPUBLISHED}: ")
 
 
 class Ingest:
@@ -105,6 +112,12 @@ class Ingest:
             return
         seen = examine(frames, self._limits, order.key, self._records[order.key.group].task)
         self._leases.ended([order])
+        if isinstance(seen, Arrival) and seen.facts.version_max > self._batches.version_max:
+            seen = Unreadable(
+                Drop.UNPUBLISHED,
+                f"expected policy versions up to {self._batches.version_max}, got tokens of {seen.facts.version_max}: "
+                "no learner of this run can have published it",
+            )
         if isinstance(seen, Unreadable):
             why = f"{seen.drop.value}: {seen.reason}"
             self._journal.refuse(actor, order.key.text, why)
@@ -120,6 +133,7 @@ class Ingest:
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer's answer to a :class:`Score` effect."""
+        why = ""
         if verdict.reward is not None:
             if not self._excluded_from_audit(record):
                 self._journal.observe("sampled_reward", verdict.reward)
@@ -128,7 +142,7 @@ class Ingest:
             log.warning("trajectory %s has no reward: %s", record.key.text, why)
             if not self._excluded_from_audit(record):
                 self._groups.backoff.reason = f"score: {why}"
-        self._groups.scored(record, verdict.reward, verdict.rewards)
+        self._groups.scored(record, verdict.reward, verdict.rewards, why)
 
     def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
         self._journal.inserted(trajectory.task.environment)

@@ -17,7 +17,9 @@ import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from pipeline.errors import EnvironmentFailing
 from pipeline.runtime.process import RoleContext
+from pipeline.schema.state import RoleState
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
 from pipeline.stage.metrics import Observer
@@ -76,19 +78,23 @@ class StageLoop:
         """Called with the evaluations that ended, in a worker thread."""
 
     async def run(self, inbox: MemoryObjectReceiveStream[Item]) -> None:
-        """Until the inbox closes; what was applied is then written and answered."""
+        """Until the sending end of the inbox closes; what was applied is then written and answered. Raises
+        :class:`EnvironmentFailing` where an environment never succeeds."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._write)
-            async with self._written_send, inbox:
+            async with self._written_send:
                 await self._apply_round([])
-                while (items := await self._gather(inbox)) is not None:
+                while not self._core.outcomes.hopeless() and (items := await self._gather(inbox)) is not None:
                     await self._apply_round(items)
+        if why := self._core.outcomes.hopeless():
+            raise EnvironmentFailing(why)
 
     async def _gather(self, inbox: MemoryObjectReceiveStream[Item]) -> list[Item] | None:
-        deadline = min(self._core.next_deadline() or float("inf"), time.monotonic() + IDLE_SECONDS_MAX)
+        now = anyio.current_time()
+        deadline = min(self._core.next_deadline() or float("inf"), now + IDLE_SECONDS_MAX)
         items: list[Item] = []
         try:
-            with anyio.move_on_after(max(0.0, deadline - time.monotonic())):
+            with anyio.move_on_after(max(0.0, deadline - now)):
                 items.append(await inbox.receive())
             while items and len(items) < self._ctx.config.replay.commit_batch_max:
                 items.append(inbox.receive_nowait())
@@ -100,7 +106,7 @@ class StageLoop:
 
     async def _apply_round(self, items: list[Item]) -> None:
         core = self._core
-        core.set_time(time.monotonic(), time.time())
+        core.set_time(anyio.current_time(), time.time())
         for item in items:
             if isinstance(item, Scored):
                 for record, verdict in item.verdicts:
@@ -127,7 +133,7 @@ class StageLoop:
                 assert event.message is not None
                 core.message(event.peer, event.message)
             case EventKind.CORRUPT:
-                core.corrupt()
+                core.corrupt(event.peer, event.reason)
 
     async def _write(self) -> None:
         async with self._written_receive:
@@ -158,19 +164,21 @@ class StageLoop:
     def _report(self) -> None:
         core, batches = self._core, self._core.batches
         if core.evaluations.active is not None and (core.finished or core.config.evaluation.only):
-            state, waiting = "evaluating", core.evaluations.progress
+            state, waiting = RoleState.EVALUATING, core.evaluations.progress
         elif core.finished:
-            state, waiting = "finished", ""
+            state, waiting = RoleState.FINISHED, ""
+            self._ctx.finished()
         elif core.policy_version < 0:
-            state, waiting = "waiting", "the learner's first weights"
-        elif core.groups.backoff.holds(time.monotonic()):
-            state, waiting = "failing", f"rollouts that succeed (the last failed in {core.groups.backoff.reason[:300]})"
+            state, waiting = RoleState.WAITING_FOR_WEIGHTS, "the first version of the learner"
+        elif core.groups.backoff.holds(anyio.current_time()):
+            state = RoleState.FAILING
+            waiting = f"rollouts that succeed (the last failed in {core.groups.backoff.reason[:300]})"
         elif not core.leases.connected:
-            state, waiting = "waiting", "actors"
+            state, waiting = RoleState.WAITING_FOR_ACTORS, ""
         elif core.dispatch.peer is None:
-            state, waiting = "waiting", "the learner"
+            state, waiting = RoleState.WAITING_FOR_LEARNER, ""
         else:
-            state, waiting = "serving", ""
+            state, waiting = RoleState.SERVING, ""
         self._ctx.report(
             state,
             waiting,
@@ -181,4 +189,5 @@ class StageLoop:
             groups_ready=batches.ready,
             actors=core.leases.connected,
             evaluation=core.evaluations.progress,
+            failed=core.outcomes.header(),
         )

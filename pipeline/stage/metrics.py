@@ -5,18 +5,20 @@ Totals survive restarts, because they come from the journal.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from pipeline.metrics.base import Declaration
 from pipeline.metrics.replay import DIFFICULTIES, EQUAL_GROUPS, EVALUATIONS, GUARD, LEFT, POPULATIONS, ReplayMetrics
+from pipeline.runtime.progress import AdaptiveLimit
 from pipeline.stage.core import StageCore
 from pipeline.store.records import CancelReason, Drop
 
 M = ReplayMetrics
-_REFUSED = (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA)
-_UNREADABLE = (Drop.DUPLICATE, Drop.CORRUPT, Drop.SCHEMA)
+_REFUSED = (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA, Drop.UNPUBLISHED)
+_UNREADABLE = (Drop.DUPLICATE, Drop.CORRUPT, Drop.SCHEMA, Drop.UNPUBLISHED)
 _CANCELLED = [reason for reason in CancelReason if reason is not CancelReason.UNINFORMATIVE]
 _COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
     ("trajectories.trained", M.terminal_trajectories_total, "trained"),
@@ -101,6 +103,12 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
 """A gauge, how the core is asked for it, the value of the gauge's label."""
 
 
+RUN_SECONDS_MAX = 600.0
+"""Shortest time without a usable rollout or an update that is worth an alert."""
+START_SECONDS_MAX = 3600.0
+"""The same until the first: engines load, kernels are compiled."""
+
+
 class Observer:
     """Publishes changes of the core as metrics; call :meth:`update` after every round."""
 
@@ -109,6 +117,9 @@ class Observer:
         self._seen: dict[str, int] = {}
         self._oldest_at = 0.0
         self._evaluation = -1
+        self._moved: tuple[int, ...] = ()
+        self._moved_at = time.monotonic()
+        self._limit: AdaptiveLimit | None = None
 
     def update(self, core: StageCore) -> None:
         """Publish what changed since the last call."""
@@ -123,6 +134,7 @@ class Observer:
             if name in _OBSERVATIONS:
                 metric, of = _OBSERVATIONS[name]
                 metric.record(self._m, of, values)
+        self._progress(core, time.monotonic())
         for gauge, read, *values in _GAUGES:
             gauge.record(self._m, values, read(core))
         if time.monotonic() - self._oldest_at >= 1.0:
@@ -134,6 +146,21 @@ class Observer:
         if last is not None and last["evaluation"] != self._evaluation:
             self._evaluation = last["evaluation"]
             self._evaluated(last)
+
+    def _progress(self, core: StageCore, now: float) -> None:
+        """Publish the time of the last progress of the run, and how long it may take until the next."""
+        if self._limit is None:
+            longest = max(section.max_seconds for section in core.config.environments.values())
+            self._limit = AdaptiveLimit(max(RUN_SECONDS_MAX, 2 * longest), START_SECONDS_MAX)
+            self._m.progress_limit_seconds.set(self._limit.seconds)
+        moved = (core.outcomes.successes, core.batches.consumed, core.policy_version)
+        if moved == self._moved:
+            return
+        if self._moved:
+            self._limit.record(now - self._moved_at)
+        self._moved, self._moved_at = moved, now
+        self._m.progress_timestamp_seconds.set(time.time())
+        self._m.progress_limit_seconds.set(math.inf if core.finished else self._limit.seconds)
 
     def _count(self, name: str, change: int) -> None:
         for counted, metric, *labels in _COUNTERS:

@@ -22,6 +22,7 @@ from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import Drop, GroupRecord, PinnedCandidate, TrajectoryRecord, TrajectoryState
 from pipeline.tasks.sampler import TaskSampler
+from pipeline.transport.codec import WHOLE_MAX, whole
 
 ESS_OF = ("all", "fresh", "replay", "carried")
 
@@ -43,17 +44,19 @@ class UpdateReport:
     """Version of the weights that the update was made from; None: not reported."""
 
     @classmethod
-    def read(cls, header: Mapping[str, Any]) -> UpdateReport:
-        """Raises :class:`WireError` for values of the wrong kind; numbers that are not finite count as unknown."""
+    def read(cls, header: Mapping[str, Any], version_max: int = WHOLE_MAX) -> UpdateReport:
+        """Raises :class:`WireError` for values of the wrong kind or beyond ``version_max``; numbers that are not finite
+        count as unknown."""
         try:
             replayed = {str(g): tuple(map(str, ids)) for g, ids in (header.get("replayed") or {}).items()}
             ess = {key: _finite((header.get("ess") or {}).get(key)) for key in ESS_OF}
             entropies = {
                 str(t): value for t, v in (header.get("entropy") or {}).items() if (value := _finite(v)) is not None
             }
-            version = header.get("policy_version")
-            version = None if version is None else int(version)
-            return cls(replayed, ess, entropies, int(header.get("choice_failed") or 0), version)
+            told = header.get("policy_version") is not None
+            version = whole(header, "policy_version", 0, version_max) if told else None
+            failed = whole(header, "choice_failed", default=0)
+            return cls(replayed, ess, entropies, failed, version)
         except (TypeError, ValueError, AttributeError) as error:
             raise WireError(f"invalid report of an update from the learner: {error}") from error
 
@@ -140,8 +143,8 @@ class ReplayGroups:
         if not finished and group.task.environment in self._config.environments:
             self.experience.cancelled(group.task)
 
-    def trained(self, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
-        """One update was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
+    def trained(self, update: int, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
+        """``update`` was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
         row_ids = {}
         for group in groups:
             self._choose(group, report.replayed.get(group.group_id, ()), version)
@@ -151,6 +154,7 @@ class ReplayGroups:
         self._journal.count(Count.REPLAYS_CHOICE_FAILED, report.choice_failed)
         factor = self.experience.factor
         self.experience.consumed(
+            update=update,
             used=used,
             ess=report.ess,
             entropies={row_ids[t]: value for t, value in report.entropies.items() if t in row_ids},

@@ -17,11 +17,11 @@ from pipeline.experience.memory_service import MemoryService, open_memory_servic
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
+from pipeline.schema.state import RoleState
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
 from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
-from pipeline.stage.invalid_messages import InvalidMessages
 from pipeline.stage.loop import Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
 from pipeline.stage.peer_sender import PeerSender
@@ -60,14 +60,14 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory)
-    ctx.report("starting", f"the store {path}")
+    ctx.report(RoleState.STARTING, f"the store {path}")
     store = await anyio.to_thread.run_sync(ReplayStore, path, config.replay.synchronous)
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
         core = StageCore(
             config,
             snapshot,
-            now=time.monotonic(),
+            now=anyio.current_time(),
             wall=time.time(),
             score_now=scorer.score_now if scorer.immediate else None,
             sources={n: source.splits[TRAIN] for n, source in sources.items() if n in config.trained_environments},
@@ -93,25 +93,16 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
 
 
 async def _open_sources(ctx: RoleContext, metrics: ReplayMetrics) -> dict[str, TaskSource]:
-    """The data of the environments, read once in a thread: minutes where it is large, with a sign of life."""
+    """The data of the environments, read once in a thread: minutes where it is large."""
     config = ctx.config
     if all(section.tasks_from is None for section in config.environments.values()):
         return {}
-    ctx.report("starting", "the tasks (reading tasks_from)")
-    async with anyio.create_task_group() as living:
-        living.start_soon(_beat, ctx)
-        sources = await anyio.to_thread.run_sync(open_sources, config)
-        living.cancel_scope.cancel()
+    ctx.report(RoleState.LOADING, "the tasks (reading tasks_from)")
+    sources = await anyio.to_thread.run_sync(open_sources, config)
     for name, source in sources.items():
         for kind, n in source.counts.items():
             metrics.task_rows.labels(env=name, kind=kind).set(n)
     return sources
-
-
-async def _beat(ctx: RoleContext) -> None:
-    while True:
-        ctx.beat()
-        await anyio.sleep(1.0)
 
 
 async def _serve(
@@ -137,6 +128,7 @@ async def _serve(
         log.info("bound to %s", hub.address)
         outgoing = PeerSender(hub, store, cache, sending)
         scoring = Scoring(scorer, store, limits_of(config), config.scorer.concurrency, deliver)
+        hub.refuse(core.control.refuses)
         loop = StageLoop(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
         lessons = await open_memory_service(config, ctx.directory, store, cache, outgoing.post, metrics)
         if lessons is not None:
@@ -144,15 +136,15 @@ async def _serve(
         loop.on_untrained = untrained.keep
         loop.on_evaluated = partial(write_results, ctx.directory.evaluations_file)
         loop.on_commit = metrics.rpc_duration_seconds.labels(op="insert", result="ok").observe
-        async with anyio.create_task_group() as working:
+        async with inbox_receive, anyio.create_task_group() as working:
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
-                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, InvalidMessages(metrics), name="listen")
+                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, metrics, name="listen")
                 if lessons is not None:
                     feeding.start_soon(lessons.run, name="lessons")
                 await ctx.stopping.wait()
-                ctx.report("stopping")
+                ctx.report(RoleState.STOPPING)
                 # scores that are still being computed are dropped here and made again by the next process
                 feeding.cancel_scope.cancel()
         with anyio.move_on_after(DRAIN_SECONDS_MAX):
@@ -165,7 +157,7 @@ async def _listen(
     inbox: MemoryObjectSendStream[Item],
     outgoing: PeerSender,
     lessons: MemoryService | None,
-    invalid: InvalidMessages,
+    metrics: ReplayMetrics,
 ) -> None:
     while True:
         try:
@@ -174,8 +166,8 @@ async def _listen(
             return
         if event.kind in (EventKind.PEER_UP, EventKind.PEER_DOWN):
             outgoing.shut(event.peer)
-        elif event.kind is EventKind.CORRUPT:
-            invalid.note(event, time.monotonic())
+        elif event.fault is not None:
+            metrics.invalid_messages_total.labels(fault=event.fault.value).inc()
         if lessons is not None and event.message is not None and event.message.kind is Kind.RECALL:
             lessons.recall(event.peer, event.message.header)
             continue

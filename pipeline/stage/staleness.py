@@ -72,6 +72,8 @@ class StalenessLedger:
         """Updates contained in the newest weights that are live; None before the first VERSION."""
         self.policy_version = policy_version
         """Version of these weights; -1 before the first."""
+        self.learner_starts = 1
+        """Starts of a learner since that version was announced, at most; each may skip one version."""
         self.placed: dict[int, int] = {}
         """Group to update, for updates not consumed yet."""
         self._filled: Counter[int] = Counter()
@@ -84,6 +86,13 @@ class StalenessLedger:
     def open(self) -> int:
         """Groups that are admitted and neither consumed nor cancelled."""
         return len(self._deadline) + len(self.placed)
+
+    @property
+    def version_max(self) -> int:
+        """Newest version that an engine may serve already: after the newest one announced, one for each update that the
+        learner has made or has groups for, and one for each of its starts."""
+        unannounced = self.consumed - (self.live or 0) + len(set(self.placed.values()))
+        return self.policy_version + unannounced + self.learner_starts
 
     @property
     def ready(self) -> int:

@@ -144,9 +144,12 @@ class ExperienceChanges:
     forgotten_tasks: list[str] = field(default_factory=list)
     state: Mapping[str, Any] | None = None
     """Counters of the draws, latch of the start, guard: small, JSON, replaces the one before."""
+    updates: list[dict[str, Any]] | None = None
+    """Changes that the latest updates made, so that they can be undone: JSON, replaces the one before."""
 
     def __bool__(self) -> bool:
-        return bool(self.entries or self.removed or self.tasks or self.forgotten_tasks or self.state is not None)
+        rows = self.entries or self.removed or self.tasks or self.forgotten_tasks
+        return bool(rows or self.state is not None or self.updates is not None)
 
 
 @dataclass(slots=True)

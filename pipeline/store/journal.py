@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.schema import Task, Trajectory
 from pipeline.store.experience_records import ExperienceChanges, PoolEntry, TaskRecord
-from pipeline.store.ledger import INSERTED, Count
+from pipeline.store.ledger import CAUSES_MAX, FAILED, INSERTED, OTHER_CAUSE, SUCCEEDED, Count
 from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord
 from pipeline.transport.protocol import Frames, Kind
 
@@ -178,6 +178,18 @@ class Journal:
         """Count a trajectory of ``environment`` that was stored."""
         self._count(f"{INSERTED}{environment}", 1)
 
+    def succeeded(self, environment: str) -> None:
+        """Count a rollout of ``environment`` that has a reward."""
+        self._count(f"{SUCCEEDED}{environment}", 1)
+
+    def failed(self, environment: str, cause: str) -> None:
+        """Count a rollout of ``environment`` that failed for ``cause``."""
+        name = f"{FAILED}{environment}/{cause[:100]}"
+        if name not in self.counters:
+            known = sum(counter.startswith(f"{FAILED}{environment}/") for counter in self.counters)
+            name = name if known < CAUSES_MAX else f"{FAILED}{environment}/{OTHER_CAUSE}"
+        self._count(name, 1)
+
     def _count(self, name: str, amount: int) -> None:
         if amount:
             self.counters[name] += amount
@@ -212,6 +224,8 @@ class Journal:
         self._experience = changes
         if changes.state is not None:
             self.meta("experience", changes.state)
+        if changes.updates is not None:
+            self.meta("experience_updates", changes.updates)
 
     def forget_payload(self, row_id: int) -> None:
         if self._payloads.pop(row_id, None) is None:

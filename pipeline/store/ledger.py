@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -53,6 +54,7 @@ class Count(StrEnum):
     TRAJECTORIES_DROPPED_UNKNOWN = "trajectories.dropped.unknown"
     TRAJECTORIES_DROPPED_CORRUPT = "trajectories.dropped.corrupt"
     TRAJECTORIES_DROPPED_SCHEMA = "trajectories.dropped.schema"
+    TRAJECTORIES_DROPPED_UNPUBLISHED = "trajectories.dropped.unpublished"
     TRAJECTORIES_DROPPED_REPLACED = "trajectories.dropped.replaced"
     TRAJECTORIES_DROPPED_UNINFORMATIVE = "trajectories.dropped.uninformative"
     PAYLOAD_BYTES = "payload.bytes"
@@ -103,6 +105,8 @@ class Count(StrEnum):
     PEERS_SILENT_ACTOR = "peers.silent.actor"
     PEERS_SILENT_LEARNER = "peers.silent.learner"
     MESSAGES_REFUSED = "messages.refused"
+    MESSAGES_IMPOSSIBLE = "messages.impossible"
+    """HELLOs and messages with a claim that cannot be true; also in one of the two counters of refusals."""
     MESSAGES_CORRUPT = "messages.corrupt"
     LEARNER_CONSUMED_UNKNOWN = "learner.consumed_unknown"
     LEARNER_REPLAYED_UNKNOWN = "learner.replayed_unknown"
@@ -137,6 +141,52 @@ INSERTED = "inserted."
 """Prefix of counters by environment: trajectories that were stored (:meth:`Journal.inserted`)."""
 
 
+SUCCEEDED, FAILED = "succeeded.", "failed."
+"""Prefixes of counters by environment: rollouts with a reward, and failed ones with their cause
+(``failed.ENVIRONMENT/CAUSE``)."""
+CAUSES_MAX = 20
+"""Most causes that are counted for one environment; the others are counted together."""
+OTHER_CAUSE = "other"
+
+
+@dataclass(slots=True)
+class EnvironmentOutcomes:
+    """Rollouts of one environment that ended, evaluated ones included."""
+
+    succeeded: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+    """Failed rollouts by cause, ``boundary: kind``."""
+
+    @property
+    def failed(self) -> int:
+        return sum(self.causes.values())
+
+    @property
+    def commonest(self) -> str:
+        """The most frequent cause; empty where none failed."""
+        return max(self.causes, key=lambda cause: self.causes[cause], default="")
+
+    def describe(self, environment: str) -> str:
+        """``environment maze: 12 of 64 rollouts failed, most often with environment step: ValueError (9 times)``. For
+        one with failures."""
+        n = self.succeeded + self.failed
+        share = f"{self.failed} of {n}" if self.succeeded else f"all {n}"
+        often = f" ({self.causes[self.commonest]} times)" if len(self.causes) > 1 else ""
+        return f"environment {environment}: {share} rollouts failed, most often with {self.commonest}{often}"
+
+
+def outcomes_of(counters: Mapping[str, int]) -> dict[str, EnvironmentOutcomes]:
+    """By environment, from ``counters`` with the prefixes :data:`SUCCEEDED` and :data:`FAILED`."""
+    found: defaultdict[str, EnvironmentOutcomes] = defaultdict(EnvironmentOutcomes)
+    for name, value in counters.items():
+        if name.startswith(SUCCEEDED):
+            found[name.removeprefix(SUCCEEDED)].succeeded = value
+        elif name.startswith(FAILED):
+            environment, _, cause = name.removeprefix(FAILED).partition("/")
+            found[environment].causes[cause] = value
+    return dict(sorted(found.items()))
+
+
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """Counts since the start of the run, over all restarts.
@@ -152,6 +202,8 @@ class Ledger:
     replays: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[str, int] = field(default_factory=dict)
+    outcomes: Mapping[str, EnvironmentOutcomes] = field(default_factory=dict)
+    """Rollouts by environment."""
     updates: int = 0
     policy_version: int = -1
     rows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -244,6 +296,7 @@ def build_ledger(
         replays=_under(counters, "replays."),
         tasks=_under(counters, "tasks."),
         evaluations=_under(counters, "evaluations."),
+        outcomes=outcomes_of(counters),
         updates=meta.get("consumed", 0),
         policy_version=meta.get("policy_version", -1),
         rows=rows or {},

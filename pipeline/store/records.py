@@ -93,6 +93,8 @@ class Drop(StrEnum):
     """The bytes are not a valid trajectory, or not the ordered one."""
     SCHEMA = "schema"
     """Its values break the data model, or it has another schema version."""
+    UNPUBLISHED = "unpublished"
+    """Some of its tokens have a policy version that the learner cannot have published."""
     REPLACED = "replaced"
     """A stored success replaced it, because every fresh rollout of its group failed."""
     UNINFORMATIVE = "uninformative"

@@ -54,7 +54,7 @@ def remove_published(config: RunConfig, directory: RunDirectory) -> list[str]:
     folders = sorted(path for path in (directory.path / "weights").glob("v*") if path.is_dir())
     if config.publish.at_end == "keep":
         return []
-    spared = 0 if config.checkpoint.at_end and any(directory.checkpoints.glob("u*/state.json")) else 1
+    spared = 0 if config.checkpoint.at_end and any(directory.checkpoints.glob("u*[0-9]/state.json")) else 1
     removed = folders[: len(folders) - spared]
     for folder in removed:
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.viewer.progress import Line, Pace, describe, facts, step_of
+from pipeline.schema.state import RoleState
 from pipeline.supervisor.processes import PREPARE, HealthAnswer
 from pipeline.supervisor.restarts import Phase, Process
 
@@ -26,8 +27,10 @@ _STYLE = {
     Phase.DONE: "dim",
 }
 
-IN_STATE = ("playing",)
-"""Details that the state of a process has in words."""
+FAILURES_MIN = 8
+"""Failed rollouts of an environment, if they are most of its rollouts, from which on they are printed."""
+HIDDEN = ("failed", "playing")
+"""Details that are printed elsewhere, or in the state."""
 SILENCE_SECONDS = 15.0
 """Without a terminal: silence after which a line says what each process waits for."""
 
@@ -55,6 +58,8 @@ class Phases:
         self, processes: Mapping[str, Process], answers: Mapping[str, HealthAnswer], steps_done: int, now: float
     ) -> Iterator[tuple[str, str]]:
         """Key and line of each event so far."""
+        for name, answer in answers.items():
+            yield from ((f"notice {name} {notice}", notice) for notice in answer.notices)
         prepare = processes.get(PREPARE)
         if prepare is not None and prepare.alive:
             yield "preparing", "preparing the model"
@@ -75,8 +80,26 @@ class Phases:
         if playing:
             yield "playing", f"playing the first episodes ({playing} at once)"
         learner = answers.get("learner")
-        if learner is not None and learner.state == "training":
+        if learner is not None and learner.state == RoleState.TRAINING:
             yield "training", f"step {learner.details.get('step', 1)} of {self._total_steps}: training"
+
+
+class FailureNews:
+    """Environments most of whose rollouts fail: a line when that is noticed, and again whenever the failures have
+    doubled. Pure."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, int] = {}
+
+    def news(self, answers: Mapping[str, HealthAnswer]) -> list[str]:
+        """Lines that are due, from the answer of the replay stage."""
+        replay = answers.get("replay")
+        lines = []
+        for name, (succeeded, failed, sentence) in (replay.details.get("failed") or {} if replay else {}).items():
+            if failed > succeeded and failed >= max(FAILURES_MIN, 2 * self._said.get(name, 0)):
+                self._said[name] = failed
+                lines.append(sentence)
+        return lines
 
 
 class Display:
@@ -103,6 +126,7 @@ class Display:
         self.console = console or Console(highlight=False)
         self._line = line
         self._phases = Phases(engine, total_steps)
+        self._failures = FailureNews()
         self._pace = Pace(total_steps)
         self._started_at = self._printed_at = time.monotonic()
         self._live: Live | None = None
@@ -138,6 +162,8 @@ class Display:
         all processes after ``SILENCE_SECONDS`` without a line."""
         for line in self._phases.news(self._processes, self._answers, step_of(self._line), time.monotonic()):
             self.say(line)
+        for line in self._failures.news(self._answers):
+            self.say(line)
         if self._live is None and time.monotonic() - self._printed_at >= SILENCE_SECONDS:
             self.say("; ".join(self._describe(name) for name in self._processes if self._processes[name].alive))
 
@@ -145,8 +171,10 @@ class Display:
         process, answer = self._processes[name], self._answers.get(name)
         if answer is None or not answer.state:
             return f"{name}: {process.phase.value}"
-        waits = " for " if answer.state == "waiting" else ", waiting for "
-        return f"{name}: {answer.state}{waits}{answer.waiting_for}" if answer.waiting_for else f"{name}: {answer.state}"
+        if not answer.waiting_for:
+            return f"{name}: {_doing(answer)}"
+        waits = ": " if answer.state.startswith("waiting") else ", waiting for "
+        return f"{name}: {_doing(answer)}{waits}{answer.waiting_for}"
 
     def _time_left(self) -> str:
         """``about 2:10 left``; empty before there is an estimate, and after the last step."""
@@ -197,9 +225,15 @@ class Display:
 
 def _state(answer: HealthAnswer) -> str:
     """The state, and the details that are not zero or empty and not in it already."""
-    shown = {key: value for key, value in answer.details.items() if value and key not in IN_STATE}
+    shown = {key: value for key, value in answer.details.items() if value and key not in HIDDEN}
     details = "  ".join(f"{key} {_short(value)}" for key, value in shown.items())
-    return f"{answer.state}  {details}".strip()
+    return f"{_doing(answer)}  {details}".strip()
+
+
+def _doing(answer: HealthAnswer) -> str:
+    """The state in words: ``playing 64 episodes``."""
+    playing = answer.details.get("playing")
+    return f"{answer.state} {playing} episodes" if answer.state == RoleState.PLAYING and playing else answer.state
 
 
 def _short(value: Any) -> str:

@@ -17,6 +17,7 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
+from pipeline.runtime.contents import find_damage
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 from pipeline.store.evaluation_results import read_results
@@ -62,6 +63,11 @@ def evaluate_checkpoint(
     config = load(file, overrides, environment={} if target.is_dir() else None)
     run = RunDirectory(target.absolute() if target.is_dir() else config.run.path.absolute())
     weights = find_weights(run, request.checkpoint)
+    if weights.model is not None and (problem := find_damage(weights.model.parent)):
+        raise ConfigurationError(
+            f"--checkpoint: {weights.name} in {run.checkpoints} is damaged ({problem}): name another one of "
+            f"{_there(run)}"
+        )
     directory = _folder(run, weights)
     try:
         config = evaluation_config(config, weights, request, directory)
@@ -107,11 +113,14 @@ def find_weights(run: RunDirectory, checkpoint: str | None) -> Weights:
     number = int(match.group(1)) if match else -1
     if number in found:
         return _weights(found[number])
-    there = ", ".join(str(n) for n in sorted(found)) or "none"
     raise ConfigurationError(
-        f"--checkpoint: expected best, latest, initial or one of the checkpoints that are kept ({there}), "
+        f"--checkpoint: expected best, latest, initial or one of the checkpoints that are kept ({_there(run)}), "
         f"got {checkpoint!r}"
     )
+
+
+def _there(run: RunDirectory) -> str:
+    return ", ".join(str(n) for n in sorted(_checkpoints(run))) or "none"
 
 
 def evaluation_config(
@@ -145,6 +154,9 @@ def evaluation_config(
     raw["metrics"]["port"] = 0
     raw["lessons"]["enabled"] = False
     raw["publish"]["lora"] = "merged"
+    raw["run"]["id"] = None
+    if config.engine.kind != "external":
+        raw["engine"] |= {"actor_key": None, "learner_key": None}
     if not raw["engine"]["urls"]:
         raw["engine"]["port"] = 0
     for environment in raw["environments"].values():

@@ -7,15 +7,16 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
+from pipeline.runtime.engine_keys import key_environments, make_actor_key
 from pipeline.runtime.process import role_name
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, read_json
 from pipeline.supervisor.restarts import Rule
 
 ACTORS, LEARNER, REPLAY, ENGINES = range(4)
@@ -50,7 +51,13 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
     stuck = config.supervisor.stuck_seconds_max
     central = Rule(center, LEARNER, depends=("replay",), awaits=(PREPARE,), ends_run=True, stuck_seconds_max=stuck)
     specs = [
-        _spec(PREPARE, 0, directory, Rule(PREPARE, ENGINES, once=True, start_seconds_max=3600), probed=False),
+        _spec(
+            PREPARE,
+            0,
+            directory,
+            Rule(PREPARE, ENGINES, once=True, start_seconds_max=PREPARE_SECONDS_MAX),
+            probed=False,
+        ),
         _spec("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
         _spec(center, 0, directory, central),
     ]
@@ -68,7 +75,9 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
     for i in range(config.actor.replicas):
         rule = Rule(role_name("actor", i), ACTORS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck)
         specs.append(_spec("actor", i, directory, rule))
-    return specs
+    make_actor_key(config.engine, directory.path)
+    keys = key_environments(config.engine)
+    return [replace(spec, environment=keys.get(spec.name.split("-")[0], keys["other"])) for spec in specs]
 
 
 def _spec(
@@ -104,6 +113,11 @@ class HealthAnswer:
     state: str = ""
     waiting_for: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    worked: bool = True
+    """True if it has done work since it was started, and for a process that does not tell."""
+    progress_age_seconds: float | None = None
+    """Since its last progress. None for a process that does not tell."""
 
 
 def check_health(url: str) -> HealthAnswer:
@@ -140,4 +154,7 @@ def _read(healthy: bool, body: bytes) -> HealthAnswer:
         str(answer.get("state", "serving" if healthy else "")),
         str(answer.get("waiting_for", "")),
         answer["details"] if isinstance(answer.get("details"), dict) else {},
+        tuple(map(str, answer["notices"])) if isinstance(answer.get("notices"), list) else (),
+        answer.get("worked") is not False,
+        age if isinstance(age := answer.get("progress_age_seconds"), float) else None,
     )

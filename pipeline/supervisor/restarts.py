@@ -16,6 +16,7 @@ or used up its share of ``drain_seconds_max``; at the end of that time the remai
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,6 +26,8 @@ from pipeline.runtime.process import ExitCode
 
 STEADY_SECONDS = 60.0
 """A process that ran for so long has recovered: its next back-off begins small again."""
+BUDGET_SECONDS = 3600.0
+"""Window in which ``restarts_max`` restarts of one process are allowed."""
 
 
 class Phase(StrEnum):
@@ -81,6 +84,12 @@ class Process:
     rule: Rule
     phase: Phase = Phase.WAITING
     restarts: int = 0
+    restarted_at: deque[float] = field(default_factory=deque)
+    """Times of the restarts within the last :data:`BUDGET_SECONDS`."""
+    worked: bool = False
+    """True if it has done work since it was started."""
+    idle_starts: int = 0
+    """Starts in a row that ended before it did any work."""
     exit_code: int | None = None
     started_at: float = 0.0
     running_since: float | None = None
@@ -133,10 +142,11 @@ class Machine:
     def begin(self, now: float) -> list[Action]:
         return self._start_ready(now)
 
-    def healthy(self, name: str, now: float) -> list[Action]:
-        """``name`` answered that it is healthy."""
+    def healthy(self, name: str, now: float, worked: bool = True) -> list[Action]:
+        """``name`` answered that it is healthy, and whether it has done any work."""
         process = self.processes[name]
         process.unhealthy_since = None
+        process.worked |= worked
         if process.phase is not Phase.STARTING:
             return []
         process.phase, process.running_since = Phase.RUNNING, now
@@ -218,7 +228,8 @@ class Machine:
 
     def _start(self, process: Process, now: float) -> list[Action]:
         process.phase, process.started_at, process.running_since = Phase.STARTING, now, None
-        process.wake_at, process.unhealthy_since, process.killed = math.inf, None, False
+        process.wake_at, process.unhealthy_since = math.inf, None
+        process.killed = process.worked = False
         return [Start(process.rule.name)]
 
     def _restart(self, process: Process, code: int, now: float) -> list[Action]:
@@ -228,16 +239,26 @@ class Machine:
             process.phase, self.culprit = Phase.DONE, name
             verdict = ExitCode.CONFIGURATION if code == ExitCode.CONFIGURATION else ExitCode.FAILED
             return self._drain(verdict, f"{name} failed ({describe_exit(code)})", now)
-        if process.restarts >= self.limits.restarts_max:
+        if code == ExitCode.ENVIRONMENT:
             process.phase, self.culprit = Phase.DONE, name
-            reason = (
-                f"{name} failed ({describe_exit(code)}) after {process.restarts} restarts "
-                f"(supervisor.restarts_max={self.limits.restarts_max})"
-            )
+            return self._drain(ExitCode.ENVIRONMENT, "every rollout of an environment failed", now)
+        while process.restarted_at and process.restarted_at[0] <= now - BUDGET_SECONDS:
+            process.restarted_at.popleft()
+        process.idle_starts = 0 if process.worked else process.idle_starts + 1
+        most = self.limits.restarts_max
+        why = ""
+        if len(process.restarted_at) >= most:
+            why = f"after {len(process.restarted_at)} restarts within an hour"
+        elif process.idle_starts > most:
+            why = f"{process.idle_starts} times in a row before it did any work"
+        if why:
+            process.phase, self.culprit = Phase.DONE, name
+            reason = f"{name} failed ({describe_exit(code)}) {why} (supervisor.restarts_max={most})"
             return self._drain(ExitCode.GAVE_UP, reason, now)
         steady = process.running_since is not None and now - process.running_since >= STEADY_SECONDS
         process.failures = 1 if steady else process.failures + 1
         process.restarts += 1
+        process.restarted_at.append(now)
         doubled = self.limits.backoff_seconds * 2.0 ** min(process.failures - 1, 60)
         process.phase, process.wake_at = Phase.BACKOFF, now + min(self.limits.backoff_seconds_max, doubled)
         return []

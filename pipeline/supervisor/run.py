@@ -30,6 +30,8 @@ from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
+from pipeline.store.ledger import read_ledger
+from pipeline.store.store import store_path
 from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.processes import ProcessSpec, specs_of
@@ -157,12 +159,29 @@ def supervise(
         config.run.name, config.run.total_steps, machine.processes, answers, console, _engine_name(config), tail.last
     ) as display:
         code = anyio.run(supervisor.run, display, tail)
+    failures = _failures(config, directory)
+    if code is ExitCode.FINISHED and machine.reason == "finished" and not all(failures.values()):
+        code = ExitCode.ENVIRONMENT
     _print_result(supervisor, directory, code, time.monotonic() - started_at, console)
+    for sentence, succeeded in failures.items():
+        console.print(sentence, style="yellow" if succeeded else "red", soft_wrap=True)
     removed = remove_published(config, directory) if machine.reason == "finished" else []
     if lines := read_lines(directory.metrics_file):
         console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
     console.print(f"run directory {directory.path}", soft_wrap=True)
     return code
+
+
+def _failures(config: RunConfig, directory: RunDirectory) -> dict[str, bool]:
+    """Sentences about the trained environments that had failed rollouts, and whether any of their rollouts succeeded.
+    None where nothing is known."""
+    try:
+        outcomes = read_ledger(store_path(config, directory)).outcomes
+    except StoreError:
+        return {}
+    trained = {} if config.evaluation.only else config.trained_environments
+    failing = {name: found for name, found in outcomes.items() if found.failed and name in trained}
+    return {found.describe(name): found.succeeded > 0 for name, found in failing.items()}
 
 
 def _engine_name(config: RunConfig) -> str:

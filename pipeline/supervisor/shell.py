@@ -18,7 +18,7 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health, child_environment, health_url
-from pipeline.supervisor.restarts import Action, Machine, Phase, RestartLimits, Start
+from pipeline.supervisor.restarts import Action, Machine, Phase, Process, RestartLimits, Start
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_TAIL_LINES = 15
@@ -52,6 +52,10 @@ class Supervisor:
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
         """Start, watch and drain. Returns when no process is left; when cancelled, all are killed."""
         self._display = display
+        self._reaper.on_restart = lambda code: display.say(
+            f"the process that ends what a killed supervisor leaves behind had ended ({describe_exit(code)}); "
+            "it runs again"
+        )
         try:
             async with anyio.create_task_group() as group:
                 self._group = group
@@ -75,7 +79,8 @@ class Supervisor:
         if name is None:
             return ""
         path = self._directory.log_file(name)
-        return f"last lines of {path}:\n" + "\n".join(f"  | {line}" for line in last_lines(path, LOG_TAIL_LINES))
+        count = 1 if self.machine.code is ExitCode.ENVIRONMENT else LOG_TAIL_LINES
+        return f"last lines of {path}:\n" + "\n".join(f"  | {line}" for line in last_lines(path, count))
 
     async def _run_machine(self) -> None:
         """Tick when the machine needs it, until it is over."""
@@ -128,7 +133,7 @@ class Supervisor:
         process = self.machine.processes[name]
         if process.phase is Phase.BACKOFF:
             wait = max(0.0, process.wake_at - time.monotonic())
-            self._display.say(f"{name} ended ({describe_exit(code)}); restart {process.restarts} in {wait:.1f} s")
+            self._display.say(f"{name} ended ({_why_ended(process, code)}); restart {process.restarts} in {wait:.1f} s")
         self._write_states()
 
     async def _watch(self) -> None:
@@ -151,7 +156,10 @@ class Supervisor:
             return
         now = time.monotonic()
         self.answers[name] = answer
-        self._perform(self.machine.healthy(name, now) if answer.healthy else self.machine.unhealthy(name, now))
+        if answer.healthy:
+            self._perform(self.machine.healthy(name, now, answer.worked))
+        else:
+            self._perform(self.machine.unhealthy(name, now))
 
     async def _follow(self, tail: MetricsTail) -> None:
         assert self._display is not None
@@ -191,8 +199,17 @@ class Supervisor:
                 "exit_code": process.exit_code,
                 "state": answer.state if answer else "",
                 "waiting_for": answer.waiting_for if answer else "",
+                "progress_age_seconds": answer.progress_age_seconds if answer else None,
             }
         write_json_atomically(self._directory.processes_file, states)
+
+
+def _why_ended(process: Process, code: int) -> str:
+    """The exit in words, and that the process hung if it did."""
+    if code == ExitCode.STUCK:
+        return f"it made no progress; the stacks of its threads are in logs/{process.rule.name}.log"
+    silent = ", for it gave no healthy answer" if process.killed else ""
+    return describe_exit(code) + silent
 
 
 def last_lines(path: Path, count: int) -> list[str]:

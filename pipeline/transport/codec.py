@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
+from pipeline.errors import ImpossibleClaim, LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import (
     SCHEMA_VERSION,
     EngineRecord,
@@ -48,7 +48,7 @@ from pipeline.schema import (
     Turn,
     VersionSpan,
 )
-from pipeline.schema.tokens import LOGPROB_MAX
+from pipeline.schema.tokens import are_sampled_logprobs
 from pipeline.transport import protocol
 from pipeline.transport.frames import array_bytes, json_object, n_bytes
 from pipeline.transport.protocol import Buffer, Frames, Kind, Limits
@@ -131,6 +131,8 @@ def decode_task(header: Mapping[str, Any]) -> Task:
     return Task(header["task_id"], header["environment"], header["seed"], header.get("payload") or {})
 
 
+WHOLE_MAX = 2**53
+"""Largest whole number in a header: every reader of JSON has it exactly."""
 _DEFAULT_LIMITS = Limits()
 _KINDS = {kind.value.encode(): kind for kind in Kind}
 
@@ -158,6 +160,19 @@ def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -
     return protocol.WireMessage(kind, json_object(frames[1], "message header"), tuple(frames[2:]))
 
 
+def whole(
+    header: Mapping[str, Any], key: str, least: int = 0, most: int = WHOLE_MAX, *, default: int | None = None
+) -> int:
+    """A whole number of a header. Raises :class:`WireError` for any other value, :class:`ImpossibleClaim` for one
+    beyond the bounds."""
+    value = header.get(key, default)
+    if type(value) is not int:
+        raise WireError(f"expected {key} to be a whole number, got {str(value)[:80]!r}")
+    if not least <= value <= most:
+        raise ImpossibleClaim(f"expected {key} of {least} to {most}, got {value}")
+    return value
+
+
 def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
     """Raise :class:`LimitExceeded` naming the limit that ``[kind, header, frame …]`` breaks."""
     if len(frames) - 2 > limits.frames_max:
@@ -167,11 +182,12 @@ def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
             f"header has {n_bytes(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
         )
     total = 0
-    for frame in frames:
+    for frame in frames[2:]:
         total += len(frame) if type(frame) is bytes else n_bytes(frame)
     if total > limits.message_bytes_max:
         raise LimitExceeded(
-            f"message has {total} bytes, more than transport.message_bytes_max={limits.message_bytes_max}"
+            f"message has {total} bytes beside its header, more than "
+            f"transport.message_bytes_max={limits.message_bytes_max}"
         )
 
 
@@ -339,7 +355,7 @@ def _decode_turns(
     and ``KeyError``, ``TypeError``, ``ValueError`` or ``AttributeError`` for a header of another form.
     """
     ids, logprobs = _read_only(ids), _read_only(logprobs)
-    sound = (not len(ids) or ids.min() >= 0) and (not len(logprobs) or logprobs.max() <= LOGPROB_MAX)
+    sound = (not len(ids) or ids.min() >= 0) and are_sampled_logprobs(logprobs)
     rows = spans.tolist()
     turns = []
     at_id = at_logprob = at_span = 0

@@ -53,9 +53,9 @@ class Peer:
 
 @dataclass(slots=True)
 class Reaction:
-    """Result of one incoming message: at most one event for the user, at most one reply."""
+    """Result of one incoming message: events for the user, at most one reply."""
 
-    event: Event | None = None
+    events: tuple[Event, ...] = ()
     reply: WireMessage | None = None
     replaced: Peer | None = None
     """An older connection under the same name; tell it and forget it."""
@@ -70,11 +70,14 @@ _NOTHING = Reaction()
 class Peers:
     """Maps connections to the names given in HELLO. Each name has at most one connection, each connection one name.
 
-    ``identity`` is the name that a connection's key belongs to; None: any name may be taken.
+    A peer is up from its HELLO on until one PEER_DOWN, however that comes about. ``identity`` is the name that a
+    connection's key belongs to; None: any name may be taken. ``refuses`` gives the reason for which a HELLO must not
+    replace the connection that has its name; None where it may.
     """
 
     limits: Limits
     identity: Callable[[bytes], str | None] = lambda connection: None
+    refuses: Callable[[Mapping[str, Any]], str | None] = lambda hello: None
     counters: TransportStatistics = field(default_factory=TransportStatistics)
     _faults: Counter[bytes] = field(default_factory=Counter)
     _by_connection: dict[bytes, Peer] = field(default_factory=dict)
@@ -111,23 +114,18 @@ class Peers:
         if message.kind is Kind.HEARTBEAT:
             return _NOTHING
         if message.kind is Kind.BYE:
-            self._forget(peer)
             reason = str(message.header.get("reason", "no reason given"))
-            return Reaction(
-                Event(EventKind.PEER_DOWN, peer.name, message, f"said bye: {reason}"), WireMessage(Kind.BYE)
-            )
+            return Reaction((self._down(peer, f"said bye: {reason}", message),), WireMessage(Kind.BYE))
         self.counters.messages_received += 1
         self.counters.bytes_received += message.n_bytes
-        return Reaction(Event(EventKind.MESSAGE, peer.name, message))
+        return Reaction((Event(EventKind.MESSAGE, peer.name, message),))
 
     def drop(self, connection: bytes, reason: str) -> Event | None:
         """Give a connection up (silent too long)."""
         peer = self._by_connection.get(connection)
         if peer is None:
             return None
-        self._forget(peer)
-        self.counters.peers_dropped += 1
-        return Event(EventKind.PEER_DOWN, peer.name, None, reason)
+        return self._drop(peer, reason)
 
     def mark_gone(self, peer: Peer) -> None:
         """The wire says that the connection is closed; what it brought before may still wait to be read."""
@@ -135,18 +133,16 @@ class Peers:
 
     def reap(self) -> list[Event]:
         """Call when everything that had arrived was read: peers that are gone are now down."""
-        events = []
-        for peer in [p for p in self._by_name.values() if p.gone]:
-            self._forget(peer)
-            self.counters.peers_dropped += 1
-            events.append(Event(EventKind.PEER_DOWN, peer.name, None, "its connection was closed without BYE"))
-        return events
+        gone = [peer for peer in self._by_name.values() if peer.gone]
+        return [self._drop(peer, "its connection was closed without BYE") for peer in gone]
 
     def _hello(self, peer: Peer | None, connection: bytes, message: WireMessage) -> Reaction:
         name = message.header.get("name")
         try:
             require_id("the name in HELLO", name)
             _require_our_schema(message.header)
+            if peer is not None:
+                raise WireError(f"expected one HELLO on a connection, got that of {name} after that of {peer.name}")
         except AfterplayError as error:
             return self._refuse(peer, connection, str(error), MessageFault.HELLO)
         assert isinstance(name, str)
@@ -154,22 +150,22 @@ class Peers:
         if key is not None and (name, message.header.get("role")) != (key, key.partition("-")[0]):
             said = f"{message.header.get('role')!r} and the name {name!r}"
             reason = f"expected HELLO with the role and the name of the connection's key, {key}; got the role {said}"
-            return self._refuse(peer, connection, reason, MessageFault.IDENTITY)
-        if peer is not None:
-            self._forget(peer)
+            return self._refuse(None, connection, reason, MessageFault.IDENTITY)
+        if (refusal := self.refuses(message.header)) is not None:
+            return self._refuse(None, connection, refusal, MessageFault.HELLO)
         older = self._by_name.get(name)
-        if older is not None:
-            self._forget(older)
+        replaced = () if older is None else (self._drop(older, "another connection took its name"),)
         self._dropped.pop(connection, None)
         self._by_name[name] = self._by_connection[connection] = Peer(name, connection)
-        return Reaction(Event(EventKind.PEER_UP, name, message), None, None if older is None or older.gone else older)
+        up = Event(EventKind.PEER_UP, name, message)
+        return Reaction((*replaced, up), None, None if older is None or older.gone else older)
 
     def _stranger(self, connection: bytes, message: WireMessage) -> Reaction:
         if connection in self._dropped or message.kind in (Kind.HEARTBEAT, Kind.BYE):
             if message.kind is Kind.BYE:
                 return _NOTHING
             return Reaction(
-                None, WireMessage(Kind.BYE, {"reason": "this connection was given up; say HELLO on a new one"})
+                (), WireMessage(Kind.BYE, {"reason": "this connection was given up; say HELLO on a new one"})
             )
         reason = f"expected HELLO as the first message of a connection, got {message.kind.value}"
         return self._refuse(None, connection, reason, MessageFault.HELLO)
@@ -177,6 +173,8 @@ class Peers:
     def _refuse(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
         answer = self._corrupt(peer, connection, reason, fault)
         answer.reply = WireMessage(Kind.REFUSED, {"reason": reason, "final": True})
+        if peer is not None:
+            answer.events += (self._drop(peer, reason),)
         return answer
 
     def _corrupt(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
@@ -187,7 +185,17 @@ class Peers:
         if cut or len(self._faults) > _DROPPED_MAX:
             del self._faults[connection if cut else next(iter(self._faults))]
         name = peer.name if peer is not None else f"unknown connection {connection.hex()}"
-        return Reaction(Event(EventKind.CORRUPT, name, None, reason, fault), cut=cut)
+        return Reaction((Event(EventKind.CORRUPT, name, None, reason, fault),), cut=cut)
+
+    def _drop(self, peer: Peer, reason: str) -> Event:
+        """A peer is lost."""
+        self.counters.peers_dropped += 1
+        return self._down(peer, reason)
+
+    def _down(self, peer: Peer, reason: str, bye: WireMessage | None = None) -> Event:
+        """Forget a peer; every way in which one ends leads here."""
+        self._forget(peer)
+        return Event(EventKind.PEER_DOWN, peer.name, bye, reason)
 
     def _forget(self, peer: Peer) -> None:
         self._by_connection.pop(peer.connection, None)
@@ -222,9 +230,9 @@ class WireHub(Endpoint):
 
     *Consumes* messages from the wire while its mailbox has room, so a slow stage slows its peers down instead of
     growing. *Produces* events in order of arrival; PEER_DOWN of a lost connection comes after everything that it had
-    brought. A HELLO under a known name yields PEER_UP again (no PEER_DOWN before it): the older connection is refused
-    and forgotten. *Waits*: ``send`` while the queue of that one peer is full. *Unblocked by*: the peer reading, or its
-    loss (PeerGone).
+    brought. A HELLO under a known name yields PEER_DOWN and PEER_UP: the older connection is refused and forgotten. A
+    second HELLO on one connection ends it. *Waits*: ``send`` while the queue of that one peer is full. *Unblocked by*:
+    the peer reading, or its loss (PeerGone).
     """
 
     def __init__(self, wire: HubWire, limits: Limits, heartbeat_seconds: float, silence_seconds_max: float) -> None:
@@ -252,6 +260,10 @@ class WireHub(Endpoint):
     @property
     def address(self) -> str:
         return self._wire.address
+
+    def refuse(self, refuses: Callable[[Mapping[str, Any]], str | None]) -> None:
+        """Ask ``refuses`` about each HELLO before it may take the place of an older connection."""
+        self._peers.refuses = refuses
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -319,8 +331,8 @@ class WireHub(Endpoint):
                 return True
             connection, frames = arrived
             answer = accept(connection, frames)
-            if answer.event is not None:
-                put(answer.event)
+            for event in answer.events:
+                put(event)
             if answer.reply is not None or answer.replaced is not None or answer.cut:
                 self._reply(connection, answer)
             if self._peers.of(connection) is not None:

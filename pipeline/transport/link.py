@@ -37,9 +37,14 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Session:
-    """DOWN → GREETING → CONNECTED → DOWN …; LEAVING and ENDED are final."""
+    """DOWN → GREETING → CONNECTED → DOWN …; LEAVING and ENDED are final.
+
+    While GREETING only the answer to the last HELLO counts: whatever else comes was meant for an earlier connection.
+    """
 
     limits: Limits
+    greeting: int = 0
+    """Number of the last HELLO."""
     state: State = State.DOWN
     end_reason: str = ""
     down_reason: str = ""
@@ -56,6 +61,7 @@ class Session:
     def greet(self) -> None:
         """HELLO goes out on a fresh connection."""
         self.state = State.GREETING
+        self.greeting += 1
 
     def leave(self) -> None:
         """BYE goes out."""
@@ -88,17 +94,22 @@ class Session:
             return None
         if message.kind is Kind.BYE:
             return self.lose(f"the hub said bye: {message.header.get('reason', 'no reason given')}")
-        if message.kind is Kind.REFUSED and (self.state is State.GREETING or message.header.get("final")):
+        answers = self.state is State.GREETING and self._is_answered(message)
+        if message.kind is Kind.REFUSED and (answers or message.header.get("final")):
             self.end(f"refused by the hub: {message.header.get('reason', 'no reason given')}")
             return Event(EventKind.MESSAGE, HUB, message, self.end_reason)
-        if message.kind is Kind.WELCOME and self.state is State.GREETING:
+        if message.kind is Kind.WELCOME and answers:
             self.state = State.CONNECTED
             return Event(EventKind.CONNECTED, HUB, message)
         if self.state is not State.CONNECTED:
-            return None if self.state is State.LEAVING else self._corrupt(f"expected WELCOME, got {message.kind.value}")
+            return None
         self.counters.messages_received += 1
         self.counters.bytes_received += message.n_bytes
         return Event(EventKind.MESSAGE, HUB, message)
+
+    def _is_answered(self, message: WireMessage) -> bool:
+        """True for a message to the last HELLO, or to none in particular."""
+        return bool(message.header.get("greeting", self.greeting) == self.greeting)
 
     def _corrupt(self, reason: str) -> Event:
         self.counters.corrupt += 1
@@ -177,6 +188,11 @@ class WireLink(Endpoint):
         if self._described is not None:
             self._described.set()
 
+    def reconnect(self, reason: str) -> None:
+        if self._session.state is State.CONNECTED:
+            self._lose(reason)
+            self._wire.signal.fire()
+
     async def receive(self) -> Event:
         return await self._mailbox.get()
 
@@ -227,7 +243,8 @@ class WireLink(Endpoint):
         self._wire.signal.fire()
 
     def _greet(self) -> bool:
-        header = {"schema_version": SCHEMA_VERSION, **self._hello, "name": self.name}
+        greeting = self._session.greeting + 1
+        header = {"schema_version": SCHEMA_VERSION, **self._hello, "name": self.name, "greeting": greeting}
         try:
             frames = encode_message(WireMessage(Kind.HELLO, header), self._limits)
         except LimitExceeded as error:

@@ -1,13 +1,16 @@
-"""Outbox: finished items that are not acknowledged yet. Pure; owns no socket and no clock."""
+"""Outbox: what was said or made and is not acknowledged yet. Pure; owns no socket and no clock."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pipeline.errors import SchemaError
+from pipeline.transport.protocol import Kind, WireMessage
 
+Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 
 
@@ -28,7 +31,7 @@ class _Entry(Generic[Item]):
     times_sent: int = 0
 
 
-class Outbox(Generic[Item]):
+class Outbox(Generic[Key, Item]):
     """Items keyed by id, oldest first, each *waiting* or *in flight* until it is acknowledged or refused.
 
     In flight are at most ``credit_bytes`` as granted by the receiver; a single item larger than the credit may be in
@@ -47,8 +50,8 @@ class Outbox(Generic[Item]):
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._waiting: OrderedDict[str, _Entry[Item]] = OrderedDict()
-        self._in_flight: OrderedDict[str, _Entry[Item]] = OrderedDict()
+        self._waiting: OrderedDict[Key, _Entry[Item]] = OrderedDict()
+        self._in_flight: OrderedDict[Key, _Entry[Item]] = OrderedDict()
         self._waiting_bytes = 0
         self._in_flight_bytes = 0
         self._credit_bytes = 0
@@ -61,7 +64,7 @@ class Outbox(Generic[Item]):
         return item_id in self._waiting or item_id in self._in_flight
 
     @property
-    def ids(self) -> list[str]:
+    def ids(self) -> list[Key]:
         """Everything unacknowledged, in flight first."""
         return [*self._in_flight, *self._waiting]
 
@@ -83,7 +86,7 @@ class Outbox(Generic[Item]):
         """True while no new work should be begun."""
         return self.n_bytes >= self._bytes_max
 
-    def add(self, item_id: str, item: Item, n_bytes: int) -> None:
+    def add(self, item_id: Key, item: Item, n_bytes: int) -> None:
         """Queue behind the others. Raises :class:`SchemaError` for an id that is held already or a negative size."""
         if item_id in self:
             raise SchemaError(f"expected an id that is not in the outbox, got {item_id!r} again")
@@ -97,7 +100,7 @@ class Outbox(Generic[Item]):
         """The receiver's word on how many unacknowledged bytes it bears. It replaces the last one."""
         self._credit_bytes = max(0, credit_bytes)
 
-    def take(self) -> tuple[str, Item] | None:
+    def take(self) -> tuple[Key, Item] | None:
         """The next item to send now, which is in flight from here on; None when there is none or no credit for it."""
         if not self._waiting or self._credit_bytes == 0:
             return None
@@ -113,14 +116,14 @@ class Outbox(Generic[Item]):
         entry.times_sent += 1
         return item_id, entry.item
 
-    def acknowledge(self, item_id: str) -> bool:
+    def acknowledge(self, item_id: Key) -> bool:
         """Forget an item that is durable. False for an id that is not held (acknowledged twice)."""
         if self._remove(item_id) is None:
             return False
         self.counters.acknowledged += 1
         return True
 
-    def refuse(self, item_id: str) -> Item | None:
+    def refuse(self, item_id: Key) -> Item | None:
         """Forget an item that must not be sent again, and return it; None for an id that is not held."""
         entry = self._remove(item_id)
         if entry is None:
@@ -140,7 +143,7 @@ class Outbox(Generic[Item]):
         self._in_flight_bytes = 0
         self._credit_bytes = 0
 
-    def _remove(self, item_id: str) -> _Entry[Item] | None:
+    def _remove(self, item_id: Key) -> _Entry[Item] | None:
         entry = self._in_flight.pop(item_id, None)
         if entry is not None:
             self._in_flight_bytes -= entry.n_bytes
@@ -149,3 +152,52 @@ class Outbox(Generic[Item]):
         if entry is not None:
             self._waiting_bytes -= entry.n_bytes
         return entry
+
+
+class ControlLog(Outbox[int, WireMessage]):
+    """Control messages of one process, numbered from 1 on without gaps, each kept until the receiver has applied it.
+
+    The receiver applies number ``n + 1`` after ``n`` and nothing else, and acknowledges the last that it applied, in
+    WELCOME and in ACK. So a message is neither lost with a connection nor applied twice.
+
+    >>> log = ControlLog()
+    >>> log.append(Kind.VERSION, {"updates": 0}); log.append(Kind.VERSION, {"updates": 1})
+    >>> log.repeat()
+    >>> log.take()[1].header
+    {'updates': 0, 'number': 1}
+    >>> [message.header["number"] for message in log.acknowledge_through(1)], log.acknowledged, log.ids
+    ([1], 1, [2])
+    """
+
+    def __init__(self) -> None:
+        super().__init__(bytes_max=1)
+        self.acknowledged = 0
+        """Number of the last message that the receiver has applied, as far as we know."""
+        self._last = 0
+
+    @property
+    def messages(self) -> list[WireMessage]:
+        """Messages that are not acknowledged, in order."""
+        return [entry.item for entry in (*self._in_flight.values(), *self._waiting.values())]
+
+    def append(self, kind: Kind, header: Mapping[str, Any]) -> None:
+        """Number a message and queue it."""
+        self._last += 1
+        self.add(self._last, WireMessage(kind, {**header, "number": self._last}), 0)
+
+    def acknowledge_through(self, number: int) -> list[WireMessage]:
+        """Forget the messages up to ``number``; returns them. Raises :class:`SchemaError` for a number that was never
+        used."""
+        if number > self._last:
+            raise SchemaError(f"expected an acknowledgement of at most {self._last} control messages, got {number}")
+        covered = [m for m in self.messages if m.header["number"] <= number]
+        for message in covered:
+            self.acknowledge(message.header["number"])
+        self.acknowledged = max(self.acknowledged, number)
+        return covered
+
+    def repeat(self) -> None:
+        """Everything that is not acknowledged is to be sent, in order: there is a new connection, or the receiver lacks
+        something."""
+        self.reconnected()
+        self.grant(1)

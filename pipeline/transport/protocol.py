@@ -9,7 +9,7 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -22,9 +22,10 @@ class Kind(StrEnum):
     """Every message that exists. ``a → r`` reads: actor to replay stage; ``l`` is the learner."""
 
     HELLO = "hello"
-    """a,l → r. First message of a connection; header: role, peer name, schema version, and the role's state (below)."""
+    """a,l → r. First message of a connection; header: role, peer name, schema version, ``greeting`` (its number), and
+    the role's state (below)."""
     WELCOME = "welcome"
-    """r → a,l. Answer to HELLO; header: credits and the newest policy version."""
+    """r → a,l. Answer to HELLO; header: the ``greeting`` it answers, credits and the newest policy version."""
     HEARTBEAT = "heartbeat"
     """Both ways, sent by the transport itself; never seen by users of it."""
     ORDER = "order"
@@ -34,14 +35,16 @@ class Kind(StrEnum):
     TRAJECTORY = "trajectory"
     """a → r. One trajectory as payload frames; header: trajectory_id."""
     ACK = "ack"
-    """r → a: trajectory ids that are durable (or refused for ever, with a reason). r → l: an update that is durable."""
+    """r → a: trajectory ids that are durable (or refused for ever, with a reason). r → l: the number of the last
+    control message that was applied; CONSUMED, VERSION and CHECKPOINTED are numbered
+    (``pipeline.transport.outbox.ControlLog``)."""
     PLAN = "plan"
     """r → l. One :class:`GroupPlan` and the update it is meant for."""
     DELIVERY = "delivery"
     """r → l. One scored trajectory of a plan: header has group_id, trajectory_id, reward, rewards; frames are the
     payload."""
     CONSUMED = "consumed"
-    """l → r. Update number ``update`` was made from these groups. Answered by ACK."""
+    """l → r. Update number ``update`` was made from these groups."""
     VERSION = "version"
     """l → r. The weights after ``updates`` updates are live in the engines as ``policy_version``."""
     CHECKPOINTED = "checkpointed"
@@ -78,6 +81,7 @@ class Limits:
 
     header_bytes_max: int = 4 * 1024 * 1024
     message_bytes_max: int = 256 * 1024 * 1024
+    """Bytes of the frames behind the header: a payload that may arrive may also be sent on under another header."""
     frames_max: int = 64
     tokens_max: int = 1_048_576
     """Tokens of one trajectory."""
@@ -104,7 +108,8 @@ class EventKind(StrEnum):
     PEER_UP = "peer_up"
     """Hub: a HELLO arrived (the message is attached). Answer with WELCOME or REFUSED."""
     PEER_DOWN = "peer_down"
-    """Hub: a peer said BYE or was silent too long; ``reason`` says which."""
+    """Hub: a peer said BYE, was silent too long, or another connection took its name; ``reason`` says which. Each
+    PEER_UP is followed by one PEER_DOWN before the next PEER_UP of that name."""
     MESSAGE = "message"
     CORRUPT = "corrupt"
     """Hub: ``peer`` sent an invalid message; ``reason`` describes the error. The connection stays open."""
@@ -151,6 +156,11 @@ class Hub(Protocol):
         """Address that links connect to; with port 0 in the configuration, the port that was taken."""
         ...
 
+    def refuse(self, refuses: Callable[[Mapping[str, Any]], str | None]) -> None:
+        """Ask ``refuses`` about each HELLO before it may take the place of an older connection: the reason for which it
+        is refused for good, or None."""
+        ...
+
     async def receive(self) -> Event:
         """The next event. Raises :class:`TransportClosed` after the hub was closed."""
         ...
@@ -171,6 +181,10 @@ class Link(Protocol):
 
     def describe(self, hello: Mapping[str, Any]) -> None:
         """Set the header of the HELLO that is sent on every (re)connection; call it whenever the state changes."""
+        ...
+
+    def reconnect(self, reason: str) -> None:
+        """Give up the connection and say HELLO on a new one: the two sides disagree on what was said."""
         ...
 
     async def receive(self) -> Event:

@@ -48,6 +48,8 @@ _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
 _TERMINATE_SECONDS_MAX = 1.0
 _HANDSHAKES_MAX = 5
 """Connections closed during the handshake, one after another, before it is taken for a matter of keys."""
+_FAULTS_MAX = 1024
+"""Failed handshakes that wait to be reported; older ones are forgotten."""
 _REFUSED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ, or not with CURVE where keys are required",
@@ -76,7 +78,7 @@ class HubSocketWire:
         self._socket: zmq.Socket[bytes]
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
-        self._faults: deque[tuple[bytes, WireError]] = deque()
+        self._faults: deque[tuple[bytes, WireError]] = deque(maxlen=_FAULTS_MAX)
         self._last: tuple[bytes, int] = (b"", -1)
         """The connection that the last message came from, and its file descriptor."""
 
@@ -378,7 +380,7 @@ def _send_all(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
 
 
 def _descriptor(frame: zmq.Frame) -> int:
-    """Of the connection that brought a frame; -1 where ZeroMQ does not tell (a peer of ZMTP 1.0)."""
+    """File descriptor of the connection that brought a frame; -1 where ZeroMQ does not know it (a peer of ZMTP 1.0)."""
     try:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):

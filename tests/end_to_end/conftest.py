@@ -14,6 +14,7 @@ import pytest
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.engine_keys import ACTOR_KEY_FILE, LEARNER_KEY_FILE, make_key_files
 from pipeline.runtime.rundir import RunDirectory
 from tests.end_to_end.recorded_runs import float32_run, quickstart_run, require_vllm, two_engines_run
 from tests.support.running_engine import RunningEngine, running_engine
@@ -47,13 +48,22 @@ def prepared(config: RunConfig) -> RunConfig:
     return config
 
 
+def keys_in(directory: Path) -> dict[str, str]:
+    """Keys of an engine: options of ``engine``."""
+    make_key_files(directory)
+    return {"actor_key": f"file:{directory / ACTOR_KEY_FILE}", "learner_key": f"file:{directory / LEARNER_KEY_FILE}"}
+
+
+EMBEDDED = {"kind": "embedded", "port": 0, "dtype": "float32", "threads": 1, "start_seconds_max": 60}
+
+
 def tiny_config(directory: Path, **sections: Any) -> RunConfig:
     """An embedded engine over a tiny model whose policy is far from uniform, so that a wrong log-probability shows."""
     return RunConfig.model_validate(
         {
             "run": {"name": "tiny", "directory": directory},
             "model": {"source": "tiny", "max_length": 1024, "tiny": {"initializer_range": 0.3, "max_position": 2048}},
-            "engine": {"kind": "embedded", "port": 0, "dtype": "float32", "threads": 1, "start_seconds_max": 60},
+            "engine": EMBEDDED,
         }
         | sections
     )
@@ -87,7 +97,8 @@ def smollm_config(directory: Path, **engine: Any) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def embedded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    config = prepared(tiny_config(tmp_path_factory.mktemp("embedded")))
+    directory = tmp_path_factory.mktemp("embedded")
+    config = prepared(tiny_config(directory, engine={**EMBEDDED, **keys_in(directory)}))
     with running_engine(config) as engine:
         yield engine
 
@@ -95,5 +106,6 @@ def embedded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 @pytest.fixture(scope="session")
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """One server for every module; the test that kills it is the last that has it."""
-    with running_engine(smollm_config(tmp_path_factory.mktemp("vllm"))) as engine:
+    directory = tmp_path_factory.mktemp("vllm")
+    with running_engine(smollm_config(directory, **keys_in(directory))) as engine:
         yield engine

@@ -34,13 +34,13 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[RunningEngine]
     running: RunningEngine = request.getfixturevalue(f"{request.param}_engine")
     async with aiohttp.ClientSession() as session:
         body = {"new_version": str(VERSION)}
-        async with session.post(f"{running.url}/update_weight_version", json=body) as answer:
+        async with session.post(f"{running.url}/update_weight_version", json=body, headers=running.control) as answer:
             assert answer.status == 200
     yield running
 
 
 async def test_client_reads_what_a_real_engine_answers(engine: RunningEngine) -> None:
-    async with EngineClient(engine.url) as client:
+    async with EngineClient(engine.url, key=engine.key("actor")) as client:
         await client.health()
         assert await client.weight_version() == VERSION
         generation = await client.generate([1, 2, 3, 4], Sampling(max_tokens=8), session_id="s", cache_salt="v1")
@@ -56,9 +56,9 @@ async def test_client_reads_what_a_real_engine_answers(engine: RunningEngine) ->
 @pytest.mark.smoke
 async def test_completions_route_gives_the_same_kind_of_answer(vllm_engine: RunningEngine) -> None:
     url, body = f"{vllm_engine.url}/update_weight_version", {"new_version": str(VERSION)}
-    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=vllm_engine.control) as answer:
         assert answer.status == 200
-    async with EngineClient(vllm_engine.url) as client:
+    async with EngineClient(vllm_engine.url, key=vllm_engine.key("actor")) as client:
         client._has_generate = False
         generation = await client.generate([1, 2, 3, 4], Sampling(max_tokens=8), cache_salt="v1")
         assert generation.version_spans[0].policy_version == VERSION and len(generation.logprobs) >= 1
@@ -70,7 +70,9 @@ async def test_multi_turn_rollouts_are_complete_and_stay_in_one_branch(engine: R
     settings |= {"environments": {"game": game}, "sampling": {"max_tokens": 6}}
     config = type(engine.config).model_validate(settings)
     metrics = ActorMetrics(CollectorRegistry(), environments=("game",))
-    pool = EnginePool([EngineClient(engine.url)], sessions_max=100, wait_seconds_max=30, metrics=metrics)
+    pool = EnginePool(
+        [EngineClient(engine.url, key=engine.key("actor"))], sessions_max=100, wait_seconds_max=30, metrics=metrics
+    )
     renderer = Renderer(*load_tokenizer(RunDirectory(config.run.path).model))
     hosts = {"game": EnvironmentHost("game", config.environments["game"])}
     services = Services.of(config, "actor-0", renderer, pool, hosts, metrics)

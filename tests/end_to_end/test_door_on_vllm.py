@@ -46,8 +46,8 @@ pytestmark = pytest.mark.timeout(900)
 class Watched(EngineClient):
     """Keeps what was asked of the engine and what it answered."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, engine: RunningEngine) -> None:
+        super().__init__(engine.url, key=engine.key("actor"))
         self.seen: list[tuple[list[int], Generation]] = []
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> Generation:
@@ -63,7 +63,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[RunningEngine]
     running: RunningEngine = request.getfixturevalue(f"{request.param}_engine")
     async with aiohttp.ClientSession() as session:
         body = {"new_version": str(VERSION)}
-        async with session.post(f"{running.url}/update_weight_version", json=body) as answer:
+        async with session.post(f"{running.url}/update_weight_version", json=body, headers=running.control) as answer:
             assert answer.status == 200
     yield running
 
@@ -139,7 +139,7 @@ async def play(engine: RunningEngine, client: Watched, program: Program) -> tupl
 
 async def test_a_session_of_openais_clients_is_token_exact(engine: RunningEngine) -> None:
     on_vllm = engine.config.engine.kind == "vllm"
-    client, program = Watched(engine.url), Program(on_vllm)
+    client, program = Watched(engine), Program(on_vllm)
     trajectory, renderer = await play(engine, client, program)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.rewards == {"environment": 1.0} and trajectory.version_range() == (VERSION, VERSION)

@@ -18,6 +18,7 @@ from pipeline.metrics.base import CollectorRegistry, Histogram, MetricSet, Proce
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.metrics.server import MetricsServer
+from pipeline.schema.state import RoleState
 
 ENV = "arithmetic"
 
@@ -76,6 +77,7 @@ class Learner:
         m.batch_ess_ratio.labels(level="token").set(0.9)
         m.reward_mean.labels(env=ENV).set(0.5)
         m.checkpoint_timestamp_seconds.set(time.time())
+        m.checkpoint_limit_seconds.set(1800)
 
 
 class EngineMetrics(MetricSet):
@@ -108,6 +110,9 @@ ROLES: dict[str, Any] = {"actor": Actor, "replay": Replay, "learner": Learner, "
 def main(role: str, port: int = 0) -> None:
     registry, stop = CollectorRegistry(), Event()
     process = ProcessMetrics(registry, "test", "grpo", "tiny") if role != "engine" else None
+    if process is not None:
+        process.heartbeat_limit_seconds.set(120)
+        process.role_state.labels(state=RoleState.SERVING).set(1)
     body = ROLES[role](registry)
 
     def run() -> None:

@@ -15,6 +15,7 @@ from learner.rank_zero import RankZero
 from learner.recorder import MetricsLog
 from pipeline.runtime.process import ExitCode
 from pipeline.store.evaluation_results import read_results
+from tests.support.damage import flip
 from tests.support.fork_server import ForkedSubprocess
 from tests.unit.learner.conftest import run_config
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
@@ -79,7 +80,8 @@ async def test_a_run_of_two_ranks_ends_with_every_step_recorded_published_and_sa
 
 
 async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog):
-    """One run of three lives: stopped, killed, and resumed to the end."""
+    """One run of three lives: stopped, killed, and resumed to the end, by all ranks from the same older checkpoint
+    where a shard of the newest is damaged."""
     async with world(total_steps=8, checkpoint={"every": 1}) as w:
         ctx, run = w.learner()
         async with anyio.create_task_group() as tasks:
@@ -101,8 +103,12 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
         assert not caught.group_contains(TimeoutError)
         assert any("rank 1 ended (killed by SIGKILL)" in record.getMessage() for record in caplog.records)
 
-        _, run = w.learner()
+        newest, older = find_checkpoints(w.directory.checkpoints)
+        flip(newest / "shards" / "__1_0.distcp")
+        ctx, run = w.learner()
         await run()
+    [notice] = ctx.notices
+    assert f"{newest.name} is damaged (shards/__1_0.distcp" in notice and f"resumes from {older.name}" in notice
     assert w.lines()[-1]["step"] == 8
     assert w.engine.versions == sorted(w.engine.versions)
 

@@ -107,7 +107,7 @@ async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_
     hub = Child(HUB, json.dumps(raw), str(store))
     try:
         raw = at(raw, await hub.line())
-        outbox: Outbox[bytes] = Outbox(10_000_000)
+        outbox: Outbox[str, bytes] = Outbox(10_000_000)
         acknowledged: set[str] = set()
         down = 0
         for i in range(n):
@@ -165,6 +165,7 @@ async def test_a_killed_link_process_is_peer_down_after_all_that_it_sent(raw):
         assert hub.statistics().peers_dropped == 2
 
 
+@pytest.mark.parametrize("raw", ["ipc"], indirect=True)
 async def test_a_stopped_link_process_is_dropped_for_silence_and_comes_back_when_it_goes_on(raw):
     async with open_hub(RunConfig.model_validate(raw)) as hub:
         child = Child(LINK, json.dumps(at(raw, hub.address)))

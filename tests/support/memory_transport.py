@@ -24,7 +24,8 @@ from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
 from pipeline.transport.protocol import Buffer, Kind, Limits
 
-_EXEMPT = frozenset(kind.value.encode() for kind in (Kind.HELLO, Kind.WELCOME, Kind.HEARTBEAT, Kind.BYE, Kind.REFUSED))
+_GREETINGS = frozenset(kind.value.encode() for kind in (Kind.HELLO, Kind.WELCOME, Kind.BYE, Kind.REFUSED))
+_HEARTBEAT = Kind.HEARTBEAT.value.encode()
 _TOLERANCE_SECONDS = 1e-6
 
 
@@ -44,6 +45,8 @@ class Faults:
     corrupt: float = 0.0
     delay_seconds: tuple[float, float] = (0.0, 0.0)
     """Uniform between the two; order inside one connection is kept."""
+    greetings: bool = False
+    """Whether HELLO, WELCOME, BYE and REFUSED meet faults too."""
 
 
 @dataclass(slots=True)
@@ -118,6 +121,13 @@ class MemoryNetwork:
         """Swallow everything to and from ``name`` for a while: neither side notices but by silence."""
         self._mute_until[name] = anyio.current_time() + seconds
 
+    def hold(self, name: str, seconds: float) -> None:
+        """What is under way to and from the present link of ``name`` arrives only after a while, as where its process
+        is stopped and continued."""
+        for connection in self._connections.values():
+            if connection.link.name == name:
+                connection.link.held_until = anyio.current_time() + seconds
+
     def kill_link(self, name: str) -> None:
         """As ``kill -9`` of the process of ``name``: no BYE. Its link object must be thrown away."""
         for connection in list(self._connections.values()):
@@ -171,9 +181,9 @@ class MemoryNetwork:
         return True
 
     def _fate(self, connection: _Connection, frames: list[Buffer]) -> list[list[Buffer]]:
-        if bytes(frames[0]) in _EXEMPT:
+        f, draw, kind = self.faults, self._random.random, bytes(frames[0])
+        if kind == _HEARTBEAT or (kind in _GREETINGS and not f.greetings):
             return [frames]
-        f, draw = self.faults, self._random.random
         if f.disconnect and draw() < f.disconnect:
             self.injected += 1
             self._break(connection, "connection lost")
@@ -195,6 +205,7 @@ class MemoryNetwork:
             return
         low, high = self.faults.delay_seconds
         due = anyio.current_time() + (self._random.uniform(low, high) if high > 0 else 0.0)
+        due = max(due, connection.link.held_until)
         due = connection.last_due[towards_hub] = max(due, connection.last_due[towards_hub])
         connection.pending[towards_hub] += 1
         end.inbox.push(due, connection, frames)
@@ -268,6 +279,7 @@ class MemoryLinkWire:
         self.name = name
         self.lost: str | None = None
         self.hopeless: str | None = None
+        self.held_until = 0.0
         self._network = network
         self._connection: _Connection | None = None
 

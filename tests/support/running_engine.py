@@ -20,6 +20,7 @@ from actors.servers.launch import command, in_process_group
 from actors.servers.process_group import GRACE_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import EngineUnavailable
+from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
 PROBE_SECONDS_MAX = 2.0
@@ -38,6 +39,15 @@ class RunningEngine:
     log: Path
     config: RunConfig
     """With the port that was taken."""
+
+    def key(self, role: str) -> str | None:
+        """The key of ``actor`` or ``learner``."""
+        return find_key(self.config.engine, f"{role}_key")
+
+    @property
+    def control(self) -> dict[str, str]:
+        """Headers that open its control routes."""
+        return authorization(self.key("learner"))
 
     def kill(self) -> None:
         """kill -9, as a crash test does."""

@@ -25,6 +25,7 @@ from pipeline.schema import (
     VersionSpan,
 )
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
+from pipeline.transport.outbox import ControlLog
 from pipeline.transport.protocol import Frames, Kind, WireMessage
 
 if TYPE_CHECKING:
@@ -251,23 +252,26 @@ class SimulatedLearner(Peer):
         self.session = f"s{self.life}"
         self.weights = Weights(self.durable.updates, list(self.durable.history))
         self.policy_version = -1
+        self.live = -1
+        """Newest version that was announced."""
+        self.waiting: dict[int, int] = {}
+        """Updates of the versions that are live out of turn."""
         self.plans: dict[str, tuple[int, Any]] = {}
         self.deliveries: dict[str, dict[int, str]] = {}
-        self.unacknowledged: dict[int, list[str]] = {}
-        self.reports: dict[int, dict[str, Any]] = {}
+        self.log = ControlLog()
+        self.told = {"updates": self.weights.updates, "durable_updates": self.durable.updates, "announced": None}
+        """What the acknowledged part of the log has told."""
         self.busy = False
 
     def hello(self) -> dict[str, Any]:
+        trained = [g for m in self.log.messages if m.kind is Kind.CONSUMED for g in m.header["group_ids"]]
         return {
             "role": "learner",
             "session": self.session,
-            "updates": self.weights.updates,
-            "policy_version": self.policy_version,
-            "durable_updates": self.durable.updates,
+            "number": self.log.acknowledged,
+            **self.told,
             "credit_groups": self.credit,
-            "holding": [g for g in self.plans if self._complete(g)],
-            "consumed": [[u, ids] for u, ids in self.unacknowledged.items()],
-            "trained": [[u, self.reports[u]] for u in self.unacknowledged if self.sim.rng.random() < 0.8],
+            "holding": [*(g for g in self.plans if self._complete(g)), *trained],
         }
 
     def crash(self) -> None:
@@ -276,15 +280,35 @@ class SimulatedLearner(Peer):
         self.disconnect()
 
     def connected(self, header: dict[str, Any]) -> None:
-        for group in [g for g in self.plans if not self._complete(g)]:
+        for group in [g for g in self.plans if g not in header["holding"]]:
             del self.plans[group], self.deliveries[group]
+        self._applied(header["number"])
+        self.log.repeat()
         if self.policy_version < 0:
             self.policy_version = header["policy_version"] + 1
-            self._publish(self.policy_version, self.weights.updates)
-        else:
-            self._say_version()
-            if self.durable.updates:
-                self.send(Kind.CHECKPOINTED, {"updates": self.durable.updates})
+            self._publish(self.policy_version, self.weights.updates, self.life)
+        self._flush()
+
+    def tell(self, kind: Kind, header: Mapping[str, Any]) -> None:
+        """A control message, repeated until it is acknowledged."""
+        self.log.append(kind, header)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.welcome:
+            while (taken := self.log.take()) is not None:
+                self.send(taken[1].kind, dict(taken[1].header))
+
+    def _applied(self, number: int) -> None:
+        for message in self.log.acknowledge_through(number):
+            header = message.header
+            match message.kind:
+                case Kind.CONSUMED:
+                    self.told["updates"] = header["update"] + 1
+                case Kind.VERSION:
+                    self.told["announced"] = (header["policy_version"], header["updates"])
+                case Kind.CHECKPOINTED:
+                    self.told["durable_updates"] = header["updates"]
 
     def handle(self, message: WireMessage) -> None:
         header = message.header
@@ -311,7 +335,8 @@ class SimulatedLearner(Peer):
             case Kind.EVALUATION:
                 self.evaluation = header
             case Kind.ACK:
-                self.unacknowledged.pop(header["update"], None)
+                assert "missing" not in header, "nothing is lost within a connection"
+                self._applied(header["number"])
             case _:
                 raise AssertionError(message)
 
@@ -365,15 +390,13 @@ class SimulatedLearner(Peer):
         trained, report = self._report(members)
         ids = tuple(t for g in members for t in trained[g])
         self.sim.replayed_total += sum(map(len, report["replayed"].values()))
-        self.reports[update] = report
         self.weights.history.append((tuple(members), ids))
         self.weights.updates = update + 1
         self.sim.trained_total += 1
         for group in members:
             del self.plans[group], self.deliveries[group]
-        self.unacknowledged[update] = members
         self.busy = False
-        self.send(Kind.CONSUMED, {"update": update, "group_ids": members, **report})
+        self.tell(Kind.CONSUMED, {"update": update, "group_ids": members, **report})
         self.policy_version += 1
         version, updates = self.policy_version, self.weights.updates
         self.sim.after(self.sim.rng.uniform(0.05, 1), lambda: self._publish(version, updates, life))
@@ -382,19 +405,18 @@ class SimulatedLearner(Peer):
             self.sim.after(self.sim.rng.uniform(0.01, 1), lambda: self._saved(saved, life))
         self._train()
 
-    def _publish(self, version: int, updates: int, life: int | None = None) -> None:
-        if life is None or life == self.life:
+    def _publish(self, version: int, updates: int, life: int) -> None:
+        if life != self.life:
+            return
+        self.waiting[version] = updates
+        # delays are drawn for each publication; a real one waits for the one before
+        while (version := self.live + 1) in self.waiting or self.live < 0:
+            version = min(self.waiting) if self.live < 0 else version
+            self.live = version
             self.sim.engine_version = max(self.sim.engine_version, version)
-            # delays are drawn for each publication; a real one waits for the one before
-            self.live = max(getattr(self, "live", (-1, 0)), (version, updates))
-            self._say_version()
-
-    def _say_version(self) -> None:
-        version, updates = getattr(self, "live", (-1, 0))
-        if version >= 0:
-            self.send(Kind.VERSION, {"policy_version": version, "updates": updates})
+            self.tell(Kind.VERSION, {"policy_version": version, "updates": self.waiting.pop(version)})
 
     def _saved(self, saved: Weights, life: int) -> None:
         if life == self.life and saved.updates > self.durable.updates:
             self.durable = saved
-            self.send(Kind.CHECKPOINTED, {"updates": saved.updates})
+            self.tell(Kind.CHECKPOINTED, {"updates": saved.updates})

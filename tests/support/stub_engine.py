@@ -17,7 +17,7 @@ import orjson
 from aiohttp import web
 
 from actors.engine.base import Generation, PrefixCache, Sampling
-from pipeline.errors import EngineRefused, EngineUnavailable
+from pipeline.errors import EngineGone, EngineRefused
 from pipeline.schema import FinishReason, VersionSpan
 
 Script = Callable[[Sequence[int], Sampling], Sequence[int]]
@@ -61,6 +61,8 @@ class StubEngine:
         """Raised by the next requests instead of an answer."""
         self.requests: list[tuple[str, tuple[int, ...]]] = []
         """(session id, prompt ids) of each request."""
+        self._rest: dict[tuple[int, ...], Sequence[int]] = {}
+        """Rest of a completion that was cut, by the prompt that continues it."""
         self.keep_requests = True
         self.n_requests = 0
         self.in_flight = 0
@@ -86,17 +88,26 @@ class StubEngine:
         finally:
             self.in_flight -= 1
         if not self.alive:
-            raise EngineUnavailable(f"engine {self._name} is dead")
+            raise EngineGone(f"engine {self._name} is dead")
         if self.fault is not None:
             raise self.fault
         if first is None or self.version is None:
-            raise EngineUnavailable(f"engine {self._name} has weights without a version stamp")
-        ids = np.asarray(self._script(token_ids, sampling)[: sampling.max_tokens], dtype=np.int32)
+            raise EngineGone(f"engine {self._name} has weights without a version stamp")
+        ids = np.asarray(self._said(token_ids, sampling), dtype=np.int32)
         stopped = len(ids) > 0 and int(ids[-1]) in sampling.stop_token_ids
         logprobs = np.linspace(-2.0, -0.1, len(ids), dtype=np.float32)
         return Generation(
             ids, logprobs, _halves(len(ids), first, self.version), FinishReason.STOP if stopped else FinishReason.LENGTH
         )
+
+    def _said(self, token_ids: Sequence[int], sampling: Sampling) -> Sequence[int]:
+        """The completion that the script says, or the rest of it where the prompt ends with the part before."""
+        rest = self._rest.pop(tuple(token_ids), None) if self._rest else None
+        said = self._script(token_ids, sampling) if rest is None else rest
+        if len(said) > sampling.max_tokens:
+            said, rest = said[: sampling.max_tokens], said[sampling.max_tokens :]
+            self._rest[(*token_ids, *said)] = rest
+        return said
 
     async def weight_version(self) -> int | None:
         await self.health()
@@ -105,7 +116,7 @@ class StubEngine:
     async def health(self) -> None:
         await anyio.lowlevel.checkpoint()
         if not self.alive:
-            raise EngineUnavailable(f"engine {self._name} is dead")
+            raise EngineGone(f"engine {self._name} is dead")
 
     def wake(self) -> None:
         self.sleeping = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,9 +10,10 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from actors.actor import Actor
+from actors.actor import OVERDUE_SECONDS, Actor
 from actors.rollout.services import Services
 from pipeline.schema import Order, TrajectoryStatus
+from pipeline.schema.state import RoleState
 from pipeline.transport.codec import encode_order
 from pipeline.transport.protocol import Kind, Limits, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
@@ -82,7 +84,7 @@ async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
         await stage.order(*(make_order(seed) for seed in range(5)))
         await stage.until(lambda: len(stage.received) == 1)
         await until(lambda: actor.unacknowledged == 1 and actor.in_flight == 0)
-        assert "outbox" in actor.waiting_for()
+        assert "outbox" in actor.doing()[1]
         for n in range(1, 5):
             await stage.acknowledge(*stage.received)
             await stage.until(lambda n=n: len(stage.received) == n + 1)
@@ -101,6 +103,25 @@ async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_o
         await stage.order(make_order(9))
         await until(lambda: engine.in_flight == 1)
     assert not stage.received
+
+
+async def test_a_rollout_that_does_not_end_long_after_its_time_limit_is_noticed(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    async with running_actor(make_services([StubEngine(latency_seconds=30.0)]), slots=2) as (stage, actor, _):
+        await until(lambda: actor.connected)
+        assert actor.doing() == (RoleState.WAITING_FOR_ORDERS, "")
+        order = make_order(1)
+        await stage.order(order)
+        await until(lambda: actor.in_flight == 1)
+        assert actor.doing() == (RoleState.PLAYING, "")
+        now = time.monotonic()
+        assert not actor.overdue(now + 2 * order.seconds_max)
+        assert actor.overdue(now + 2 * order.seconds_max + OVERDUE_SECONDS + 1)
+        header = {"order_ids": [order.order_id], "reason": "x"}
+        await stage.hub.send("actor-0", WireMessage(Kind.CANCEL, header))
+        await until(lambda: actor.in_flight == 0)
+        assert not actor.overdue(now + 1e9)
 
 
 async def test_gauges_follow_what_is_played(make_services: MakeServices, make_order: MakeOrder) -> None:

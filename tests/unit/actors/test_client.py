@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from actors.engine.base import PrefixCache, Sampling
-from actors.engine.client import EngineClient
-from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
+from actors.engine.base import AnswerMemory, PrefixCache, Sampling
+from actors.engine.client import HEAD_BYTES_MAX, TOKEN_BYTES_MAX, EngineClient
+from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.schema import FinishReason, VersionSpan
 from tests.support.stub_engine import StubServer, good_answer
 
@@ -91,6 +91,9 @@ async def test_good_answer_gives_ids_logprobs_versions_and_reason() -> None:
         changed(**logprobs(-1, -1, -1, None)),
         changed(**logprobs(-1, -1, -1, "-1")),
         changed(**logprobs(-1, -1, -1, True)),
+        changed(**logprobs(-1, -1, -1, -3e38)),
+        changed(**logprobs(-1, -1, -1, -1e400)),
+        changed(**logprobs(-1, -1, -1, -100.5)),
         changed(finish_reason="tired"),
         changed(finish_reason=None),
         changed(finish_reason=["stop"]),
@@ -121,7 +124,8 @@ async def test_garbage_is_a_protocol_error_that_names_the_engine(answer: Callabl
         (400, EngineRefused),
         (404, EngineRefused),
         (422, EngineRefused),
-        (429, EngineUnavailable),
+        (429, EngineBusy),
+        (503, EngineBusy),
         (500, EngineUnavailable),
     ],
 )
@@ -136,11 +140,57 @@ async def test_status_decides_whether_to_try_again_and_the_engines_message_is_to
             await client.generate([1], SAMPLING)
 
 
+@pytest.mark.parametrize("label", ["other/3", "3", "withdrawn", "default"])
+async def test_weights_that_are_not_of_this_run_have_no_version(label: str) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        return good_answer(body, version=label)
+
+    async with StubServer(answer, version=label) as server, EngineClient(server.url, run="mine") as client:
+        assert await client.weight_version() is None
+        with pytest.raises(EngineUnavailable, match="not of this run"):
+            await client.generate([1, 2], Sampling(max_tokens=2))
+    async with StubServer(version="mine/3") as server, EngineClient(server.url, run="mine") as client:
+        assert await client.weight_version() == 3
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_does_not_take_our_key_is_unavailable_and_another_is_tried(status: int) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        return web.json_response({"error": {"message": "closed"}}, status=status)
+
+    async with StubServer(answer) as server, EngineClient(server.url) as client:
+        with pytest.raises(EngineUnavailable, match="key"):
+            await client.generate([1, 2], Sampling(max_tokens=2))
+
+
+async def test_every_request_shows_the_actors_key() -> None:
+    seen: list[str | None] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"weight_version": "0"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", key="s3cret") as client:
+            await client.weight_version()
+            await client.health()
+            with pytest.raises(EngineProtocolError):
+                await client.generate([1, 2], Sampling(max_tokens=2))
+    finally:
+        await runner.cleanup()
+    assert seen == ["Bearer s3cret"] * 3
+
+
 async def test_unstamped_tokens_are_not_version_zero() -> None:
     answer = changed(**versions(("default", 0, 4)))
     async with StubServer(answer, version="default") as server, EngineClient(server.url) as client:
         assert await client.weight_version() is None
-        with pytest.raises(EngineUnavailable, match="version stamp"):
+        with pytest.raises(EngineUnavailable, match="labelled 'default'"):
             await client.generate([1], SAMPLING)
 
 
@@ -160,7 +210,7 @@ async def test_dead_engine_slow_engine_and_engine_that_hangs_up_are_unavailable(
         with pytest.raises(EngineUnavailable, match=r"did not answer .* within 0.05 s"):
             await client.generate([1], SAMPLING)
         release.set()
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineGone):
         await client.generate([1], SAMPLING)
     await client.close()
 
@@ -176,6 +226,60 @@ async def test_dead_engine_slow_engine_and_engine_that_hangs_up_are_unavailable(
             await client.generate([1], SAMPLING)
         with pytest.raises(EngineUnavailable):
             await client.health()
+
+
+async def test_busy_engine_says_how_long_to_wait() -> None:
+    for header, seconds in (("7", 7.0), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("-1", None)):
+        busy = web.Response(status=429, headers={"Retry-After": header})
+        async with StubServer(lambda body, busy=busy: busy) as server, EngineClient(server.url) as client:
+            with pytest.raises(EngineBusy) as raised:
+                await client.generate([1], SAMPLING)
+            assert raised.value.seconds == seconds
+
+
+@pytest.mark.parametrize("with_length", [True, False])
+async def test_answer_longer_than_its_tokens_allow_is_refused_unread(with_length: bool) -> None:
+    longest = HEAD_BYTES_MAX + SAMPLING.max_tokens * TOKEN_BYTES_MAX
+    sent = 0
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        length = b"Content-Length: 1000000000" if with_length else b"Connection: close"
+        writer.write(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n")
+        try:
+            while sent < 100 * longest:
+                writer.write(b" " * longest)
+                sent += longest
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    raw = await asyncio.start_server(endless, "127.0.0.1", 0)
+    memory = AnswerMemory(2 * longest)
+    async with raw, EngineClient(f"http://127.0.0.1:{raw.sockets[0].getsockname()[1]}", memory=memory) as client:
+        with pytest.raises(EngineProtocolError, match=f"at most {longest} bytes"):
+            await client.generate([1], SAMPLING)
+    assert sent < 100 * longest and memory.bytes_reserved == 0
+
+
+async def test_answers_that_are_read_at_once_share_one_memory() -> None:
+    memory, most = AnswerMemory(10), 0
+
+    async def read(n_bytes: int) -> None:
+        nonlocal most
+        async with memory.reserve(n_bytes):
+            most = max(most, memory.bytes_reserved)
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as group:
+        for n_bytes in (4, 4, 4, 10, 1, 7, 3):
+            group.start_soon(read, n_bytes)
+    assert most <= 10 and memory.bytes_reserved == 0
+    await read(1000)
+    assert most == 1000, "one that is larger than the memory is read alone"
 
 
 def completion(body: dict[str, Any]) -> dict[str, Any]:

@@ -197,8 +197,8 @@ def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
     talk.end(pending, [smollm2.eos_token_id])
     talk.check()
     assert [t.branch for t in talk.recorder.turns()] == [0, 0]
-    added = smollm2.decode(pending.added_ids)
-    assert added.count("<|im_end|>") == 1 and "2" in added
+    assert pending.added_ids.count(smollm2.eos_token_id) == 1
+    assert "\n2<|im_end|>\n" in smollm2.decode(pending.added_ids)
 
 
 def test_a_reply_without_a_readable_call_is_text(smollm2: Any) -> None:

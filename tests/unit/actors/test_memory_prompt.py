@@ -143,7 +143,7 @@ async def test_lessons_are_in_the_first_message_of_the_user_and_nowhere_else(
         (Source("x", error=TimeoutError()), "timeout"),
         (Untidy("guess higher"), "error"),
         (Source("higher " * 600), "no_room"),
-        (Source("<|end|> "), "no_room"),
+        (Source(" \n"), "no_room"),
     ],
 )
 async def test_an_episode_without_an_answer_is_played_without_lessons(

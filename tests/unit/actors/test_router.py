@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import anyio
 import pytest
 from hypothesis import settings
@@ -10,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actors.engine.pool import EnginePool, NoEngineFit
 from actors.engine.router import Lease, MoveReason, Placement, Router
-from pipeline.errors import ConfigurationError, EngineUnavailable
+from pipeline.errors import ConfigurationError, EngineGone
 from pipeline.metrics.actor import ActorMetrics
 from tests.support.stub_engine import StubEngine
 
@@ -18,39 +21,64 @@ ENGINES = ("a", "b", "c")
 SESSIONS_MAX = 4
 
 
+def still() -> float:
+    return 0.5
+
+
 class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(ENGINES, SESSIONS_MAX)
+        self.router = Router(ENGINES, SESSIONS_MAX, still)
         self.leases: list[Lease] = []
-        self.placed: dict[str, str] = {}
+        self.now = 0.0
 
-    @rule(engine=st.sampled_from(ENGINES), alive=st.booleans(), version=st.integers(-1, 3))
-    def mark(self, engine: str, alive: bool, version: int) -> None:
-        self.router.mark(engine, alive=alive, version=version)
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(engine=st.sampled_from(ENGINES), healthy=st.booleans(), version=st.integers(-1, 3))
+    def probe(self, engine: str, healthy: bool, version: int) -> None:
+        self.router.probed(engine, self.now, healthy=healthy, version=version, problem="" if healthy else "no")
 
     @rule(session=st.sampled_from("stuvwxyz"), version=st.integers(0, 3), avoid=st.sets(st.sampled_from(ENGINES)))
     def acquire(self, session: str, version: int, avoid: set[str]) -> None:
         before = self.router.engine_of(session)
-        fit = {e.name for e in self.router.engines.values() if e.fit(version)}
-        loads = {name: self.router.engines[name].sessions for name in fit}
-        lease = self.router.acquire(session, version, avoid)
+        busy = any(lease.session == session for lease in self.leases)
+        fit = {e.name for e in self.router.engines.values() if e.fit(version, self.now)}
+        sessions = {name: state.sessions for name, state in self.router.engines.items()}
+        closed = {e.name for e in self.router.engines.values() if e.breaker.closed}
+        lease = self.router.acquire(session, version, self.now, avoid)
         assert (lease is None) == (not fit)
         if lease is None:
             return
         self.leases.append(lease)
         assert lease.engine in fit
-        if before in fit and before not in avoid:
-            assert lease.engine == before and lease.placement is Placement.STICKY
+        assert lease.trial == (lease.engine not in closed)
+        after = self.router.engine_of(session)
         if before is None:
-            candidates = (fit - avoid) or fit
-            assert loads[lease.engine] == min(loads[e] for e in candidates)
-            assert lease.placement is Placement.FIRST
+            assert lease.placement is Placement.FIRST and lease.engine not in (avoid if fit - avoid else ())
+        elif before not in fit:
+            assert lease.placement is Placement.MOVED and after == lease.engine != before
+        elif lease.move is MoveReason.RETURNED:
+            assert not busy, "a session comes back between two turns"
+            assert sessions[lease.engine] < sessions[before], "and only for balance"
+        else:
+            assert after == before, "what happens to one request moves no session"
+            assert lease.placement is (Placement.STICKY if lease.engine == before else Placement.ELSEWHERE)
+            assert not (before in avoid and lease.engine == before and fit - avoid)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), again=st.booleans())
-    def release(self, data: st.DataObject, again: bool) -> None:
+    @rule(
+        data=st.data(),
+        again=st.booleans(),
+        outcome=st.sampled_from(["answered", "failed", "failed", "down", "cancelled"]),
+    )
+    def release(self, data: st.DataObject, again: bool, outcome: str) -> None:
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        if outcome == "answered":
+            self.router.answered(lease, self.now)
+        elif outcome != "cancelled":
+            self.router.failed(lease, self.now, "HTTP 500", down=outcome == "down")
         self.router.release(lease)
         if again:
             self.router.release(lease)
@@ -67,9 +95,8 @@ class RouterMachine(RuleBasedStateMachine):
             assert engine.in_flight == sum(lease.engine == name for lease in self.leases)
             assert engine.sessions >= 0
         assert statistics.sessions == sum(statistics.sessions_by_engine.values())
-        assert statistics.moves.get(MoveReason.DIED, 0) + statistics.moves.get(
-            MoveReason.LAGGING, 0
-        ) == statistics.placements.get(Placement.MOVED, 0)
+        moved = sum(n for reason, n in statistics.moves.items() if reason is not MoveReason.EVICTED)
+        assert moved == statistics.placements.get(Placement.MOVED, 0)
         busy = {lease.session for lease in self.leases}
         assert statistics.sessions <= max(SESSIONS_MAX, len(busy) + SESSIONS_MAX)
         if not self.leases:
@@ -77,52 +104,151 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterMachine = RouterMachine.TestCase
-TestRouterMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRouterMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def fit_router(*versions: int, sessions_max: int = 100) -> Router:
-    router = Router(ENGINES[: len(versions)], sessions_max)
+    router = Router(ENGINES[: len(versions)], sessions_max, still)
     for name, version in zip(ENGINES, versions, strict=False):
-        router.mark(name, alive=True, version=version)
+        router.probed(name, 0.0, healthy=True, version=version)
     return router
+
+
+def turn(router: Router, session: str, now: float = 0.0, outcome: str = "answered", version_min: int = 0) -> Lease:
+    """One request from its lease to its end."""
+    lease = router.acquire(session, version_min, now)
+    assert lease is not None
+    if outcome == "answered":
+        router.answered(lease, now)
+    else:
+        router.failed(lease, now, "HTTP 500")
+    router.release(lease)
+    return lease
 
 
 def test_turns_of_a_session_reach_one_engine_and_sessions_spread_evenly() -> None:
     router = fit_router(0, 0, 0)
-    for turn in range(3):
+    for number in range(3):
         for session in range(30):
-            lease = router.acquire(str(session), 0)
-            assert lease is not None and lease.placement is (Placement.FIRST if turn == 0 else Placement.STICKY)
-            router.release(lease)
+            lease = turn(router, str(session))
+            assert lease.placement is (Placement.FIRST if number == 0 else Placement.STICKY)
     assert router.statistics().sessions_by_engine == {"a": 10, "b": 10, "c": 10}
 
 
 def test_session_moves_when_its_engine_lags_and_stays_moved() -> None:
     router = fit_router(3, 3)
-    first = router.acquire("s", 3)
+    first = router.acquire("s", 3, 0.0)
     assert first is not None
     router.release(first)
     other = "b" if first.engine == "a" else "a"
-    router.mark(other, alive=True, version=4)
-    second = router.acquire("s", 4)
+    router.stamped(other, 4)
+    second = router.acquire("s", 4, 0.0)
     assert second is not None and (second.engine, second.move) == (other, MoveReason.LAGGING)
     router.release(second)
-    third = router.acquire("s", 3)
+    third = router.acquire("s", 3, 0.0)
     assert third is not None and third.engine == other
 
 
 def test_unstamped_engine_is_fit_for_nothing() -> None:
-    assert fit_router(-1).acquire("s", 0) is None
+    assert fit_router(-1).acquire("s", 0, 0.0) is None
 
 
 def test_least_recently_used_session_is_forgotten_first() -> None:
     router = fit_router(0, sessions_max=2)
     for session in ("old", "new", "old", "newest"):
-        lease = router.acquire(session, 0)
+        lease = router.acquire(session, 0, 0.0)
         assert lease is not None
         router.release(lease)
     assert router.engine_of("new") is None and router.engine_of("old") == "a"
     assert router.evicted == 1
+
+
+def two_engines() -> Router:
+    """A hundred conversations on each of two engines."""
+    router = fit_router(0, 0, sessions_max=1000)
+    for session in range(200):
+        turn(router, str(session))
+    assert balance(router) == (100, 100)
+    return router
+
+
+def balance(router: Router) -> tuple[int, ...]:
+    return tuple(router.statistics().sessions_by_engine.values())
+
+
+def test_failed_request_is_made_elsewhere_and_no_conversation_moves() -> None:
+    router = two_engines()
+    lease = turn(router, "0", outcome="failed")
+    again = router.acquire("0", 0, 0.0, {lease.engine})
+    assert again is not None and again.placement is Placement.ELSEWHERE and again.engine != lease.engine
+    router.release(again)
+    assert balance(router) == (100, 100)
+    for session in range(200):
+        assert turn(router, str(session)).placement is Placement.STICKY
+    assert balance(router) == (100, 100)
+
+
+def test_engine_that_keeps_failing_loses_its_conversations_and_gets_its_share_back_slowly() -> None:
+    router, draw, now = two_engines(), random.Random(3), 0.0
+
+    def turns(seconds: float, failure_rate: float) -> list[tuple[int, ...]]:
+        """A turn of a tenth of all conversations every 0.5 s; the balance after each."""
+        nonlocal now
+        seen, until = [], now + seconds
+        while now < until:
+            now += 0.5
+            for session in draw.sample(range(200), 20):
+                lease = router.acquire(str(session), 0, now)
+                assert lease is not None
+                if lease.engine == "a" and draw.random() < failure_rate:
+                    router.failed(lease, now, "HTTP 500")
+                else:
+                    router.answered(lease, now)
+                router.release(lease)
+            seen.append(balance(router))
+        return seen
+
+    turns(120, 0.3)
+    assert not router.engines["a"].breaker.closed or balance(router)[0] < 50
+    after = turns(60, 0.0)
+    assert after[-1] == (100, 100)
+    gains = [b[0] - a[0] for a, b in itertools.pairwise(after)]
+    assert max(gains) <= 10, "at most its share in ten seconds"
+    settled = dict(router.statistics().moves)
+    turns(30, 0.0)
+    assert router.statistics().moves == settled, "no conversation moves once they are balanced"
+
+
+def test_engine_that_starts_late_gets_new_conversations_alone() -> None:
+    router = Router(ENGINES[:2], 1000, still)
+    router.probed("a", 0.0, healthy=True, version=0)
+    for session in range(50):
+        turn(router, str(session))
+    router.probed("b", 10.0, healthy=True, version=0)
+    for session in range(100):
+        turn(router, str(session), 30.0)
+    assert balance(router) == (50, 50) and router.statistics().moves == {}
+
+
+def test_conversations_return_to_a_restarted_engine_between_turns_as_far_as_balance_needs() -> None:
+    router = two_engines()
+    router.probed("a", 1.0, healthy=False, problem="connection refused")
+    for session in range(200):
+        turn(router, str(session), 2.0)
+    assert balance(router) == (0, 200)
+    router.probed("a", 10.0, healthy=True, version=0)
+    in_a_turn = router.acquire("0", 0, 10.0)
+    assert in_a_turn is not None
+    counts = []
+    for step in range(30):
+        now = 10.0 + 0.5 * step
+        for session in range(200):
+            turn(router, str(session), now)
+        counts.append(balance(router)[0])
+        assert router.engine_of("0") == "b", "a session with a request in flight stays"
+    assert counts == sorted(counts) and counts[-1] == 100
+    assert counts[1] <= 10 and counts[9] <= 50
+    assert router.statistics().moves[MoveReason.RETURNED] == 100
 
 
 async def test_lease_is_released_however_the_block_ends(metrics: ActorMetrics) -> None:
@@ -158,8 +284,9 @@ async def test_engine_that_came_back_is_used_again_without_waiting_for_the_next_
     pool = EnginePool([engine], sessions_max=9, wait_seconds_max=1000, metrics=metrics, probe_seconds=1000)
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)
-        async with pool.lease("s", 0) as leased:
-            pool.failed(leased.name, EngineUnavailable("gone"))
+        with pytest.raises(EngineGone):
+            async with pool.lease("s", 0):
+                raise EngineGone("gone")
         with anyio.fail_after(60):
             async with pool.lease("s", 0):
                 pass

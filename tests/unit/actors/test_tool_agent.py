@@ -310,7 +310,8 @@ async def test_long_answers_are_cut_and_cannot_end_a_turn(
         trajectory = await run_order(services, make_order())
         answer = trajectory.turns[1].context_messages[0].content
         assert len(answer) < 400 and answer.endswith("end") and f"{unit} left out]" in answer
-        assert "<|im_end|>" not in answer and trajectory.turns[1].branch == 0
+        assert answer.startswith("<|im_end|>\n<|im_start|>") and trajectory.turns[1].branch == 0
+        assert trajectory.turns[1].context.token_ids.tolist().count(smollm2.eos_token_id) == 1
 
 
 async def test_a_loop_by_import_path_decides_what_is_said_next(

@@ -40,6 +40,8 @@ class Engine:
 
     async def handle(self, request: web.Request) -> web.Response:
         path, whole = request.path, request.path_qs
+        if path == "/collective_rpc" and (await request.json())["method"] == "abandon_update":
+            return web.json_response({"error": "unknown"}, status=400)
         self.calls.append(whole)
         for key in (whole, path):
             if self.faults.get(key, 0) > 0:

@@ -18,7 +18,7 @@ from actors.servers import launch, vllm
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import signal_group
-from pipeline.runtime.rundir import RunDirectory, await_model
+from pipeline.runtime.rundir import AWAIT_MODEL, RunDirectory, await_model
 
 
 def config(directory: Path, prepared: bool = True, **engine: Any) -> RunConfig:
@@ -112,7 +112,24 @@ def test_an_engine_may_start_before_its_model_is_prepared(tmp_path: Path) -> Non
     assert "actors.embedded.server" in argv
 
 
-def test_waiting_for_the_model_ends_when_the_folder_appears(tmp_path: Path) -> None:
+def test_a_model_that_does_not_appear_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"wrong \(with config.json\), found none: 'afterplay run FILE'"):
+        await_model(tmp_path / "wrong")
+    monkeypatch.setenv(AWAIT_MODEL, "0.05")
+    with pytest.raises(ConfigurationError, match=r"found none after 0.05 s"):
+        await_model(tmp_path / "wrong")
+
+
+def test_only_an_engine_that_is_told_to_waits_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda program, argv, environment: started.append(environment))
+    launch.main(config(tmp_path, prepared=False), 0, await_model=True)
+    launch.main(config(tmp_path), 0)
+    assert [float(environment.get(AWAIT_MODEL, 0)) for environment in started] == [3600.0, 0.0]
+
+
+def test_waiting_for_the_model_ends_when_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AWAIT_MODEL, "20")
     waiting = threading.Thread(target=await_model, args=(tmp_path / "model",))
     waiting.start()
     (tmp_path / "scratch").mkdir()

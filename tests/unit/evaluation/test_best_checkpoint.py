@@ -17,6 +17,7 @@ from learner.checkpoints.checkpoint import CheckpointState, checkpoint_path, fin
 from learner.checkpoints.writer import CheckpointWriter
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.contents import write_contents
 
 
 def write(root: Path, updates: int, version: int | None = None) -> Path:
@@ -24,11 +25,9 @@ def write(root: Path, updates: int, version: int | None = None) -> Path:
     (folder / "model").mkdir(parents=True)
     version = updates if version is None else version
     (folder / "model" / "weights").write_text(f"{updates} {version}")
-    files = {"model/weights": (folder / "model" / "weights").stat().st_size}
     state = CheckpointState(updates, version, {})
-    (folder / "state.json").write_bytes(
-        orjson.dumps({**state.as_json(), "files": files}, option=orjson.OPT_NON_STR_KEYS)
-    )
+    (folder / "state.json").write_bytes(orjson.dumps(state.as_json(), option=orjson.OPT_NON_STR_KEYS))
+    write_contents(folder)
     return folder
 
 

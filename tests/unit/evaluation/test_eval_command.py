@@ -14,6 +14,7 @@ from pipeline.cli.viewer.progress import describe_evaluation
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, loads
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.contents import write_contents
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.evaluate import (
@@ -25,6 +26,7 @@ from pipeline.supervisor.evaluate import (
     print_result,
 )
 from pipeline.supervisor.processes import specs_of
+from tests.support.damage import DAMAGES
 
 
 def checkpoint(run: RunDirectory, updates: int) -> Path:
@@ -55,6 +57,18 @@ def test_the_weights_that_are_asked_for(run: RunDirectory) -> None:
     for name in ("30", "newest", ""):
         with pytest.raises(ConfigurationError, match=r"best, latest, initial or one of .*10, 20"):
             find_weights(run, name)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_weights_are_not_evaluated(run: RunDirectory, damage: str) -> None:
+    run.config_file.write_text(dump(RunConfig()))
+    checkpoint(run, 10)
+    newest = checkpoint(run, 20)
+    (newest / "model" / "model.safetensors").write_bytes(bytes(range(99)))
+    write_contents(newest)
+    DAMAGES[damage](newest / "model" / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"u000020 .* is damaged \(model/model.safetensors .* one of 10, 20"):
+        evaluate_checkpoint(run.path, EvaluationRequest())
 
 
 def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDirectory) -> None:

@@ -68,9 +68,11 @@ class Stage:
         self.round()
 
     def version(self, version: int, updates: int) -> None:
-        learner = {"session": "s", "updates": updates, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
+        learner = {"session": "s", "number": self.core.control.applied + 1, "updates": updates, "credit_groups": 8}
         self.core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
-        self.core.message("learner", WireMessage(Kind.VERSION, {"policy_version": version, "updates": updates}))
+        number = self.core.control.applied + 1
+        header = {"number": number, "policy_version": version, "updates": updates}
+        self.core.message("learner", WireMessage(Kind.VERSION, header))
         self.round()
 
     def round(self) -> None:
@@ -180,7 +182,7 @@ def test_over_its_time_it_ends_with_what_it_has(tmp_path: Any) -> None:
 
 
 def test_what_was_missed_while_one_played_falls_out_and_is_counted(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.sections["run"] = {"total_steps": 100}
     stage.restart()
     stage.version(0, 0)
@@ -264,14 +266,14 @@ def test_an_actor_with_other_splits_is_refused(stage: Stage) -> None:
 
 
 def test_a_learner_that_goes_back_ends_the_evaluation_of_weights_that_are_gone(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.sections["run"] = {"total_steps": 100}
     stage.restart()
     stage.version(0, 0)
     stage.answer_all(reward=0.0)
     stage.version(2, 2)
     assert stage.evaluating()
-    stage.core.dispatch.session = "another"
+    stage.core.control.session = "another"
     stage.core.batches.consumed = 2
     stage.version(3, 1)
     assert stage.results[-1]["status"] == "abandoned" and not stage.evaluating()
@@ -281,7 +283,7 @@ def test_a_learner_that_goes_back_ends_the_evaluation_of_weights_that_are_gone(t
 
 
 def test_a_learner_that_goes_back_takes_the_best_that_was_never_durable_with_it(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.sections["run"] = {"total_steps": 100}
     stage.restart()
     for updates, reward in ((0, 0.25), (2, 0.5), (4, 0.0), (6, 0.75)):
@@ -290,7 +292,7 @@ def test_a_learner_that_goes_back_takes_the_best_that_was_never_durable_with_it(
     assert stage.core.evaluations.best["updates"] == 6
     stage.restart()
     stage.core.batches.consumed = 6
-    stage.core.dispatch.session = "another"
+    stage.core.control.session = "another"
     stage.version(7, 4)
     assert stage.core.evaluations.best["updates"] == 2 and not stage.evaluating()
     stage.version(9, 6)
@@ -299,7 +301,7 @@ def test_a_learner_that_goes_back_takes_the_best_that_was_never_durable_with_it(
 
 
 def test_scores_of_other_tasks_are_not_compared(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=400)
+    stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.sections["run"] = {"total_steps": 100}
     stage.restart()
     stage.version(0, 0)
@@ -325,7 +327,7 @@ def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> 
     core.peer_up("actor-0", {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": 5, "holding": []})
     learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
     core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
-    core.message("learner", WireMessage(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+    core.message("learner", WireMessage(Kind.VERSION, {"number": 1, "policy_version": 0, "updates": 0}))
     waiting: list[Order] = []
     trained = 0
     for _ in range(60):
@@ -350,7 +352,7 @@ def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> 
 
 @pytest.mark.parametrize("wanted", [0, 1, 3, 4, 6, 100])
 def test_so_many_rollouts_are_shown_of_the_same_tasks_each_time(tmp_path: Any, wanted: int) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=400, greedy=False, samples=2)
+    stage = Stage(tmp_path / "r.sqlite", slots=200, greedy=False, samples=2)
     stage.restart(run={"total_steps": 100}, traces={"evaluated": wanted})
     shown: list[set[tuple[str, int]]] = []
     for updates in (0, 2):
@@ -365,7 +367,7 @@ def test_so_many_rollouts_are_shown_of_the_same_tasks_each_time(tmp_path: Any, w
 
 
 def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_given_up(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=400, greedy=False, samples=3)
+    stage = Stage(tmp_path / "r.sqlite", slots=200, greedy=False, samples=3)
     stage.sections["scorer"] = {"functions": [{"path": "tests.nowhere:group", "per": "group"}]}
     stage.restart()
     stage.core.ingest._score_now = None

@@ -72,10 +72,12 @@ class History:
     rows: dict = field(default_factory=dict)
     tasks: dict = field(default_factory=dict)
     state: dict | None = None
+    update_records: list | None = None
     plans: list = field(default_factory=list)
     playing: list = field(default_factory=list)
     row_id: int = 0
     version: int = 0
+    updates: int = 0
     saved: int = 0
     left: int = 0
     reasons: Counter = field(default_factory=Counter)
@@ -96,6 +98,7 @@ class History:
             self.experience.cancelled(self.playing.pop(x % len(self.playing)).task)
         elif operation == 8:
             self.update(x)
+            self.age()
         self.write()
         if operation == 9 and self.restarts:
             self.restart()
@@ -124,14 +127,18 @@ class History:
             self.check_candidates(outcome.rescue)
             self.rescued.append((self.row_id, [(c.entry.row_id, c.turn) for c in outcome.rescue]))
 
-    def update(self, x: int) -> None:
+    def age(self) -> None:
         self.version += 1
+        self.experience.age_to(self.version)
+
+    def update(self, x: int) -> None:
         held = [entry.row_id for entry in self.experience.entries]
         used = held[x % 3 :: 3]
         ess = {"all": 0.5, "fresh": 1.0, "replay": (None, 0.1, 0.9, math.nan)[x % 4]}
         entropies = {row_id: ((row_id * 7 + x) % 13) / 3 for row_id in held[::2]}
-        self.experience.consumed(used=used, ess=ess, entropies=entropies, solve_rate=(x % 10) / 10)
-        self.experience.age_to(self.version)
+        about = {"used": used, "ess": ess, "entropies": entropies, "solve_rate": (x % 10) / 10}
+        self.experience.consumed(update=self.updates, **about)
+        self.updates += 1
 
     def write(self) -> None:
         changes = self.experience.take_changes()
@@ -145,12 +152,16 @@ class History:
             self.tasks.pop(task_id, None)
         if changes.state is not None:
             self.state = json.loads(json.dumps(changes.state))
+        if changes.updates is not None:
+            self.update_records = json.loads(json.dumps(changes.updates))
         assert not self.experience.take_changes()
 
     def restart(self) -> None:
         entries = sorted(map(copy.copy, self.rows.values()), key=lambda e: e.saved)
         tasks = sorted(map(own, self.tasks.values()), key=lambda r: r.task.task_id, reverse=True)
-        self.experience = Experience(self.config, entries=entries, tasks=tasks, state=self.state)
+        self.experience = Experience(
+            self.config, entries=entries, tasks=tasks, state=self.state, updates=self.update_records
+        )
         self.sampler = TaskSampler(self.config.environments, self.config.run.seed, self.sampler.state())
         assert not self.experience.take_changes()
 

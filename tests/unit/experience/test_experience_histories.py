@@ -7,6 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.learner import CheckpointConfig
 from pipeline.store.experience_records import Leave
 
 SEEDS = st.integers(0, 2**32)
@@ -69,11 +70,64 @@ def test_invariants_hold_and_a_restart_at_any_moment_draws_what_would_have_come(
                 history.finish(history.playing.pop(0), seed + 17 * i)
             if i % 20 == 10:
                 history.update(i // 5)
+                history.age()
     assert shape(one.plans) == shape(other.plans) and one.rescued == other.rescued
     assert one.experience.entries == other.experience.entries
     for history in (one, other):
         history.write()
         history.check()
+
+
+@settings(max_examples=60)
+@given(seed=SEEDS)
+def test_an_update_that_is_taken_back_leaves_what_there_would_be_had_it_never_been_made(make, seed):
+    """The trajectories that were collected and the versions that were published meanwhile are the same in both. So
+    evictions, which go by entropy, and rescues, which go by the guard's factor, are left out."""
+    rng = random.Random(seed)
+    config = config_of(make, rng)
+    replay = config.replay.model_copy(update={"max_trajectories_per_task": 1000, "inject": "ratio"})
+    config = config.model_copy(update={"replay": replay})
+    one, other = make.history(config), make.history(config)
+    for operation, x in operations_of(rng):
+        one.apply(operation, x)
+        other.apply(operation, x)
+    resumed = one.updates + rng.randint(0, 3)
+    for _ in range(rng.randint(0, 30)):
+        x = rng.randrange(2**16)
+        if one.playing and rng.random() < 0.5:
+            one.finish(one.playing.pop(x % len(one.playing)), x)
+            other.finish(other.playing.pop(x % len(other.playing)), x)
+        else:
+            one.update(x)
+            if other.updates < resumed:
+                other.update(x)
+            one.age(), other.age()
+        one.write(), other.write()
+    if rng.random() < 0.5:
+        one.restart()
+    one.experience.roll_back(resumed)
+    one.write()
+    one.check(), other.check()
+    assert one.experience.entries == other.experience.entries
+    assert (one.experience.factor, one.experience.share) == (other.experience.factor, other.experience.share)
+    assert one.experience._state() == other.experience._state()
+    assert (one.update_records or []) == (other.update_records or [])
+    for i in range(20):
+        one.admit(i), other.admit(i)
+    assert shape(one.plans) == shape(other.plans)
+
+
+def test_updates_are_remembered_while_a_checkpoint_before_them_may_be_there(make):
+    history = make.history(make.config().model_copy(update={"checkpoint": CheckpointConfig(every=2, keep=3)}))
+    history.experience.import_entries([make.entry(0)])
+    for update in range(20):
+        history.update(0)
+        if update % 2:
+            history.experience.covered(update + 1)
+    history.write()
+    assert [record["update"] for record in history.update_records] == list(range(14, 20))
+    history.experience.roll_back(14)
+    assert history.experience.entries[0].uses == 14
 
 
 @settings(max_examples=20)

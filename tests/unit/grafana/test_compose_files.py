@@ -66,12 +66,18 @@ def test_every_container_is_guarded() -> None:
             assert service["mem_limit"] and service["pids_limit"], name
 
 
-def test_each_role_gets_its_own_keys_and_no_other() -> None:
-    def mounted(service: str) -> set[str]:
-        return {volume.split(":")[0] for volume in COMPOSE["services"][service]["volumes"]}
+def mounts(role: str) -> set[str]:
+    return {volume.split(":")[0] for volume in COMPOSE["services"][role]["volumes"]}
 
-    assert mounted("actor") == {"runs", "keys-actor"} and mounted("learner") == {"runs", "keys-learner"}
-    assert mounted("engine") == {"runs"} and mounted("replay") == {"runs", "keys"}
+
+def test_each_role_gets_its_own_keys_and_no_other() -> None:
+    assert {name: mounts(name) - {"runs"} for name in ("prepare", "engine", *ROLES)} == {
+        "prepare": set(),
+        "engine": {"engine_actor", "engine_learner"},
+        "replay": {"keys"},
+        "learner": {"keys_learner", "engine_learner"},
+        "actor": {"keys_actor", "engine_actor"},
+    }
 
 
 def test_grafana_has_no_password_that_is_known() -> None:
@@ -99,6 +105,14 @@ def test_only_the_replay_stage_leaves_loopback_and_it_has_keys() -> None:
     bound = COMPOSE["services"]["replay"]["environment"]["AFTERPLAY__REPLAY__ADDRESS"]
     assert bound == CONFIG.replay.address.replace("replay", "0.0.0.0")
     assert str(CONFIG.transport.curve) == "/keys"
+
+
+def test_both_compositions_know_the_same_keys_of_the_engine() -> None:
+    for service in ("engine", "learner", "actor"):
+        environment = GPU["services"][service]["environment"]
+        config = load(ROOT / "configs" / "gpu.yaml", environment=environment)
+        assert config.engine.actor_key == CONFIG.engine.actor_key
+        assert config.engine.learner_key == CONFIG.engine.learner_key
 
 
 def test_actors_and_learner_are_stopped_before_what_they_drain_into() -> None:

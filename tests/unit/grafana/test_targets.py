@@ -22,11 +22,11 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_every_live_process_and_every_engine_is_scraped_under_its_role(run: RunDirectory) -> None:
-    assert file_sd(targets_of_run(run.path)) == [
-        {"targets": ["127.0.0.1:41", "127.0.0.1:42"], "labels": {"job": "afterplay-actor"}},
-        {"targets": ["127.0.0.1:43"], "labels": {"job": "afterplay-learner"}},
-        {"targets": ["127.0.0.1:44"], "labels": {"job": "afterplay-replay"}},
-        {"targets": ["127.0.0.1:8123", "127.0.0.1:8124"], "labels": {"job": "afterplay-engine"}},
+    assert file_sd(targets_of_run(run.path), "r") == [
+        {"targets": ["127.0.0.1:41", "127.0.0.1:42"], "labels": {"job": "afterplay-actor", "run": "r"}},
+        {"targets": ["127.0.0.1:43"], "labels": {"job": "afterplay-learner", "run": "r"}},
+        {"targets": ["127.0.0.1:44"], "labels": {"job": "afterplay-replay", "run": "r"}},
+        {"targets": ["127.0.0.1:8123", "127.0.0.1:8124"], "labels": {"job": "afterplay-engine", "run": "r"}},
     ]
 
 

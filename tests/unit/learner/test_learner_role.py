@@ -2,7 +2,9 @@
 
 import contextlib
 import itertools
+import threading
 import time
+from collections import Counter
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,17 +21,24 @@ from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.models.info import ModelInfo
 from learner.recorder import MetricsLog
 from learner.role import serve as serve_learner
+from learner.training.trainer import Trainer
+from learner.weights import publisher as publisher_module
 from pipeline.config import RunConfig
+from pipeline.errors import DamagedFiles
 from pipeline.metrics.learner import STAGES
-from pipeline.runtime.process import RoleContext
+from pipeline.runtime.process import ExitCode, RoleContext, _explain
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
+from pipeline.schema.state import RoleState
+from pipeline.schema.weight_stamp import WITHDRAWN
 from pipeline.stage.role import serve as serve_stage
 from pipeline.store.evaluation_results import read_results
+from pipeline.store.ledger import read_ledger
 from pipeline.supervisor.disk import describe_disk, disk_usage, remove_published
 from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from tests.support.damage import flip
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 
 
@@ -52,8 +61,9 @@ class Engine:
             self.digest = "initial" if folder.name == "model" else read
         if request.path == "/update_weight_version":
             self.version = body["new_version"]
-            self.versions.append(int(self.version))
-            self.weights_of.setdefault(self.version, set()).add(self.digest)
+            if self.version != WITHDRAWN:
+                self.versions.append(int(self.version))
+                self.weights_of.setdefault(self.version, set()).add(self.digest)
         return web.json_response({})
 
 
@@ -104,7 +114,7 @@ async def play(network, engine):
                 continue
             order = decode_order(event.message.header)
             turn = Turn(
-                TokenSpan.context([1, 2]), TokenSpan.sampled(rng.integers(3, 9, 2), [-1.0, -2.0], int(engine.version)),
+                TokenSpan.context([1, 2]), TokenSpan.sampled(rng.integers(3, 9, 2), [-1.0, -2.0], engine.versions[-1]),
                 (ChatMessage("user", "u"),), ChatMessage("assistant", "a"), FinishReason.STOP, 1.0, {"right": 1.0},
             )  # fmt: skip
             trajectory = Trajectory(
@@ -340,9 +350,117 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
             with anyio.fail_after(20):
-                while (
-                    "rollouts: 0 of 2 groups of step 1" not in ctx.status.waiting_for
-                    or not ctx.status.details["engines"]
-                ):
+                while "version 0" not in ctx.status.waiting_for or not ctx.status.details["engines"]:
                     await reported.wait()
             ctx.stopping.set()
+
+
+async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(world):
+    """The replay stage has freed the groups of updates 3 and 4, which the damaged checkpoint had: others are played."""
+    async with world(total_steps=8, checkpoint={"every": 2}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await w.until_step(5)
+            ctx.stopping.set()
+        newest, older = find_checkpoints(w.directory.checkpoints)
+        flip(newest / "training.pt")
+        ctx, run = w.learner()
+        await run()
+        assert ctx.status.state == "finished"
+    [sentence] = ctx.health()[1]["notices"]
+    lost = int(newest.name[1:]) - int(older.name[1:])
+    assert f"{newest.name} is damaged" in sentence and f"{older.name}; updates to make again: {lost}" in sentence
+    assert ctx.registry.get_sample_value("afterplay_learner_damaged_checkpoints") == 1
+    assert [line["step"] for line in w.lines()] == list(range(1, 9))
+    assert w.engine.versions == sorted(w.engine.versions)
+    assert {version: len(weights) for version, weights in w.engine.weights_of.items() if len(weights) > 1} == {}
+    ledger = read_ledger(w.directory.store_file)
+    assert ledger.audit() == [] and ledger.updates == 8
+
+
+async def test_a_restarted_engine_gets_damaged_weights_written_again_while_the_learner_waits(world, monkeypatch):
+    """The engine restarts when everything that could be played is trained: no next version would come."""
+    monkeypatch.setattr("learner.weights.engine_keeper.WATCH_SECONDS", 0.02)
+    monkeypatch.setattr("learner.loop.LOOK_SECONDS", 0.02)
+
+    handle, send, loaded_again, looks = Engine.handle, MemoryLink.send, anyio.Event(), itertools.count(1)
+
+    async def restarting(engine, request):
+        folder = w.directory.weights(2)
+        published = engine.version == "2" and (folder / "contents.json").exists()
+        if request.path == "/weight_info" and published and next(looks) == 5:  # by then the publication is over
+            flip(folder / "model.safetensors")
+            engine.version, engine.digest = "default", "initial"
+        answer = await handle(engine, request)
+        if engine.versions[-2:] == [2, 2]:
+            loaded_again.set()
+        return answer
+
+    async def hold(link, message):
+        if message.kind is Kind.TRAJECTORY and w.engine.versions[-1] == 2:
+            await loaded_again.wait()
+        return await send(link, message)
+
+    monkeypatch.setattr(Engine, "handle", restarting)
+    monkeypatch.setattr(MemoryLink, "send", hold)
+    async with world(total_steps=3, staleness={"max": 0}) as w:
+        _, run = w.learner()
+        await run()
+    assert w.engine.versions == [0, 1, 2, 2, 3]
+    assert {version: len(weights) for version, weights in w.engine.weights_of.items()} == dict.fromkeys("0123", 1)
+
+
+async def test_a_learner_without_an_intact_checkpoint_ends_with_one_sentence(world, capsys):
+    async with world(total_steps=2, checkpoint={"every": 1, "at_end": False, "keep": 1}) as w:
+        _, run = w.learner()
+        await run()
+        for path in find_checkpoints(w.directory.checkpoints):
+            flip(path / "model" / "model.safetensors")
+        _, run = w.learner()
+        with pytest.raises(DamagedFiles) as caught:
+            await run()
+    assert _explain("learner", caught.value) == ExitCode.CONFIGURATION, "the supervisor does not start it again"
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+async def until_unwell(ctx, state):
+    """Wait until the role counts as stuck in ``state``; there is no event for what does not happen."""
+    with anyio.fail_after(20):
+        while ctx.health()[1]["state"] != f"stuck while {state}":
+            await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "state"),
+    [(Trainer, "step", RoleState.TRAINING), (publisher_module, "write_weights", RoleState.PUBLISHING)],
+)
+async def test_a_thread_that_hangs_is_noticed_although_the_event_loop_lives(world, monkeypatch, place, name, state):
+    released, real = threading.Event(), getattr(place, name)
+
+    def hang(*args, **options):
+        released.wait(30)
+        return real(*args, **options)
+
+    monkeypatch.setattr(place, name, hang)
+    async with world(supervisor={"progress_seconds_max": 0.1}, publish={"timeout_seconds": 0.5}) as w:
+        ctx, run = w.learner()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                await until_unwell(ctx, state)
+                released.set()
+                ctx.stopping.set()
+        finally:
+            released.set()
+
+
+async def test_every_layer_of_a_pass_is_progress_and_waiting_for_rollouts_is_too(world, monkeypatch):
+    async with world(supervisor={"progress_seconds_max": 0.1}) as w:
+        ctx, run = w.learner()
+        beats, beat = Counter(), ctx.beat
+        monkeypatch.setattr(ctx, "beat", lambda: (beats.update([ctx.status.state]), beat()))
+        await run()
+    assert beats[RoleState.TRAINING] >= 3 * 2, "one layer, forward and backward, in three updates"
+    assert beats[RoleState.WAITING_FOR_ROLLOUTS] >= 3
+    assert ctx.registry.get_sample_value("afterplay_run_finished_timestamp_seconds") > 0

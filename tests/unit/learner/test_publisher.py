@@ -3,6 +3,7 @@
 import asyncio
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -12,10 +13,16 @@ from transformers import AutoModelForCausalLM
 from learner.weights import engine_keeper
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target, load_needed
+from learner.weights.probe import WeightProbe
 from learner.weights.publisher import Publisher, published_versions, write_weights
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.metrics.base import CollectorRegistry
+from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.contents import find_damage
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.schema.weight_stamp import WITHDRAWN
+from tests.support.damage import DAMAGES
 
 
 class FakeEngine:
@@ -23,13 +30,16 @@ class FakeEngine:
 
     def __init__(self):
         self.version, self.paused, self.loaded, self.calls, self.faults = "default", False, [], [], {}
+        self.half_loaded, self.ended, self.broken, self.score = False, 0, [], None
+        self.authorizations = set()
         self.runner = self.url = None
         self.released = asyncio.Event()
 
     async def start(self, port=0):
         app = web.Application()
         app.router.add_get("/weight_info", self._handle)
-        for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version"):
+        for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/afterplay/end",
+                     "/inference/v1/generate"):  # fmt: skip
             app.router.add_post(path, self._handle)
         self.runner = web.AppRunner(app, shutdown_timeout=1.0)
         await self.runner.setup()
@@ -49,7 +59,16 @@ class FakeEngine:
     async def _handle(self, request):
         path = request.path
         self.calls.append(path)
+        self.authorizations.add(request.headers.get("Authorization"))
+        body = await request.json() if request.can_read_body else {}
         fault = self.faults.get(path)
+        if path == "/collective_rpc" and body["method"] == "abandon_update":
+            self.half_loaded = self.half_loaded and fault == "for ever"
+            return web.json_response({})
+        if path == "/collective_rpc" and fault in (500, "hang", "for ever"):
+            self.half_loaded = True
+        if path == "/collective_rpc" and self.half_loaded:
+            fault = fault if fault in (404, 500, "hang") else 500
         if fault == "hang":
             await self.released.wait()
         if fault == "garbage":
@@ -58,12 +77,22 @@ class FakeEngine:
             return web.json_response({"error": "no"}, status=fault)
         if path == "/weight_info":
             return web.json_response({"weight_version": self.version})
-        body = await request.json() if request.can_read_body else {}
         if path == "/pause":
             assert request.query["mode"] == "keep"
             self.paused = True
         elif path == "/resume":
             self.paused = False
+            if self.half_loaded:
+                self.broken.append("sampled with weights that are half loaded")
+        elif path == "/afterplay/end":
+            self.half_loaded, self.paused, self.version = False, False, "default"
+            self.ended += 1
+            self.faults.clear()
+        elif path == "/inference/v1/generate":
+            if self.score is None:
+                return web.json_response({"error": "unknown"}, status=404)
+            scores = [None, *({str(token): {"logprob": self.score}} for token in body["token_ids"][1:])]
+            return web.json_response({"choices": [{}], "prompt_logprobs": scores})
         elif path == "/collective_rpc":
             assert self.paused
             assert body["method"] == "reload_weights"
@@ -93,9 +122,9 @@ def weights(kit):
     return policy.model, policy.snapshot("bfloat16")
 
 
-def publisher_of(urls, tmp_path, model, timeout=5.0, keep=2):
+def publisher_of(urls, tmp_path, model, timeout=5.0, keep=2, **more):
     directory = RunDirectory(tmp_path).create()
-    return Publisher(urls, directory, PublishConfig(timeout_seconds=timeout, keep=keep), model), directory
+    return Publisher(urls, directory, PublishConfig(timeout_seconds=timeout, keep=keep), model, **more), directory
 
 
 class running:
@@ -148,22 +177,184 @@ async def test_an_engine_that_is_down_does_not_delay_the_others(engines, weights
         assert "failed" in done.lagging[engines[1].url]
 
 
-@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", "/update_weight_version"])
-@pytest.mark.parametrize("fault", [500, 404, "hang"])
-async def test_a_failing_engine_is_resumed_and_left_behind_in_bounded_time(engines, weights, tmp_path, path, fault):
-    engines[1].faults[path] = fault
+@pytest.mark.parametrize(("path", "fault"), [("/pause", 500), ("/pause", 404), ("/pause", "hang"),
+                                             ("/collective_rpc", 404)])  # fmt: skip
+async def test_an_engine_whose_weights_are_whole_goes_on_with_them(engines, weights, tmp_path, path, fault):
+    engine = engines[1]
     publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=1.0)
     async with running(publisher):
         with anyio.fail_after(60):
+            await publisher.publish(0, None)
+            engine.faults[path] = fault
             done = await publisher.publish(1, weights[1])
             assert done.live == (engines[0].url,)
-            if fault == "hang":
-                await publisher.keepers[engines[1].url].until_attempted(1)
-            assert "/resume" in engines[1].calls
-            assert not engines[1].paused
-            engines[1].faults.clear()
-            await publisher.keepers[engines[1].url].until_served(1)
-    assert engines[1].version == "1"
+            await publisher.keepers[engine.url].until_attempted(1)
+            assert (engine.paused, engine.version) == (False, "0")
+            engine.faults.clear()
+            await publisher.keepers[engine.url].until_served(1)
+    assert engine.version == "1"
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/update_weight_version"])
+@pytest.mark.parametrize("fault", [500, "hang"])
+async def test_a_half_loaded_engine_stays_paused_and_withdrawn_until_a_load_is_whole(
+    engines, weights, tmp_path, path, fault
+):
+    engine = engines[1]
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=1.0)
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(0, None)
+            resumed = engine.calls.count("/resume")
+            engine.faults[path] = fault
+            done = await publisher.publish(1, weights[1])
+            assert done.live == (engines[0].url,)
+            await publisher.keepers[engine.url].until_attempted(1)
+            assert engine.paused
+            assert engine.calls.count("/resume") == resumed
+            if path == "/collective_rpc":
+                assert engine.version == "withdrawn"
+            engine.faults.clear()
+            await publisher.keepers[engine.url].until_served(1)
+    assert (engine.version, engine.paused, engine.broken) == ("1", False, [])
+
+
+async def test_a_half_loaded_engine_that_refuses_the_next_load_does_not_resume(engines, weights, tmp_path):
+    engine = engines[0]
+    publisher, _ = publisher_of([engine.url], tmp_path, weights[0])
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(0, None)
+            keeper = publisher.keepers[engine.url]
+            for fault in (500, 404):
+                engine.faults["/collective_rpc"] = fault
+                before = keeper.state.failures
+                await publisher.publish(1, weights[1])
+                while keeper.state.failures < before + 2:
+                    await keeper._changed.wait()
+                assert (engine.paused, engine.version) == (True, "withdrawn")
+            engine.faults.clear()
+            await keeper.until_served(1)
+    assert (engine.paused, engine.broken) == (False, [])
+
+
+async def test_an_engine_that_does_not_resume_is_not_live_and_is_tried_until_it_does(engines, weights, tmp_path):
+    engine = engines[1]
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0])
+    async with running(publisher):
+        with anyio.fail_after(60):
+            engine.faults["/resume"] = 500
+            done = await publisher.publish(1, weights[1])
+            assert done.live == (engines[0].url,)
+            assert "/resume" in done.lagging[engine.url]
+            keeper = publisher.keepers[engine.url]
+            while keeper.state.failures < 3:
+                await keeper._changed.wait()
+            assert engine.paused and keeper.state.live is None
+            engine.faults.clear()
+            await keeper.until_served(1)
+    assert not engine.paused
+
+
+async def test_an_engine_that_cannot_load_any_more_is_ended_and_loads_after_its_restart(engines, weights, tmp_path):
+    engine = engines[1]
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0])
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(0, None)
+            engine.faults["/collective_rpc"] = "for ever"
+            await publisher.publish(1, weights[1])
+            await publisher.keepers[engine.url].until_served(1)
+    assert (engine.ended, engine.version, engine.broken) == (1, "1", [])
+
+
+async def test_a_learner_that_died_in_a_load_leaves_no_engine_for_the_next_to_mistake(engines, weights, tmp_path):
+    """The engine had restarted, so its weights had no stamp when the load began; the next learner has version 0."""
+    engine = engines[0]
+    publisher, _ = publisher_of([engine.url], tmp_path, weights[0])
+    engine.faults["/collective_rpc"] = "hang"
+    async with running(publisher):
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                group.start_soon(publisher.publish, 1, weights[1])
+                while "/collective_rpc" not in engine.calls:
+                    await anyio.sleep(0.01)
+                engine.faults["/update_weight_version"] = 500
+                group.cancel_scope.cancel()
+    engine.faults.clear()
+    successor, _ = publisher_of([engine.url], tmp_path / "next", weights[0])
+    async with running(successor):
+        with anyio.fail_after(60):
+            await successor.publish(0, None)
+            await successor.until_live(0)
+    assert engine.loaded == [str((tmp_path / "next" / "model").absolute())]
+    assert (engine.version, engine.paused, engine.broken) == ("0", False, [])
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def probe(registry):
+    return WeightProbe([3, 1, 4, 1, 5], 0.5, LearnerMetrics(registry))
+
+
+async def until(look):
+    with anyio.fail_after(20):
+        while not look():
+            await anyio.sleep(0.01)
+
+
+def probes(registry, result):
+    return registry.get_sample_value("afterplay_learner_weight_probes_total", {"result": result})
+
+
+async def test_an_engine_that_serves_other_weights_is_withdrawn_until_it_serves_those_published(
+    engines, weights, tmp_path, probe, registry
+):
+    good, bad = engines
+    good.score, bad.score = -1.5, -3.0
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], probe=probe)
+    expected = np.full(4, -1.4, np.float32)
+    async with running(publisher):
+        await publisher.publish(1, weights[1], expected)
+        await until(lambda: probes(registry, "refuted"))
+        await until(lambda: publisher.keepers[bad.url].state.trouble)
+        assert "other weights" in publisher.trouble()[bad.url]
+        assert publisher.live(1) == (good.url,)
+        assert good.version == "1"
+        bad.score = -1.5
+        await until(lambda: probes(registry, "proven") == 2)
+        assert set(publisher.live(1)) == {good.url, bad.url}
+    assert bad.loaded[0] == bad.loaded[-1] and len(bad.loaded) > 1
+    assert good.calls.count("/inference/v1/generate") == 1
+    assert registry.get_sample_value("afterplay_learner_weight_probe_diff_nats") == pytest.approx(0.1)
+
+
+async def test_an_engine_that_cannot_answer_the_probe_serves_on(engines, weights, tmp_path, probe, registry):
+    publisher, _ = publisher_of([engines[0].url], tmp_path, weights[0], probe=probe)
+    async with running(publisher):
+        await publisher.publish(1, weights[1], np.zeros(4, np.float32))
+        await until(lambda: probes(registry, "unanswered"))
+        assert publisher.live(1) == (engines[0].url,)
+
+
+async def test_a_stamp_names_the_run_and_another_runs_is_replaced(engines, weights, tmp_path):
+    engines[0].version = "other/1"
+    publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0], run="mine")
+    async with running(publisher):
+        await publisher.publish(1, weights[1])
+    assert engines[0].version == "mine/1"
+    assert engines[0].loaded == [str(directory.weights(1).absolute())]
+
+
+async def test_every_control_call_shows_the_learners_key(engines, weights, tmp_path):
+    publisher, _ = publisher_of([engines[0].url], tmp_path, weights[0], key="secret")
+    async with running(publisher):
+        await publisher.publish(1, weights[1])
+    assert engines[0].authorizations == {"Bearer secret"}
 
 
 async def test_a_slow_engine_delays_one_publication_only(engines, weights, tmp_path):
@@ -195,6 +386,30 @@ async def test_an_engine_that_restarts_gets_the_newest_version(engines, weights,
                 await reborn.stop()
     assert reborn.version == "1"
     assert reborn.loaded == [str(directory.weights(1).absolute())]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "contents.json"])
+async def test_an_engine_is_not_given_damaged_weights_and_has_them_once_they_are_written_again(
+    engines, weights, tmp_path, file, damage
+):
+    publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
+    async with running(publisher):
+        await publisher.publish(1, weights[1])
+        keeper, engine = publisher.keepers[engines[0].url], engines[0]
+        written = (directory.weights(1) / "model.safetensors").read_bytes()
+        DAMAGES[damage](directory.weights(1) / file)
+        engine.version = "default"  # as of one that has restarted
+        with anyio.fail_after(10):
+            while not keeper.state.trouble:
+                await keeper._changed.wait()
+            assert f"{directory.weights(1)} are damaged ({file} " in keeper.state.trouble
+            assert (len(engine.loaded), engine.version, publisher.damaged) == (1, WITHDRAWN, 1)
+            await publisher.write_again(weights[1])
+            await keeper.until_served(1)
+    assert (len(engine.loaded), engine.version, publisher.damaged) == (2, "1", None)
+    assert (directory.weights(1) / "model.safetensors").read_bytes() == written
+    assert find_damage(directory.weights(1)) == ""
 
 
 async def test_an_engine_that_is_still_starting_is_asked_at_short_intervals(engines, weights, tmp_path, monkeypatch):

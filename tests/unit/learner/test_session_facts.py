@@ -6,12 +6,12 @@ import anyio
 import orjson
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointState, read_state, save_checkpoint
+from learner.checkpoints.checkpoint import FORMAT, CheckpointState, read_state, save_checkpoint
 from learner.data.trained import Trained, TrainedGroup
 from learner.role import load
 from learner.session import LearnerProgress, LearnerSession
 from pipeline.config.learner import GroupsConfig
-from pipeline.errors import WireError
+from pipeline.errors import TrainingError, WireError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import GroupPlan, Task
 from pipeline.transport.codec import encode_plan, encode_trajectory
@@ -36,7 +36,7 @@ class Wire:
     """A link whose other end is the test."""
 
     def __init__(self):
-        self.hello, self.sent = {}, []
+        self.hello, self.sent, self.reconnections = {}, [], []
         self._queue: asyncio.Queue[Event] = asyncio.Queue(100)
 
     def describe(self, header):
@@ -47,6 +47,16 @@ class Wire:
 
     async def send(self, message):
         self.sent.append(message)
+
+    def reconnect(self, reason):
+        self.reconnections.append(reason)
+
+    def connected(self, number=0, holding=()):
+        header = {"updates": 0, "policy_version": -1, "epoch": 1, "number": number, "holding": list(holding)}
+        self.happened(Event(EventKind.CONNECTED, "hub", WireMessage(Kind.WELCOME, header)))
+
+    def disconnected(self):
+        self.happened(Event(EventKind.DISCONNECTED, "hub", reason="silent"))
 
     def happened(self, event):
         self._queue.put_nowait(event)
@@ -67,11 +77,12 @@ def deliver(wire, kit, index, name, reward, **header):
     wire.came(Kind.DELIVERY, header, encode_trajectory(t))
 
 
-async def test_facts_are_repeated_in_hello_until_acknowledged(kit):
+async def test_facts_are_repeated_until_acknowledged(kit):
     wire = Wire()
     session = session_on(wire)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(session.run)
+        wire.connected()
         plan = GroupPlan("g", Task("t", "toy", 0), 2, 1, ("p1",), ("p1", "p2"))
         wire.came(Kind.PLAN, {**encode_plan(plan), "update": 0})
         deliver(wire, kit, 0, "f0", 0.0)
@@ -83,13 +94,18 @@ async def test_facts_are_repeated_in_hello_until_acknowledged(kit):
         fact = group.stored_rollout(group.trajectories[1])
         assert (fact.weight, fact.entropy, fact.turn, fact.age) == (0.5, None, 1, 3)
         await session.consumed(0, FACTS)
-        assert wire.sent[-1].header == {"update": 0, "group_ids": ["g"], **TOLD}
-        assert wire.hello["consumed"] == [[0, ["g"]]]
-        assert wire.hello["trained"] == [[0, TOLD]]
-        wire.came(Kind.ACK, {"update": 0})
+        told = WireMessage(Kind.CONSUMED, {"update": 0, "group_ids": ["g"], **TOLD, "number": 1})
+        assert wire.sent == [told]
+        assert session.unacknowledged() == ({0: ["g"]}, {0: FACTS}) and wire.hello["holding"] == ["g"]
+        wire.disconnected()
+        wire.connected()
+        await anyio.wait_all_tasks_blocked()
+        assert wire.sent == [told, told]
+        wire.came(Kind.ACK, {"number": 1})
         with anyio.fail_after(60):
             await session.acknowledged()
-        assert wire.hello["trained"] == []
+        assert session.unacknowledged() == ({}, {})
+        assert (wire.hello["number"], wire.hello["updates"], wire.hello["holding"]) == (1, 1, [])
         tasks.cancel_scope.cancel()
 
 
@@ -104,21 +120,67 @@ def test_a_resumed_learner_says_again_what_was_not_acknowledged(tmp_path):
     assert wire.hello["trained"] == [[0, TOLD]]
 
 
-async def test_the_newest_version_is_announced_again_after_every_connection():
-    """Its message may be lost with the connection before, and the stage admits no group until it comes."""
+async def test_what_the_stage_lacks_is_sent_in_order_after_every_connection():
     wire = Wire()
     session = session_on(wire)
-    welcome = Event(EventKind.CONNECTED, "hub", WireMessage(Kind.WELCOME, {"updates": 0, "policy_version": -1}))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(session.run)
-        await session.announce(4, 3)
-        await session.announce(5, 4)
-        wire.sent.clear()
-        for event in (welcome, Event(EventKind.DISCONNECTED, "hub", reason="silent"), welcome):
-            wire.happened(event)
+        await session.announce(0, 0)
+        await session.checkpointed(0)
+        await session.announce(1, 1)
+        assert wire.sent == [], "nothing goes out before WELCOME says what is lacking"
+        wire.connected()
+        wire.disconnected()
+        wire.connected(number=1)
+        wire.came(Kind.ACK, {"number": 1, "missing": True})
+        wire.came(Kind.ACK, {"number": 2})
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
-    assert wire.sent == [WireMessage(Kind.VERSION, {"policy_version": 5, "updates": 4})] * 2
+    assert [m.header["number"] for m in wire.sent] == [1, 2, 3, 2, 3, 2, 3]
+    assert (wire.hello["number"], wire.hello["announced"], wire.hello["durable_updates"]) == (2, [0, 0], 0)
+
+
+async def test_a_stage_that_went_back_is_told_by_a_new_hello():
+    wire = Wire()
+    session = session_on(wire)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run)
+        wire.connected()
+        await session.announce(0, 0)
+        wire.came(Kind.ACK, {"number": 1})
+        wire.disconnected()
+        wire.connected(number=0)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert len(wire.reconnections) == 1 and wire.hello["number"] == 1
+
+
+async def test_a_learner_whose_message_is_refused_ends():
+    wire = Wire()
+    session = session_on(wire)
+    wire.connected()
+    wire.came(Kind.REFUSED, {"reason": "expected updates of 0 to 3, got 4"})
+    with pytest.raises(TrainingError, match="expected updates of 0 to 3"), anyio.fail_after(60):
+        await session.run()
+
+
+async def test_a_group_that_the_stage_does_not_count_as_held_is_forgotten(kit):
+    """It was cancelled while there was no connection."""
+    wire = Wire()
+    session = session_on(wire)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(session.run)
+        wire.connected()
+        wire.came(Kind.PLAN, {**encode_plan(GroupPlan("g", Task("t", "toy", 0), 2, 2)), "update": 0})
+        deliver(wire, kit, 0, "f0", 0.0)
+        deliver(wire, kit, 1, "f1", 0.0)
+        await anyio.wait_all_tasks_blocked()
+        assert session.group_progress(0).complete == 1 and wire.hello["holding"] == ["g"]
+        wire.disconnected()
+        wire.connected(holding=[])
+        await anyio.wait_all_tasks_blocked()
+        assert session.group_progress(0).complete == 0
+        tasks.cancel_scope.cancel()
 
 
 def test_a_learner_starts_with_what_the_run_had_not_acknowledged_at_its_checkpoint(tmp_path):
@@ -129,8 +191,8 @@ def test_a_learner_starts_with_what_the_run_had_not_acknowledged_at_its_checkpoi
     assert load(config, directory).progress == LearnerProgress(2, 5, 2, {1: ["g"]}, trained={1: FACTS})
 
 
-def test_a_checkpoint_written_before_replay_is_read(tmp_path):
-    old = {"format": 1, "updates": 4, "policy_version": 5, "unacknowledged": {"3": ["g"]}}
+def test_a_checkpoint_without_facts_about_its_updates_is_read(tmp_path):
+    old = {"format": FORMAT, "updates": 4, "policy_version": 5, "unacknowledged": {"3": ["g"]}}
     (tmp_path / "state.json").write_bytes(orjson.dumps(old))
     assert read_state(tmp_path) == CheckpointState(4, 5, {3: ["g"]})
 

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from learner.models import cache, prepare
 from learner.models.cache import CONTENTS, cache_folder, fill_from_cache
 from learner.models.info import ModelInfo
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError, Interrupted
+from pipeline.errors import ConfigurationError, DamagedFiles, Interrupted
+from pipeline.runtime.contents import find_damage, write_contents
+from tests.support.damage import DAMAGES, flip
 
 MADE_FROM = {"size": 3}
 
@@ -46,7 +49,8 @@ def test_a_second_run_takes_the_same_file(tmp_path: Path) -> None:
     make = Maker()
     first, second = (fill(tmp_path / "cache", make, tmp_path / name) for name in ("a", "b"))
     assert make.made == 1
-    assert sorted(path.name for path in second.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in second.iterdir()) == ["config.json", CONTENTS, "model.safetensors"]
+    assert find_damage(second) == ""
     assert (first / "model.safetensors").samefile(second / "model.safetensors")
     assert not (first / "config.json").samefile(second / "config.json")
 
@@ -58,21 +62,15 @@ def test_another_source_is_another_entry(tmp_path: Path) -> None:
     assert make.made == len(entries(tmp_path / "cache")) == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no contents", "half a contents"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", CONTENTS])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_made_again_and_logged(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: str, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = Maker()
     fill(tmp_path / "cache", make, tmp_path / "a")
     [entry] = entries(tmp_path / "cache")
-    if damage == "truncated":
-        (entry / "config.json").write_text("")
-    elif damage == "missing":
-        (entry / "model.safetensors").unlink()
-    elif damage == "no contents":
-        (entry / CONTENTS).unlink()
-    else:
-        (entry / CONTENTS).write_text((entry / CONTENTS).read_text()[:-5])
+    DAMAGES[damage](entry / file)
     with caplog.at_level(logging.WARNING):
         second = fill(tmp_path / "cache", make, tmp_path / "b")
     assert make.made == 2
@@ -162,9 +160,67 @@ def test_a_cached_model_is_prepared_without_transformers(tmp_path: Path, monkeyp
     assert manifest["source"] == "tiny"
 
 
-def test_waiting_for_another_preparation_is_given_up_when_the_process_stops(tmp_path: Path) -> None:
-    from filelock import FileLock
+def test_an_entry_that_another_process_does_not_leave_is_waited_for_a_bounded_time_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.02)
+    monkeypatch.setattr(cache, "ENTRY_SECONDS_MAX", 0.1)
+    make = Maker()
+    fill(tmp_path / "cache", make, tmp_path / "a")
+    [entry] = entries(tmp_path / "cache")
+    with FileLock(cache._lock_file(entry)), caplog.at_level(logging.INFO):
+        second = fill(tmp_path / "cache", make, tmp_path / "b")
+        assert "waiting for another process, which makes or copies" in caplog.text and str(entry) in caplog.text
+        assert "for more than 0.1 s" in caplog.text and "made for this run alone" in caplog.text
+        assert make.made == 2 and (second / "model.safetensors").read_bytes() == b"weights"
+        (tmp_path / "c").mkdir()
+        with pytest.raises(Interrupted):
+            fill_from_cache(tmp_path / "cache", "pear", MADE_FROM, make, tmp_path / "c", lambda: True)
 
+
+def test_a_preparation_that_another_process_does_not_end_is_waited_for_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "PREPARE_SECONDS_MAX", 0.05)
+    with FileLock(tmp_path / ".model.lock"), pytest.raises(ConfigurationError, match="another process holds"):
+        prepare_model(config(tmp_path), tmp_path / "model")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "afterplay_model.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_of_a_run_is_made_again_from_its_source(
+    tmp_path: Path, damage: str, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = prepare_model(config(tmp_path), tmp_path / "run" / "model")
+    weights = (first.path / "model.safetensors").read_bytes()
+    DAMAGES[damage](first.path / file)
+    again = prepare_model(config(tmp_path), tmp_path / "run" / "model")
+    assert again == first and (again.path / "model.safetensors").read_bytes() == weights
+    assert "the model in" in caplog.text and "is made again" in caplog.text
+    assert (tmp_path / "run" / "model.damaged").is_dir()
+    assert prepare_model(config(tmp_path), tmp_path / "run" / "model") == first
+
+
+def test_a_damaged_model_whose_source_gives_other_weights_now_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare_model(config(tmp_path), tmp_path / "run" / "model")
+    flip(first.path / "config.json")
+    real = prepare._fill
+
+    def other(config: RunConfig, request: dict[str, object], folder: Path) -> None:
+        real(config, request, folder)
+        flip(folder / "model.safetensors")
+        write_contents(folder)
+
+    monkeypatch.setattr(prepare, "_fill", other)
+    monkeypatch.setattr(prepare, "_identity", lambda config: ("other", {}))
+    for _ in range(2):
+        with pytest.raises(DamagedFiles, match="other weights"):
+            prepare_model(config(tmp_path), tmp_path / "run" / "model")
+
+
+def test_waiting_for_another_preparation_is_given_up_when_the_process_stops(tmp_path: Path) -> None:
     with FileLock(tmp_path / ".model.lock"), pytest.raises(Interrupted):
         prepare_model(config(tmp_path), tmp_path / "model", give_up=lambda: True)
 

@@ -69,7 +69,7 @@ def config_of(tmp_path, **sections):
             "run": {"directory": str(tmp_path), "name": "r"},
             "engine": {"kind": "external", "urls": ["http://127.0.0.1:9"]},
             "learner": {"device": "cpu", "lora": {"rank": 2}},
-            "publish": {"lora": "adapter", "dtype": "float32"},
+            "publish": {"lora": "adapter", "dtype": "float32", "probe_nats_max": None},
             **sections,
         }
     )

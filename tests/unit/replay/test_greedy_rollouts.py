@@ -64,7 +64,8 @@ class Stage:
         self.sent += [e for e in effects if isinstance(e, Send)]
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", WireMessage(kind, header))
+        number = self.core.control.applied + 1
+        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
         self.round()
 
     def orders(self) -> list[Order]:

@@ -58,7 +58,8 @@ class Stage:
         return sent
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", WireMessage(kind, header))
+        number = self.core.control.applied + 1
+        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
 
     def orders(self, to: str | None = None) -> list[Order]:
         return [decode_order(s.header) for s in self.sent if s.kind is Kind.ORDER and to in (None, s.peer)]
@@ -227,8 +228,8 @@ def test_an_order_that_is_never_answered_expires_while_its_actor_lives() -> None
     [
         ({"role": "actor", "schema_version": 99, "slots": 1, "holding": []}, "same Afterplay"),
         ({"role": "cook", "schema_version": SCHEMA_VERSION}, "role actor or learner"),
-        ({"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 0, "holding": []}, "slots of at least 1"),
-        ({"role": "actor", "schema_version": SCHEMA_VERSION}, "KeyError"),
+        ({"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 0, "holding": []}, "slots of 1 to 256"),
+        ({"role": "actor", "schema_version": SCHEMA_VERSION}, "slots to be a whole number"),
         ({"role": "learner", "schema_version": SCHEMA_VERSION, "session": "t", "updates": 0}, "connected already"),
     ],
 )
@@ -293,9 +294,9 @@ def test_consumed_twice_is_consumed_once() -> None:
     stage = started()
     stage.answer_all()
     groups = train(stage, 0)
-    stage.tell(Kind.CONSUMED, update=0, group_ids=groups)
+    stage.tell(Kind.CONSUMED, update=0, group_ids=groups, number=2)
     sent = stage.round()
-    assert [s.header["update"] for s in sent if s.kind is Kind.ACK and s.peer == "learner"] == [0]
+    assert [s.header for s in sent if s.kind is Kind.ACK and s.peer == "learner"] == [{"number": 3}]
     assert stage.ledger().groups["trained"] == 2
 
 
@@ -306,8 +307,7 @@ def test_what_a_checkpoint_had_not_yet_seen_acknowledged_is_no_surprise_when_it_
     stage.tell(Kind.CHECKPOINTED, updates=1)
     stage.round()
     stage.core.peer_down("learner", left=False)
-    sent = stage.learner(session="t", updates=1, version=None, durable_updates=1, consumed=[[0, groups]])
-    assert [s.header["update"] for s in sent if s.kind is Kind.ACK and s.peer == "learner"] == [0]
+    stage.learner(session="t", updates=1, version=None, durable_updates=1, consumed=[[0, groups]])
     assert stage.core.journal.counters.get("learner.consumed_unknown", 0) == 0
     stage.tell(Kind.CONSUMED, update=1, group_ids=groups)
     stage.round()
@@ -360,6 +360,36 @@ def test_an_engine_behind_its_order_makes_the_group_late() -> None:
     for order in stage.orders()[:2]:
         stage.answer(order, version=3)
     assert stage.ledger().groups["late"] == 1
+
+
+def test_tokens_of_a_version_that_nobody_published_are_refused_and_ordered_again() -> None:
+    stage = started()
+    order, later = stage.orders()[:2]
+    header = stage.answer(order, version=10**6)
+    assert list(header["refused"]) == [order.order_id] and "unpublished" in header["refused"][order.order_id]
+    again = [o for o in stage.orders() if (o.group_id, o.slot) == (order.group_id, order.slot)]
+    assert [o.order_id for o in again] == [order.order_id, again[1].order_id]
+    assert stage.answer(again[1])["trajectory_ids"] == [again[1].order_id]
+    assert stage.answer(order, version=10**6)["refused"] == {order.order_id: "unpublished"}
+    assert stage.answer(later)["trajectory_ids"] == [later.order_id]
+    assert stage.ledger().trajectories["dropped.unpublished"] == 2
+
+
+def test_version_is_known_as_soon_as_the_learner_can_have_published_it() -> None:
+    stage = started(staleness={"max": 1})
+    stage.answer_all()
+    assert stage.core.batches.version_max == 2, "two updates are at the learner, their versions not announced"
+    train(stage, 0)
+    stage.tell(
+        Kind.CONSUMED, update=1, group_ids=sorted(g.group_id for g in stage.core.records.values() if g.update == 1)
+    )
+    stage.round()
+    assert stage.core.policy_version == 1 and stage.core.batches.version_max >= 2, "made, not announced"
+    before = stage.core.batches.version_max
+    stage.core.peer_down("learner", left=False)
+    assert stage.core.batches.version_max >= 2, "it may publish while it is cut off"
+    stage.learner(session="t", updates=2, version=None)
+    assert stage.core.batches.version_max == before + 1, "a learner that starts again may skip one"
 
 
 def test_a_trajectory_without_a_reward_is_a_failed_rollout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,8 @@ class Stage:
         self.tell(Kind.VERSION, policy_version=self.updates, updates=self.updates)
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", WireMessage(kind, header))
+        number = self.core.control.applied + 1
+        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
 
     def round(self) -> list[Send]:
         self.core.plan()
@@ -131,6 +133,7 @@ def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_
     plan = stage.until_replayed()
     (replay,) = (r for g in stage.core.records.values() for r in g.replays if r.trajectory_id == plan["replay_ids"][0])
     born = replay.candidate.entry.version_min
+    stage.core.control.announced = False
     stage.tell(Kind.VERSION, policy_version=born + 3, updates=stage.updates)
     assert stage.core.experience.holds(replay.row_id)
     stage.tell(Kind.VERSION, policy_version=born + 4, updates=stage.updates)
@@ -158,6 +161,7 @@ def test_ages_in_the_audit_are_those_of_the_weights_that_were_updated(tmp_path: 
     stage.core.journal.take_observations()
     (group,) = (g for g in stage.core.records.values() if g.group_id == plan["group_id"])
     born = group.replays[0].candidate.entry.version_min
+    stage.core.control.announced = False
     stage.tell(Kind.VERSION, policy_version=90, updates=stage.updates)
     members = [g for g in stage.core.records.values() if g.update == stage.updates and g.open]
     stage.train(stage.plans, policy_version=50)
@@ -204,11 +208,14 @@ def test_a_repeated_consumed_message_uses_nothing_twice(tmp_path: Any) -> None:
 
 
 def test_a_rolled_back_group_is_sent_again_with_the_same_candidates(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "s.sqlite", half)
+    stage = Stage(tmp_path / "s.sqlite", half, ess_guard={"enabled": True})
     plan = stage.until_replayed()
     before = stage.updates
-    stage.train(stage.plans)
     stage.round()
+    entries, factor = deepcopy(stage.core.experience.entries), stage.core.experience.factor
+    stage.train(stage.plans, ess={"replay": 0.0}, entropy={entry.trajectory_id: 7.0 for entry in entries})
+    stage.round()
+    assert stage.core.experience.entries != entries
     hello = {"schema_version": SCHEMA_VERSION, "role": "learner", "session": "t", "updates": before}
     stage.core.peer_down("learner", left=False)
     stage.core.peer_up("learner", {**hello, "policy_version": -1, "credit_groups": 8})
@@ -216,6 +223,9 @@ def test_a_rolled_back_group_is_sent_again_with_the_same_candidates(tmp_path: An
     assert plan["candidates"] in [p["candidates"] for p in again if p["group_id"] == plan["group_id"]]
     counters = stage.counters()
     assert counters["replays.trained"] == 0 and counters["replays.rolled_back"] == 1
+    assert stage.core.experience.entries == entries, "uses and entropies are those from before the update"
+    assert stage.core.experience.factor == factor == 1.0
+    assert stage.store.load().entries == entries, "in the store too"
     stage.store.close()
 
 

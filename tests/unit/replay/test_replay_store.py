@@ -41,7 +41,7 @@ core = StageCore(config, store.load(), score_now=Scorer(config.scorer).score_now
 core.peer_up("actor-0", {"role": "actor", "schema_version": 1, "slots": 16, "holding": []})
 core.peer_up("learner", {"role": "learner", "schema_version": 1, "session": "s", "updates": 0, "policy_version": -1,
     "credit_groups": 1})
-core.message("learner", WireMessage(Kind.VERSION, {"policy_version": 0, "updates": 0}))
+core.message("learner", WireMessage(Kind.VERSION, {"number": 1, "policy_version": 0, "updates": 0}))
 while True:
     core.plan()
     changes, effects = core.collect()

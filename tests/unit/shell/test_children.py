@@ -1,7 +1,9 @@
 """Child groups: bounded output, the grace before SIGKILL, and the reaper's."""
 
+import os
 import signal
 import threading
+from queue import Queue
 
 import pytest
 
@@ -44,3 +46,14 @@ def test_a_closed_reaper_leaves_no_group():
     with OrphanReaper(grace_seconds=0.2) as reaper:
         child = ChildGroup(["sleep", "60"], reaper)
     assert child.end.result(10) == -signal.SIGTERM
+
+
+def test_a_reaper_that_is_killed_runs_again_with_every_group():
+    again: Queue[int] = Queue()
+    with OrphanReaper(grace_seconds=0) as reaper:
+        reaper.on_restart = again.put
+        child = ChildGroup(["sleep", "60"], reaper)
+        for _ in range(2):
+            os.kill(reaper.pid, signal.SIGKILL)
+            assert again.get(timeout=10) == -signal.SIGKILL
+    assert child.end.result(10) == -signal.SIGKILL

@@ -16,6 +16,7 @@ from pipeline.cli.viewer.plots import draw
 from pipeline.cli.viewer.progress import MetricsTail, Pace, describe, reached, read_lines
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.contents import set_aside
 from pipeline.runtime.process import ExitCode, load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.display import Display
@@ -103,7 +104,7 @@ def test_keys_are_made_once(tmp_path):
     assert (tmp_path / "k" / "server.key").exists()
     before = {path.name: path.read_bytes() for path in (tmp_path / "k").iterdir()}
     assert "actor-7.key_secret" in before and "actor-8.key" not in before
-    assert invoke("keys", str(tmp_path / "k"), "--actors", "9").output.startswith("1 new keys")
+    assert invoke("keys", str(tmp_path / "k"), "--actors", "9").output.startswith("1 new CURVE keys")
     assert before.items() <= {path.name: path.read_bytes() for path in (tmp_path / "k").iterdir()}.items()
 
 
@@ -112,9 +113,12 @@ def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path
     directory = RunDirectory(tmp_path / "r").create()
     directory.config_file.write_text("run: {total_steps: 9}")
     write_lines(directory, line(0), line(1))
+    (directory.checkpoints / "u000003").mkdir()
+    set_aside(directory.checkpoints / "u000003", {"sentence": "checkpoint u000003 is damaged (x)"})
     result = invoke("status", str(directory.path))
     assert result.exit_code == 0
     told = " ".join(result.output.split())  # the lines of long paths are wrapped
+    assert "checkpoint u000003 is damaged (x)" in told
     assert "not running" in told and "step 1/9 reward 0.100 first_right 0.350 ratio 1.000" in told
 
 
@@ -176,8 +180,8 @@ def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(mon
     machine = Machine((Rule("engine-0", 3), Rule("learner", 1), Rule("actor-0", 0)))
     machine.begin(0)
     answers = {
-        "learner": HealthAnswer(True, "waiting", "an engine that serves version 0"),
-        "actor-0": HealthAnswer(True, "64 episodes running", "", {"playing": 64, "unacknowledged": 0}),
+        "learner": HealthAnswer(True, "waiting for engines", "one that serves version 0"),
+        "actor-0": HealthAnswer(True, "playing", "", {"playing": 64, "unacknowledged": 0}),
     }
     now = [0.0]
     monkeypatch.setattr("pipeline.supervisor.display.time.monotonic", lambda: now[0])
@@ -190,7 +194,8 @@ def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(mon
     assert console.file.getvalue().splitlines() == [
         "0:00  starting vLLM",
         "0:00  playing the first episodes (64 at once)",
-        "0:16  engine-0: starting; learner: waiting for an engine that serves version 0; actor-0: 64 episodes running",
+        "0:16  engine-0: starting; learner: waiting for engines: one that serves version 0; "
+        "actor-0: playing 64 episodes",
     ]
 
 

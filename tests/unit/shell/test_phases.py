@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.supervisor.display import Phases
+from pipeline.supervisor.display import FailureNews, Phases
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 
@@ -12,7 +12,7 @@ RULES = (
     Rule("learner", 1, ends_run=True),
     Rule("actor-0", 0, depends=("prepare",)),
 )
-PLAYING = {"actor-0": HealthAnswer(True, "64 episodes running", "", {"playing": 64})}
+PLAYING = {"actor-0": HealthAnswer(True, "playing", "", {"playing": 64})}
 TRAINING = {"learner": HealthAnswer(True, "training", "", {"step": 1})}
 
 
@@ -49,7 +49,27 @@ def test_a_run_that_resumes_has_no_first_episodes() -> None:
     assert "playing" not in " ".join(phases.news(machine.processes, TRAINING | PLAYING, 8, 1))
 
 
+def test_a_notice_of_a_role_is_printed_once() -> None:
+    phases = Phases("vLLM", 16)
+    answers = {"learner": HealthAnswer(True, "loading", notices=("checkpoint u000006 is damaged",))}
+    assert phases.news({}, answers, 3, 0) == ["checkpoint u000006 is damaged"]
+    assert phases.news({}, answers, 4, 1) == []
+
+
 def test_several_engines_have_their_names() -> None:
     machine, phases = Machine((Rule("engine-0", 3), Rule("engine-1", 3))), Phases("vLLM", 1)
     machine.begin(0)
     assert phases.news(machine.processes, {}, 0, 0) == ["starting vLLM (engine-0)", "starting vLLM (engine-1)"]
+
+
+def test_an_environment_whose_rollouts_fail_is_named_when_noticed_and_when_the_failures_have_doubled() -> None:
+    news = FailureNews()
+
+    def lines(succeeded: int, failed: int) -> list[str]:
+        details = {"failed": {"maze": [succeeded, failed, f"environment maze: {failed} failed"]}}
+        return news.news({"replay": HealthAnswer(True, "failing", "", details)})
+
+    assert news.news({}) == lines(0, 7) == lines(100, 8) == []
+    assert lines(0, 8) == ["environment maze: 8 failed"]
+    assert lines(0, 15) == []
+    assert lines(1, 16) == ["environment maze: 16 failed"]

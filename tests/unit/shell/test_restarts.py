@@ -85,7 +85,35 @@ def test_too_many_restarts_end_the_run_and_name_the_culprit():
             break
     assert machine.code is ExitCode.GAVE_UP
     assert machine.culprit == "actor-1"
-    assert "actor-1 failed (exit code 1) after 3 restarts" in machine.reason
+    assert "actor-1 failed (exit code 1) after 3 restarts within an hour" in machine.reason
+
+
+def test_a_kill_every_eight_hours_never_ends_a_run():
+    machine = running()
+    for now in range(0, 365 * 24 * 3600, 8 * 3600):
+        machine.exited("learner", -9, now)
+        assert machine.tick(now + 4) == [Start("learner")]
+        machine.healthy("learner", now + 5)
+    assert machine.processes["learner"].restarts == 365 * 3
+
+
+def test_starts_that_never_get_to_work_end_the_run_however_long_each_takes():
+    machine = running()
+    machine.exited("learner", -9, 0)
+    for now in range(2000, 20_000, 2000):
+        machine.tick(now - 1000)
+        machine.healthy("learner", now - 1000, worked=False)
+        machine.exited("learner", 1, now)
+        if machine.draining_since is not None:
+            break
+    assert (machine.code, machine.processes["learner"].restarts) == (ExitCode.GAVE_UP, 4)
+    assert "learner failed (exit code 1) 4 times in a row before it did any work" in machine.reason
+
+
+def test_an_environment_that_never_succeeds_ends_the_run_with_its_own_code():
+    machine = running()
+    assert machine.exited("replay", ExitCode.ENVIRONMENT, 1)[0] == SendSignal("actor-0")
+    assert (machine.code, machine.culprit) == (ExitCode.ENVIRONMENT, "replay")
 
 
 def test_a_configuration_error_ends_the_run_at_once():
@@ -186,7 +214,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.now = 0.0
         self.machine = Machine(RULES, LIMITS)
         self.alive = set()
-        self.starts = dict.fromkeys((r.name for r in RULES), 0)
+        self.starts = {r.name: [] for r in RULES}
         self.told = []
         self.perform(self.machine.begin(0.0))
 
@@ -196,7 +224,7 @@ class AnyHistory(RuleBasedStateMachine):
                 assert action.name not in self.alive
                 assert self.machine.draining_since is None
                 self.alive.add(action.name)
-                self.starts[action.name] += 1
+                self.starts[action.name].append(self.now)
             else:
                 assert action.name in self.alive
                 if not action.kill:
@@ -233,8 +261,9 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.alive == {n for n, p in self.machine.processes.items() if p.alive}
 
     @invariant()
-    def nothing_is_restarted_more_often_than_allowed(self):
-        assert all(n <= LIMITS.restarts_max + 1 for n in self.starts.values())
+    def nothing_is_restarted_more_often_than_allowed_within_an_hour(self):
+        for times in self.starts.values():
+            assert all(sum(at - 3600 < other <= at for other in times) <= LIMITS.restarts_max + 1 for at in times)
 
     @invariant()
     def each_process_is_asked_to_end_once(self):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,25 +10,32 @@ import time
 import urllib.error
 import urllib.request
 
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import orjson
 import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
+from pipeline.metrics.server import MetricsServer
 from pipeline.runtime.process import ExitCode, RoleContext, metrics_port, role_name
 from pipeline.runtime.rundir import RunDirectory, read_json, take_index, write_json_atomically
+from pipeline.schema.state import RoleState
 
 PROGRAM = """
-import sys, time, anyio
+import sys, threading, time, anyio, anyio.to_thread
 from pipeline.config import RunConfig
 from pipeline.config.run import RunSection, SupervisorConfig
 from pipeline.errors import ConfigurationError, FormatMismatch, StoreError
 from pipeline.runtime.process import run_role
+from pipeline.schema.state import RoleState
 
-config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=SupervisorConfig(drain_seconds_max=1))
+LIMITS = SupervisorConfig(drain_seconds_max=1, stuck_seconds_max=1, progress_seconds_max=0.2)
+config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=LIMITS)
 
 async def drains(ctx):
-    ctx.report("playing", "a signal", episodes=3)
+    ctx.report(RoleState.PLAYING, "a signal", episodes=3)
     ctx.beat()
     print("ready", flush=True)
     await ctx.stopping.wait()
@@ -40,6 +48,15 @@ async def blocks(ctx):
     print("ready", flush=True)
     while True:
         time.sleep(0.01)
+
+async def trains_in_a_thread_that_hangs(ctx):
+    def hanging_step():
+        threading.Event().wait()
+    ctx.report(RoleState.TRAINING)
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.to_thread.run_sync, hanging_step)
+        while True:
+            await anyio.sleep(0.01)  # the event loop lives, which says nothing
 
 async def misconfigured(ctx):
     async with anyio.create_task_group():
@@ -146,16 +163,51 @@ def test_the_exit_code_says_how_it_ended(tmp_path, main, code, words):
     assert ("Traceback" in err) == (code == ExitCode.FAILED)
 
 
-def test_a_role_whose_loop_stands_still_is_not_well(tmp_path, monkeypatch):
+def test_a_role_without_progress_is_not_well_and_its_metrics_say_since_when(tmp_path, monkeypatch):
     ctx = RoleContext("replay", 0, RunConfig(), RunDirectory(tmp_path))
-    ctx.report("serving")
+    ctx.report(RoleState.SERVING)
     assert ctx.health()[0]
     now = time.monotonic()
-    monkeypatch.setattr("pipeline.runtime.process.time.monotonic", lambda: now + 61)
+    monkeypatch.setattr("pipeline.runtime.process.time.monotonic", lambda: now + 121)
     well, details = ctx.health()
-    assert (well, details["state"]) == (False, "stuck")
+    assert (well, details["state"], details["progress_limit_seconds"]) == (False, "stuck while serving", 120)
+    silent = time.time() - ctx.registry.get_sample_value("afterplay_heartbeat_timestamp_seconds")
+    assert silent > ctx.registry.get_sample_value("afterplay_heartbeat_limit_seconds") == 120
+    states = {s: ctx.registry.get_sample_value("afterplay_role_state", {"state": s}) for s in RoleState}
+    assert [state for state, value in states.items() if value] == [RoleState.SERVING]
     ctx.beat()
     assert ctx.health()[0]
+
+
+def test_a_thread_that_hangs_is_told_with_its_stack_and_ends_the_process(tmp_path):
+    process = start(tmp_path, "trains_in_a_thread_that_hangs")
+    code, err = ended(process)
+    assert code == ExitCode.STUCK
+    assert re.search(r"actor-1: no progress for \d s while training \(limit 1 s\); the stacks of all threads:", err)
+    assert "in hanging_step" in err
+    assert "ending, to be started again" in err
+
+
+async def test_who_reads_the_metrics_sees_that_a_run_has_finished_before_its_roles_end(tmp_path):
+    ctx = RoleContext("learner", 0, RunConfig(), RunDirectory(tmp_path))
+    assert ctx.registry.get_sample_value("afterplay_run_finished_timestamp_seconds") == 0
+    with MetricsServer(ctx.registry, ctx.health) as server:
+        ctx.server = server
+        ctx.finished()
+        await ctx.until_scraped()
+        assert server.scrapes == 0, "nobody reads them, so nobody waits"
+        url = f"http://127.0.0.1:{server.port}/metrics"
+
+        async def scrape() -> bytes:
+            return await anyio.to_thread.run_sync(lambda: urllib.request.urlopen(url, timeout=5).read())
+
+        assert b"afterplay_run_finished_timestamp_seconds 1." in await scrape()
+        async with anyio.create_task_group() as waiting:
+            waiting.start_soon(ctx.until_scraped)
+            await anyio.lowlevel.checkpoint()
+            for _ in range(2):
+                await scrape()
+        assert server.scrapes == 3
 
 
 def test_ports_follow_the_documented_offsets():

@@ -15,6 +15,8 @@ import pytest
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.store.journal import Changes
+from pipeline.store.store import ReplayStore
 from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
 
 PROGRAM = """
@@ -62,6 +64,7 @@ last = '{"step": 2, "reward_mean": 0.5, "signals": {"first_right": 0.5}}'
 (root / "metrics.jsonl").open("a").write(line + chr(10) + last + chr(10))
 '''
 FAILS = PRELUDE + "print('expected a pear'); sys.exit(1)"
+FAILING = PRELUDE + "print('environment maze: all 100 rollouts failed'); sys.exit(6)"
 MISCONFIGURED = PRELUDE + "print('wrong key'); sys.exit(2)"
 
 def learner(code): return spec("learner", 1, code, ends_run=True)
@@ -72,6 +75,7 @@ scenes = {
     "stays": [engine(STAYS), learner(STAYS), actor(STAYS)],
     "finishes": [engine(STAYS), actor(STAYS), spec("learner", 1, FINISHES, ends_run=True)],
     "fails": [engine(STAYS), actor(FAILS)],
+    "failing": [engine(STAYS), spec("replay", 2, FAILING)],
     "misconfigured": [engine(STAYS), learner(MISCONFIGURED)],
     "deaf": [engine(STAYS), learner(IGNORES)],
     "parent": [engine(PARENT), learner(IGNORES)],
@@ -197,6 +201,29 @@ def test_a_process_that_keeps_failing_ends_the_run_with_its_last_words(scene):
     assert len(run.pids("actor-0")) == 3
     assert "actor-0 failed (exit code 1) after 2 restarts" in out
     assert "| expected a pear" in out
+
+
+def test_an_environment_that_never_succeeds_ends_the_run_with_its_code_and_the_reason(scene):
+    run = scene("failing")
+    code, out = run.ended()
+    assert (code, len(run.pids("replay"))) == (ExitCode.ENVIRONMENT, 1)
+    assert "every rollout of an environment failed" in out
+    assert "| environment maze: all 100 rollouts failed" in out
+
+
+@pytest.mark.parametrize(("succeeded", "expected"), [(0, ExitCode.ENVIRONMENT), (1, ExitCode.FINISHED)])
+def test_a_run_that_finishes_says_which_environments_failed_and_does_not_end_as_a_success_if_one_never_succeeded(
+    scene, tmp_path, succeeded, expected
+):
+    directory = RunDirectory(tmp_path / "r").create()
+    store = ReplayStore(directory.store_file)
+    counters = {"failed.arithmetic/environment step: ValueError": 3, "succeeded.arithmetic": succeeded}
+    store.commit(Changes(counters=counters))
+    store.close()
+    code, out = scene("finishes").ended()
+    assert code == expected
+    rate = "3 of 4" if succeeded else "all 3"
+    assert f"environment arithmetic: {rate} rollouts failed, most often with environment step: ValueError" in out
 
 
 def test_a_wrong_configuration_is_not_tried_again(scene):

@@ -27,6 +27,7 @@ from pipeline.schema import (
     Turn,
     VersionSpan,
 )
+from pipeline.schema.tokens import LOGPROB_MIN
 from pipeline.transport import protocol
 from pipeline.transport.codec import (
     decode_message,
@@ -57,9 +58,7 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=12)
 @st.composite
 def completions(draw):
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=12))
-    logprobs = draw(
-        st.lists(st.floats(-1e4, 0, width=32) | st.just(float("-inf")), min_size=len(ids), max_size=len(ids))
-    )
+    logprobs = draw(st.lists(st.floats(LOGPROB_MIN, 0, width=32), min_size=len(ids), max_size=len(ids)))
     cuts = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=3))) if len(ids) > 1 else []
     edges = [0, *cuts, len(ids)] if ids else []
     versions = sorted(draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(edges), max_size=len(edges))))
@@ -241,8 +240,11 @@ def test_encoded_arrays_are_sent_without_another_copy():
     ("frame", "at", "value", "what"),
     [
         (1, 0, -1, "token ids >= 0"),
-        (2, 7, np.nan, "log-probabilities <= 0"),
-        (2, 0, 0.5, "log-probabilities <= 0"),
+        (2, 7, np.nan, "log-probabilities of sampled tokens"),
+        (2, 0, 0.5, "-100 to 0, got .* to 0.5"),
+        (2, 7, -3e38, "-100 to 0, got -3e\\+38"),
+        (2, 7, -np.inf, "-100 to 0, got -inf"),
+        (2, 7, -100.1, "-100 to 0"),
         (3, 0, 1, "version span starting at 0"),
         (3, 1, 9, "version span starting at 9"),
         (3, 2, 5, "never decrease"),

@@ -12,7 +12,6 @@ import zmq
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TransportClosed
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.codec import encode_message
 from pipeline.transport.curve import make_keys, peer_keys, server_keys
 from pipeline.transport.protocol import EventKind, Kind, MessageFault, WireMessage
 from pipeline.transport.zeromq import ZmqHub, ZmqLink, open_hub, open_link
@@ -28,10 +27,6 @@ def keys(tmp_path):
 
 def config(address="tcp://127.0.0.1:0", **transport) -> RunConfig:
     return RunConfig.model_validate({"replay": {"address": address}, "transport": transport})
-
-
-def hello(name) -> dict:
-    return {"name": name, "role": name.partition("-")[0], "schema_version": SCHEMA_VERSION}
 
 
 def raw(hub, keys, name, routing_id=b""):
@@ -130,26 +125,6 @@ async def test_a_peer_without_keys_is_refused_and_counted(keys):
             assert (event.kind, event.fault) == (EventKind.CORRUPT, MessageFault.HANDSHAKE)
         finally:
             dealer.close(0)
-
-
-async def test_a_connection_that_repeats_invalid_messages_is_cut_and_no_other(keys):
-    async with ZmqHub("tcp://127.0.0.1:0", server_keys(keys)) as hub:
-        actor, learner = raw(hub, keys, "actor-0"), raw(hub, keys, "learner")
-        monitor = actor.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            for name, dealer in [("actor-0", actor), ("learner", learner)]:
-                dealer.send_multipart(encode_message(WireMessage(Kind.HELLO, hello(name))))
-                assert (await hub.receive()).kind is EventKind.PEER_UP
-            for _ in range(8):
-                actor.send_multipart([b"version", b"{nonsense"])
-                assert (await hub.receive()).fault is MessageFault.BYTES
-            assert await anyio.to_thread.run_sync(monitor.poll, 5000)
-            down = await hub.receive()
-            assert (down.kind, down.peer) == (EventKind.PEER_DOWN, "actor-0") and hub.peers == ("learner",)
-        finally:
-            actor.disable_monitor()
-            for each in (monitor, actor, learner):
-                each.close(0)
 
 
 def test_secrets_are_private_and_never_overwritten(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import selectors
 import time
 
 import anyio
@@ -11,31 +9,9 @@ import pytest
 
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
+from tests.support.virtual_time import run_virtually
 
 pytestmark = pytest.mark.timeout(30)
-
-
-class VirtualSelector(selectors.SelectSelector):
-    """Waiting takes no time; it moves the clock."""
-
-    now = 0.0
-
-    def select(self, timeout=None):
-        ready = super().select(0)
-        if not ready and timeout:
-            self.now += timeout
-        return ready
-
-
-def run_virtually(main):
-    selector = VirtualSelector()
-
-    class Loop(asyncio.SelectorEventLoop):
-        def time(self):
-            return selector.now
-
-    with asyncio.Runner(loop_factory=lambda: Loop(selector)) as runner:
-        return runner.run(main())
 
 
 def test_half_an_hour_with_delays_silence_and_reconnections_takes_seconds_and_is_the_same_each_time():

@@ -14,7 +14,7 @@ from pipeline.transport.outbox import Outbox
 class OutboxMachine(RuleBasedStateMachine):
     @initialize(bytes_max=st.integers(1, 200))
     def start(self, bytes_max):
-        self.box: Outbox[str] = Outbox(bytes_max)
+        self.box: Outbox[str, str] = Outbox(bytes_max)
         self.bytes_max = bytes_max
         self.sizes: dict[str, int] = {}
         self.held: list[str] = []
@@ -102,7 +102,7 @@ TestOutbox.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 
 def test_an_item_larger_than_the_credit_goes_alone():
-    box: Outbox[int] = Outbox(1000)
+    box: Outbox[str, int] = Outbox(1000)
     box.grant(10)
     for name, size in (("a", 5), ("big", 50), ("b", 5)):
         box.add(name, 0, size)
@@ -116,7 +116,7 @@ def test_an_item_larger_than_the_credit_goes_alone():
 
 
 def test_nothing_is_sent_without_credit_and_credit_ends_with_the_connection():
-    box: Outbox[int] = Outbox(1000)
+    box: Outbox[str, int] = Outbox(1000)
     box.add("a", 0, 1)
     assert box.take() is None
     box.grant(100)
@@ -129,7 +129,7 @@ def test_nothing_is_sent_without_credit_and_credit_ends_with_the_connection():
 
 
 def test_an_id_is_held_once():
-    box: Outbox[int] = Outbox(1000)
+    box: Outbox[str, int] = Outbox(1000)
     box.add("a", 0, 1)
     with pytest.raises(SchemaError, match="'a' again"):
         box.add("a", 0, 1)

@@ -67,6 +67,25 @@ async def test_a_hub_takes_the_place_of_a_killed_one_and_not_that_of_a_live_one(
             assert (await link.receive()).kind is EventKind.CONNECTED
 
 
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00" + 8 * b"\x02\x01x\x02\x00y"], ids=["http", "an old ZeroMQ"]
+)
+async def test_bytes_that_are_no_message_disturb_no_peer(tmp_path, garbage):
+    async with ZmqHub("ipc://", run=tmp_path) as hub, ZmqLink("ipc://", "a", run=tmp_path) as link:
+        link.describe({"role": "actor"})
+        assert (await hub.receive()).kind is EventKind.PEER_UP
+        await hub.send("a", WireMessage(Kind.WELCOME))
+        assert (await link.receive()).kind is EventKind.CONNECTED
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(hub.address.removeprefix("ipc://"))
+            sock.sendall(garbage)
+            await link.send(WireMessage(Kind.TRAJECTORY))
+            event = await hub.receive()
+            while event.kind is EventKind.CORRUPT:
+                event = await hub.receive()
+            assert (event.kind, event.peer) == (EventKind.MESSAGE, "a") and hub.peers == ("a",)
+
+
 async def test_the_folder_of_a_killed_hub_is_removed(tmp_path):
     left_by_a_killed_hub("ipc://", tmp_path)
     first = (tmp_path / "hub").readlink()

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import LimitExceeded, PeerGone, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.protocol import EventKind, Kind, MessageFault, WireMessage
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -21,7 +21,8 @@ async def test_hello_and_welcome_become_peer_up_and_connected(face):
         link.describe({"role": "actor", "slots": 4})
         up = await hub.receive()
         assert (up.kind, up.peer) == (EventKind.PEER_UP, "a")
-        assert up.message.header == {"role": "actor", "slots": 4, "name": "a", "schema_version": SCHEMA_VERSION}
+        told = {"role": "actor", "slots": 4, "name": "a", "schema_version": SCHEMA_VERSION, "greeting": 1}
+        assert up.message.header == told
         assert hub.peers == ("a",) and not link.connected
         await hub.send("a", WireMessage(Kind.WELCOME, {"credit_bytes": 7}))
         connected = await link.receive()
@@ -107,7 +108,7 @@ async def test_a_slow_peer_does_not_block_sending_to_another(face):
     ("message", "limit"),
     [
         (WireMessage(Kind.TRAJECTORY, {"x": "y" * 2000}), "header_bytes_max=2000"),
-        (WireMessage(Kind.TRAJECTORY, {}, (b"x" * 200_000,)), "message_bytes_max=200000"),
+        (WireMessage(Kind.TRAJECTORY, {}, (b"x" * 200_001,)), "message_bytes_max=200000"),
         (WireMessage(Kind.TRAJECTORY, {}, (b"",) * 9), "frames_max=8"),
     ],
 )
@@ -150,6 +151,22 @@ async def test_bytes_that_are_no_message_are_reported_and_the_connection_goes_on
             event = await hub.receive()
             assert event.kind is EventKind.MESSAGE and event.message.header == {"n": 1}
             assert hub.statistics().corrupt == 1
+        finally:
+            raw.close()
+
+
+async def test_a_connection_that_repeats_invalid_messages_is_cut_and_no_other(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        raw = face.raw(hub)
+        try:
+            raw.send([b"hello", b'{"name":"raw","schema_version":%d}' % SCHEMA_VERSION])
+            assert (await hub.receive()).kind is EventKind.PEER_UP
+            for _ in range(8):
+                raw.send([b"version", b"{nonsense"])
+                assert (await hub.receive()).fault is MessageFault.BYTES
+            down = await hub.receive()
+            assert (down.kind, down.peer) == (EventKind.PEER_DOWN, "raw") and hub.peers == ("a",)
         finally:
             raw.close()
 
@@ -239,7 +256,12 @@ async def test_a_link_may_start_before_the_hub(face):
 async def test_a_new_connection_under_a_known_name_replaces_the_old_one_and_tells_it(face):
     async with face.hub() as hub, face.link("a", hub) as old, face.link("a", hub) as new:
         await face.greet(hub, old)
-        await face.greet(hub, new)
+        new.describe({"role": "actor"})
+        down, up = await hub.receive(), await hub.receive()
+        assert (down.kind, down.peer) == (EventKind.PEER_DOWN, "a") and "took its name" in down.reason
+        assert (up.kind, up.peer) == (EventKind.PEER_UP, "a")
+        await hub.send("a", WireMessage(Kind.WELCOME))
+        assert (await new.receive()).kind is EventKind.CONNECTED
         refused = await old.receive()
         assert refused.message.kind is Kind.REFUSED and "took its place" in refused.message.header["reason"]
         with pytest.raises(TransportClosed, match="took its place"):
@@ -249,6 +271,70 @@ async def test_a_new_connection_under_a_known_name_replaces_the_old_one_and_tell
         await hub.send("a", numbered(2))
         assert (await new.receive()).message.header == {"n": 2}
         assert hub.peers == ("a",)
+
+
+@pytest.mark.parametrize("second", ["a", "b"])
+async def test_a_second_hello_on_a_connection_ends_it_and_its_peer_is_down(face, second):
+    hello = b'{"name":"%s","schema_version":' + b"%d}" % SCHEMA_VERSION
+    async with face.hub() as hub:
+        raw = face.raw(hub)
+        try:
+            raw.send([b"hello", hello % b"a"])
+            assert (await hub.receive()).kind is EventKind.PEER_UP
+            raw.send([b"hello", hello % second.encode()])
+            events = [await hub.receive(), await hub.receive()]
+            assert [(e.kind, e.peer) for e in events] == [(EventKind.CORRUPT, "a"), (EventKind.PEER_DOWN, "a")]
+            assert hub.peers == ()
+            kind, header = await raw.receive()
+            assert kind == b"refused" and b"one HELLO on a connection" in header and b'"final":true' in header
+        finally:
+            raw.close()
+
+
+async def test_a_hello_that_may_not_replace_a_peer_is_refused_and_the_peer_stays(face):
+    async with face.hub() as hub, face.link("a", hub) as link, face.link("a", hub) as later:
+        hub.refuse(lambda hello: "an older process" if hello.get("old") else None)
+        await face.greet(hub, link)
+        later.describe({"role": "actor", "old": True})
+        with pytest.raises(TransportClosed, match="an older process"):
+            await later.receive()
+            await later.receive()
+        assert (await hub.receive()).kind is EventKind.CORRUPT and hub.peers == ("a",)
+        await link.send(numbered(1))
+        event = await hub.receive()
+        assert (event.kind, event.message.header) == (EventKind.MESSAGE, {"n": 1})
+
+
+async def test_only_the_answer_to_its_last_hello_connects_a_link(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        link.describe({"role": "actor"})
+        up = await hub.receive()
+        greeting = up.message.header["greeting"]
+        await hub.send("a", WireMessage(Kind.REFUSED, {"reason": "of an earlier message"} | {"greeting": greeting - 1}))
+        await hub.send("a", WireMessage(Kind.ORDER, {"n": 0}))
+        await hub.send("a", WireMessage(Kind.WELCOME, {"n": 1, "greeting": greeting - 1}))
+        await hub.send("a", WireMessage(Kind.WELCOME, {"n": 2, "greeting": greeting}))
+        connected = await link.receive()
+        assert connected.kind is EventKind.CONNECTED and connected.message.header["n"] == 2
+
+
+async def test_a_link_that_reconnects_greets_again(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        link.reconnect("the two disagree")
+        assert (await link.receive()).kind is EventKind.DISCONNECTED
+        while (event := await hub.receive()).kind is not EventKind.PEER_UP:
+            assert event.kind is EventKind.PEER_DOWN
+        assert event.message.header["greeting"] == 2
+
+
+async def test_a_payload_that_arrived_may_be_sent_on_under_a_longer_header(face):
+    async with face.hub() as hub, face.link("a", hub) as link:
+        await face.greet(hub, link)
+        await link.send(WireMessage(Kind.TRAJECTORY, {}, (b"x" * face.limits.message_bytes_max,)))
+        arrived = (await hub.receive()).message
+        await hub.send("a", WireMessage(Kind.DELIVERY, {"rewards": {"r": 0.5} | {"s" * 1000: 1.0}}, arrived.frames))
+        assert (await link.receive()).message.n_bytes == face.limits.message_bytes_max
 
 
 async def test_a_hello_refused_by_the_stage_ends_the_link_with_the_reason(face):

@@ -120,7 +120,8 @@ class Stage:
                 raise AssertionError(sent.header)
 
     def tell(self, kind: Kind, **header: Any) -> None:
-        self.core.message("learner", WireMessage(kind, header))
+        number = self.core.control.applied + 1
+        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
         self.round()
 
     def answer(self, order_id: str, reward: float) -> None:

@@ -1,0 +1,149 @@
+"""Progress of a role: what it does, since when nothing has moved, and when that is too long. Pure.
+
+:class:`Progress` keeps the state of a role and the time of its last progress: the counter of its work moved, it
+entered another state, or its main loop looked and found that there is nothing to do. Silence is measured against a
+limit that follows the run: :class:`AdaptiveLimit` of the pauses that the role has had in that state before.
+
+:class:`Watchdog` turns that into actions, for the thread that carries them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pipeline.schema.state import RoleState
+
+PATIENCE: Mapping[RoleState, float] = {
+    RoleState.STARTING: 30.0,
+    RoleState.LOADING: 30.0,
+    RoleState.PUBLISHING: 6.0,
+    RoleState.SAVING: 6.0,
+}
+"""Limits of states without visible steps inside, as multiples of ``supervisor.progress_seconds_max``: large models on
+slow disks take that long."""
+FIRST_PATIENCE = 6.0
+"""The first training of a process is allowed this multiple: it compiles kernels and allocates memory."""
+PAUSES = 32
+"""Newest pauses from which a limit is derived."""
+FACTOR = 5.0
+"""A limit is this multiple of the longest of these pauses."""
+
+
+class AdaptiveLimit:
+    """A limit on a duration that follows the durations of the same work: ``factor`` times the longest of the newest,
+    at least ``floor``. ``first`` holds until one is known."""
+
+    def __init__(self, floor: float, first: float, factor: float = FACTOR) -> None:
+        self._floor = floor
+        self._factor = factor
+        self._durations: deque[float] = deque(maxlen=PAUSES)
+        self.seconds = max(floor, first)
+
+    def allow(self, seconds: float) -> None:
+        """Raise the floor to ``seconds``, if that is more."""
+        self._floor = max(self._floor, seconds)
+        self.seconds = max(self.seconds, seconds)
+
+    def record(self, seconds: float) -> None:
+        """A duration that ended well. One beyond the limit counts as the limit: a single outlier raises it by
+        ``factor`` at most."""
+        self._durations.append(min(seconds, self.seconds))
+        self.seconds = max(self._floor, self._factor * max(self._durations))
+
+
+_WORK = (RoleState.PLAYING, RoleState.SERVING, RoleState.EVALUATING)
+
+
+class Progress:
+    """State and last progress of one role. ``now`` is any monotonic clock. :meth:`beat` may be called in any thread."""
+
+    def __init__(self, seconds_max: float, now: float) -> None:
+        """``seconds_max``: the shortest limit."""
+        self.state = RoleState.STARTING
+        self.worked = False
+        """True once it has done work, not only started."""
+        self.watched = True
+        """False while the process drains, which has a limit of its own."""
+        self._limits = {state: AdaptiveLimit(*_floor_and_first(state, seconds_max)) for state in RoleState}
+        self._progressed_at = now
+        self._longest = 0.0
+        """Longest pause since the state was entered."""
+
+    def enter(self, state: RoleState, now: float) -> None:
+        """The role does this from now on. Progress, unless it did so already."""
+        if state is self.state:
+            return
+        self.beat(now)
+        self._limits[self.state].record(self._longest)
+        self.worked |= self.state is RoleState.TRAINING or state in _WORK
+        self.state, self._longest = state, 0.0
+
+    def allow(self, state: RoleState, seconds: float) -> None:
+        """Set the shortest limit of ``state``: something in it has a time limit of its own, which is as long."""
+        self._limits[state].allow(seconds)
+
+    def beat(self, now: float) -> None:
+        """The counter of its work moved, or its main loop has nothing to do."""
+        self._longest = max(self._longest, now - self._progressed_at)
+        self._progressed_at = now
+
+    def excuse(self, seconds: float) -> None:
+        """The whole process stood still for so long (stopped, suspended), which is not the role's fault."""
+        self._progressed_at += seconds
+
+    def age(self, now: float) -> float:
+        """Seconds without progress."""
+        return max(0.0, now - self._progressed_at)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that it may spend in this state without progress."""
+        return self._limits[self.state].seconds if self.watched else math.inf
+
+    def stuck(self, now: float) -> bool:
+        """True if it makes no progress for longer than that."""
+        return self.age(now) > self.limit
+
+
+class Alarm(StrEnum):
+    """Measures against a role that makes no progress."""
+
+    DUMP = "dump"
+    """Write the stacks of all threads to its log."""
+    END = "end"
+    """End the process, so that it is started again."""
+
+
+class Watchdog:
+    """Decides what to do about a role without progress: the stacks are dumped once when it is over its limit, and the
+    process ends ``stuck_seconds_max`` later. To be asked every ``period`` seconds."""
+
+    def __init__(self, progress: Progress, stuck_seconds_max: float, period: float, now: float) -> None:
+        self._progress = progress
+        self._stuck_seconds_max = stuck_seconds_max
+        self._period = period
+        self._looked_at = now
+        self._dumped = False
+
+    def look(self, now: float) -> Alarm | None:
+        """The action that is due. If the watchdog itself was late, the process was stopped, and the role is excused."""
+        lost = now - self._looked_at - self._period
+        self._looked_at = now
+        if lost > self._period:
+            self._progress.excuse(lost)
+        if not self._progress.stuck(now):
+            self._dumped = False
+            return None
+        if not self._dumped:
+            self._dumped = True
+            return Alarm.DUMP
+        overdue = self._progress.age(now) - self._progress.limit
+        return Alarm.END if overdue > self._stuck_seconds_max else None
+
+
+def _floor_and_first(state: RoleState, seconds_max: float) -> tuple[float, float]:
+    floor = seconds_max * PATIENCE.get(state, 1.0)
+    return floor, floor * (FIRST_PATIENCE if state is RoleState.TRAINING else 1.0)

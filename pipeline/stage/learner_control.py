@@ -1,0 +1,215 @@
+"""The learner's control messages: which process is the learner, which of its messages were applied, what it may claim.
+
+*consumes* HELLO and the numbered messages CONSUMED, VERSION and CHECKPOINTED
+(``pipeline.transport.outbox.ControlLog``); *produces* WELCOME and ACK, each with the number of the last message
+applied, and calls of :class:`Dispatch`. That number is written in the transaction of the message's effect, so a
+message is applied once, whatever is repeated or lost. A message that leaves a gap is not applied: ACK asks for what is
+missing.
+
+Each learner process has an epoch, which the stage gives it in WELCOME. A process that was replaced by a later one is
+refused for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import ImpossibleClaim, WireError
+from pipeline.stage.dispatch import Dispatch
+from pipeline.stage.group_records import GroupRecords
+from pipeline.stage.replay_groups import UpdateReport
+from pipeline.stage.staleness import StalenessLedger
+from pipeline.store.journal import Journal, Send
+from pipeline.store.records import GroupRecord, GroupState, group_id, parse_group_id
+from pipeline.transport.codec import WHOLE_MAX, whole
+from pipeline.transport.protocol import Kind, WireMessage
+
+VERSIONS_AHEAD_MAX = 1000
+"""Versions that learner processes may have published and not announced before they ended: about one for each start."""
+SESSION_CHARACTERS_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerHello:
+    """HELLO of a learner (docs/PROTOCOL.md), checked before anything changes. It states what its messages up to
+    ``number`` have told; those after it follow."""
+
+    session: str
+    epoch: int
+    """0 before the first WELCOME."""
+    number: int
+    """Control messages that it knows to be applied."""
+    updates: int
+    durable_updates: int
+    credit_groups: int
+    holding: frozenset[int]
+    announced: tuple[int, int] | None
+    """Version and updates of the newest VERSION up to ``number``."""
+    consumed: tuple[tuple[int, list[str], UpdateReport], ...]
+    """Updates in the checkpoint that it resumed from, whose CONSUMED an earlier process may not have delivered."""
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any], updates_max: int, version_max: int) -> LearnerHello:
+        """Raises :class:`WireError` for what is not understood or not possible."""
+        updates = whole(header, "updates", 0, updates_max)
+        reports = {_whole(u, "trained"): UpdateReport.read(r, version_max) for u, r in header.get("trained", ())}
+        consumed = tuple(
+            (update := _whole(u, "consumed"), _texts(ids), reports.get(update, UpdateReport()))
+            for u, ids in header.get("consumed", ())
+        )
+        if any(update >= updates for update, _, _ in consumed):
+            raise ImpossibleClaim(f"expected consumed updates below {updates}, got {[u for u, _, _ in consumed][-3:]}")
+        told = header.get("announced")
+        if told is not None:
+            told = (_whole(told[0], "announced", version_max), _whole(told[1], "announced", updates))
+        return cls(
+            session=_session(header),
+            epoch=whole(header, "epoch", default=0),
+            number=whole(header, "number", default=0),
+            updates=updates,
+            durable_updates=whole(header, "durable_updates", 0, updates, default=0),
+            credit_groups=whole(header, "credit_groups", 1),
+            holding=frozenset(n for t in header.get("holding", ()) if (n := parse_group_id(t)) is not None),
+            announced=told,
+            consumed=consumed,
+        )
+
+
+class LearnerControl:
+    """One learner at a time; its messages are applied in order, each once."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        batches: StalenessLedger,
+        records: GroupRecords,
+        journal: Journal,
+        updates_max: int,
+        meta: Mapping[str, Any],
+    ) -> None:
+        self._dispatch = dispatch
+        self._batches = batches
+        self._records = records
+        self._journal = journal
+        self._updates_max = updates_max
+        known = meta.get("learner") or {}
+        self.session: str | None = known.get("session")
+        """The process that is the learner."""
+        self.epoch: int = known.get("epoch", 0)
+        """Number of learner processes so far."""
+        self.applied: int = known.get("applied", 0)
+        """Number of its last message that was applied."""
+        self.announced: bool = known.get("announced", False)
+        """True once one of its VERSIONs was applied."""
+
+    def refuses(self, hello: Mapping[str, Any]) -> str | None:
+        """The reason for which a HELLO is refused for good; None where it may be answered."""
+        if hello.get("role") != "learner":
+            return None
+        try:
+            session, epoch = _session(hello), whole(hello, "epoch", default=0)
+        except WireError as error:
+            return str(error)
+        if session != self.session and 0 < epoch <= self.epoch:
+            return f"learner process {epoch} was replaced by process {self.epoch}: it must end"
+        return None
+
+    def up(self, name: str, header: Mapping[str, Any]) -> None:
+        """HELLO: agree on what the learner has trained, forget what it lost, repeat what it misses."""
+        if (reason := self.refuses(header)) is not None:
+            raise WireError(reason)
+        recorded = self._batches.consumed
+        version_max = self._batches.policy_version + self._updates_max + VERSIONS_AHEAD_MAX
+        hello = LearnerHello.read(header, max(self._updates_max, recorded), version_max)
+        new = hello.session != self.session
+        self._dispatch.up(name, hello.credit_groups)
+        if new:
+            self.session, self.epoch = hello.session, max(self.epoch + 1, hello.epoch)
+            for update, ids, report in hello.consumed:
+                self._dispatch.consumed(update, ids, report)
+        if new or hello.number > self.applied:  # of a process that is known: the store is an older copy
+            self._dispatch.agree(hello.updates)
+            if hello.announced is not None:
+                self._dispatch.version(*hello.announced)
+            self.announced = hello.announced is not None
+            self._dispatch.checkpointed(hello.durable_updates)
+            self.applied = hello.number
+        self._record()
+        welcome = {
+            "updates": recorded,
+            "policy_version": self._batches.policy_version,
+            "epoch": self.epoch,
+            "number": self.applied,
+            "holding": [group_id(n) for n in sorted(self._dispatch.hold(hello.holding))],
+            "greeting": header.get("greeting"),
+        }
+        self._journal.effect(Send(name, Kind.WELCOME, welcome))
+
+    def message(self, peer: str, message: WireMessage) -> None:
+        """A numbered message. Raises :class:`WireError` for one that is not understood or not possible; then nothing
+        has changed, and the learner must start again from its checkpoint."""
+        number = whole(message.header, "number", 1)
+        if number == self.applied + 1:
+            self._apply(message)
+            self.applied = number
+            self._record()
+        missing = {"missing": True} if number > self.applied else {}
+        self._journal.effect(Send(peer, Kind.ACK, {"number": self.applied, **missing}))
+
+    def _apply(self, message: WireMessage) -> None:
+        header, made = message.header, self._batches.consumed
+        match message.kind:
+            case Kind.CONSUMED:
+                update, ids = whole(header, "update", made, made), _texts(header.get("group_ids"))
+                report = UpdateReport.read(header, self._version_max())
+                for text in ids:
+                    self._require_delivered(text)
+                self._dispatch.consumed(update, ids, report)
+            case Kind.VERSION:
+                ahead = 1 if self.announced else self._updates_max + VERSIONS_AHEAD_MAX
+                version = whole(header, "policy_version", 0, self._batches.policy_version + ahead)
+                self._dispatch.version(version, whole(header, "updates", 0, made))
+                self.announced = True
+            case Kind.CHECKPOINTED:
+                self._dispatch.checkpointed(whole(header, "updates", 0, made))
+            case _:
+                raise WireError(f"{message.kind.value} was not expected from the learner")
+
+    def _version_max(self) -> int:
+        """An update may be made from weights whose VERSION comes after it."""
+        return self._batches.policy_version + self._updates_max + VERSIONS_AHEAD_MAX
+
+    def _require_delivered(self, text: str) -> None:
+        number = parse_group_id(text)
+        group = None if number is None else self._records.get(number)
+        if number is None or number >= self._records.next_group or (group is not None and not _delivered(group)):
+            raise ImpossibleClaim(f"expected groups that were delivered in CONSUMED, got {text[:80]}")
+
+    def _record(self) -> None:
+        known = {"session": self.session, "epoch": self.epoch, "applied": self.applied, "announced": self.announced}
+        self._journal.meta("learner", known)
+
+
+def _delivered(group: GroupRecord) -> bool:
+    if group.state is GroupState.COLLECTING:
+        return False
+    return group.dropped or any(slot.trajectory is not None and slot.trajectory.samples for slot in group.slots)
+
+
+def _session(header: Mapping[str, Any]) -> str:
+    session = header.get("session")
+    if not isinstance(session, str) or not 0 < len(session) <= SESSION_CHARACTERS_MAX:
+        raise WireError(f"expected session of 1 to {SESSION_CHARACTERS_MAX} characters, got {str(session)[:80]!r}")
+    return session
+
+
+def _whole(value: Any, what: str, most: int = WHOLE_MAX) -> int:
+    return whole({what: value}, what, 0, most)
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
+        raise WireError(f"expected a list of group ids, got {str(value)[:80]}")
+    return list(value)

@@ -1,0 +1,208 @@
+"""Access to an engine's routes by key, and the places of keys."""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from actors.servers.lock import CONTROL, DIGESTS, END, GENERATION, OPEN, EngineLock, RouteLock, locked_environment
+from pipeline.config import RunConfig
+from pipeline.config.explain import resolve
+from pipeline.config.rollouts import LEARNER_KEY, EngineConfig
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.engine_keys import find_key, make_key_files
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.supervisor.processes import specs_of
+
+ACTOR, LEARNER = "a" * 43, "b" * 43
+DIGEST_PAIR = " ".join(sha256(key.encode()).hexdigest() for key in (ACTOR, LEARNER))
+LOCK = RouteLock(DIGEST_PAIR)
+UNKNOWN = ("/", "/docs", "/server_info", "/reset_prefix_cache", "/metricsx", "//pause", "/pause/", "/PAUSE",
+           "/v1/pause", "/health/../pause", "/inference/v1/abort_requests", "/start_profile")  # fmt: skip
+
+
+def status(path: str, *headers: str) -> int:
+    refusal = LOCK.refusal(path, headers)
+    return 200 if refusal is None else refusal[0]
+
+
+@pytest.mark.parametrize("path", sorted(CONTROL))
+def test_control_routes_are_the_learners_alone(path: str) -> None:
+    assert status(path) == 401
+    assert status(path, f"Bearer {ACTOR}") == 403
+    assert status(path, f"Bearer {LEARNER}") == 200
+
+
+@pytest.mark.parametrize("path", sorted(GENERATION))
+def test_generation_takes_either_key(path: str) -> None:
+    assert status(path) == 401
+    assert status(path, f"Bearer {ACTOR}") == status(path, f"bearer {LEARNER}") == 200
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_a_route_that_is_not_listed_is_closed_to_all(path: str) -> None:
+    assert [status(path), status(path, f"Bearer {ACTOR}"), status(path, f"Bearer {LEARNER}")] == [401, 403, 403]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("",),
+        ("Bearer",),
+        ("Bearer ",),
+        (f"Basic {LEARNER}",),
+        (LEARNER,),
+        (f"Bearer {LEARNER} ",),
+        (f"Bearer {LEARNER[:-1]}",),
+        (f"Bearer {LEARNER}", f"Bearer {LEARNER}"),
+        (f"Bearer {ACTOR}", f"Bearer {LEARNER}"),
+        ("Bearer \udcff\u00e9",),
+        (f"Bearer {sha256(LEARNER.encode()).hexdigest()}",),
+    ],
+)
+def test_a_header_that_is_not_exactly_one_key_opens_nothing(headers: tuple[str, ...]) -> None:
+    assert {status(path, *headers) for path in CONTROL | GENERATION} == {401}
+    assert {status(path, *headers) for path in OPEN} == {200}
+
+
+async def asked(monkeypatch: pytest.MonkeyPatch, scope: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The scopes that reached the application, and the messages of the middleware itself."""
+    monkeypatch.setenv(DIGESTS, DIGEST_PAIR)
+    seen: list[Any] = []
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("the lock reads no body")
+
+    await EngineLock(application)(scope, receive, send)
+    return seen, sent
+
+
+async def test_the_middleware_passes_what_is_allowed_and_answers_the_rest_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    headers = [(b"authorization", f"Bearer {LEARNER}".encode())]
+    allowed = {"type": "http", "path": "/pause", "headers": headers}
+    assert await asked(monkeypatch, allowed) == ([allowed], [])
+    seen, sent = await asked(monkeypatch, {"type": "http", "path": "/pause", "headers": []})
+    assert (seen, sent[0]["status"]) == ([], 401)
+    seen, sent = await asked(monkeypatch, {"type": "websocket", "path": "/v1/realtime", "headers": headers})
+    assert (seen, sent[0]["type"]) == ([], "websocket.close")
+    start = {"type": "lifespan"}
+    assert await asked(monkeypatch, start) == ([start], [])
+
+
+async def test_the_last_resort_ends_the_servers_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(os, "killpg", lambda *arguments: killed.append(arguments))
+    await asked(monkeypatch, {"type": "http", "path": END, "headers": [(b"authorization", f"Bearer {ACTOR}".encode())]})
+    assert killed == []
+    await asked(
+        monkeypatch, {"type": "http", "path": END, "headers": [(b"authorization", f"Bearer {LEARNER}".encode())]}
+    )
+    assert killed == [(0, 9)]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.3", "engine.example"])
+def test_an_engine_beyond_loopback_without_keys_is_refused(host: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"engine\.actor_key"):
+        locked_environment(EngineConfig(host=host), {})
+    make_key_files(tmp_path)
+    places = {f"{role}_key": f"file:{tmp_path}/engine_{role}.secret" for role in ("actor", "learner")}
+    assert DIGESTS in locked_environment(EngineConfig(host=host, **places), {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.9"])
+def test_an_engine_on_loopback_may_be_started_without_keys(host: str) -> None:
+    assert locked_environment(EngineConfig(host=host), {"A": "b"}) == {"A": "b"}
+
+
+def test_the_engine_knows_digests_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineConfig(actor_key="env:KEY_A", learner_key="env:KEY_L")
+    monkeypatch.setenv("KEY_A", ACTOR)
+    monkeypatch.setenv("KEY_L", LEARNER)
+    environment = locked_environment(engine, {"KEY_A": ACTOR, "KEY_L": LEARNER, "HOME": "/"})
+    assert environment == {"HOME": "/", DIGESTS: DIGEST_PAIR}
+    monkeypatch.setenv("KEY_L", ACTOR)
+    with pytest.raises(ConfigurationError, match="same key"):
+        locked_environment(engine, {})
+
+
+def run_config(directory: Path, **engine: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"run": {"directory": directory}, "engine": {"kind": "embedded", "port": 0} | engine}
+    )
+
+
+def test_a_run_gives_each_process_the_keys_of_its_role_alone(tmp_path: Path) -> None:
+    config = resolve(run_config(tmp_path))
+    directory = RunDirectory(config.run.path).create()
+    specs = {spec.name: spec for spec in specs_of(config, directory)}
+    variable = LEARNER_KEY.removeprefix("env:")
+    key = specs["learner"].environment[variable]
+    assert len(key) > 40
+    assert {name: spec.environment for name, spec in specs.items()} == {
+        "prepare": {variable: ""},
+        "replay": {variable: ""},
+        "actor-0": {variable: ""},
+        "learner": {variable: key},
+        "engine-0": {variable: key},
+    }
+    file = directory.path / "engine_actor.secret"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert find_key(config.engine, "actor_key") == file.read_text() != key
+    assert not any(key in path.read_text() for path in directory.path.rglob("*") if path.is_file())
+    again = {spec.name: spec for spec in specs_of(config, directory)}
+    assert again["learner"].environment[variable] != key
+
+
+def test_keys_of_external_engines_are_taken_from_where_the_run_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "s3cret")
+    place = {"actor_key": "env:SERVER_KEY", "learner_key": "env:SERVER_KEY"}
+    config = resolve(run_config(tmp_path, kind="external", urls=["http://127.0.0.1:1"], **place))
+    specs = {spec.name: spec.environment for spec in specs_of(config, RunDirectory(tmp_path))}
+    assert specs["actor-0"] == specs["learner"] == {"SERVER_KEY": "s3cret"}
+    assert specs["replay"] == {"SERVER_KEY": ""}
+    assert find_key(config.engine, "learner_key") == "s3cret"
+
+
+def test_a_key_that_cannot_be_found_or_is_open_to_others_is_named(tmp_path: Path) -> None:
+    def find(place: str) -> None:
+        find_key(EngineConfig(actor_key=place, learner_key="env:OTHER"), "actor_key")
+
+    with pytest.raises(ConfigurationError, match="NOT_SET_ANYWHERE"):
+        find("env:NOT_SET_ANYWHERE")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        find(f"file:{tmp_path}/missing")
+    (tmp_path / "open").write_text("x")
+    (tmp_path / "open").chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        find(f"file:{tmp_path}/open")
+    (tmp_path / "empty").touch(mode=0o600)
+    with pytest.raises(ConfigurationError, match="empty"):
+        find(f"file:{tmp_path}/empty")
+
+
+@pytest.mark.parametrize("keys", [{"actor_key": "env:A"}, {"actor_key": "env:A", "learner_key": "env:A"},
+                                  {"actor_key": "the-key-itself", "learner_key": "env:A"}])  # fmt: skip
+def test_keys_that_do_not_separate_roles_or_are_no_places_are_refused(keys: dict[str, str]) -> None:
+    with pytest.raises(ValidationError):
+        EngineConfig(**keys)
+
+
+def test_each_run_has_an_identity_of_its_own(tmp_path: Path) -> None:
+    first, second = (resolve(run_config(tmp_path)).run.id for _ in range(2))
+    assert first and second and first != second
