@@ -20,7 +20,8 @@ ENV PIP_NO_CACHE_DIR=1 \
 
 RUN python -m venv /opt/afterplay \
  && useradd --system --uid 10001 --user-group --home-dir /home/afterplay --create-home afterplay \
- && install -d -o afterplay -g afterplay /runs /keys /engine_keys/actor /engine_keys/learner
+ && install -d -o afterplay -g afterplay /runs /keys /peers/learner /peers/actor /secrets \
+      /engine_keys/actor /engine_keys/learner
 
 RUN pip install ${PIP_EXTRA} ${TORCH}
 

@@ -7,10 +7,11 @@ Same bytes, same run, one producer process and one consumer process (2,000 token
 * ``push/pull``: bare blocking ZeroMQ, frames sent and received, payload not looked at
 * ``dealer/router + ack``: bare blocking ZeroMQ, each message acknowledged
 * ``zmq.asyncio + ack``: the same with ``zmq.asyncio`` on uvloop, one future for each message
-* ``hub/link + ack``: our transport on uvloop with outbox, credits, limits, acknowledgements in batches; payload not
-  looked at
+* ``hub/link + ack``: our transport (``ipc://``) on uvloop with outbox, credits, limits, acknowledgements in batches;
+  payload not looked at
 * ``hub/link + codec``: the same, and each trajectory is encoded before it is sent and decoded (validated)
   when it has come
+* ``hub/link tcp + ack``, ``hub/link tcp + codec``: the same over TCP with CURVE
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ import json
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import uvloop
 import zmq
 import zmq.asyncio
 
+from pipeline.config import RunConfig
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn, VersionSpan
 from pipeline.transport import protocol
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from pipeline.transport.curve import make_keys
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import Event, EventKind, Kind
-from pipeline.transport.zeromq import ZmqHub, ZmqLink
+from pipeline.transport.zeromq import open_hub, open_link
 
 ADDRESS = "tcp://127.0.0.1:0"
 WINDOW = 256
@@ -147,9 +152,18 @@ def produce_asyncio(n: int, address: str, pipe: Connection) -> None:
     uvloop.run(main())
 
 
-def consume_hub(n: int, pipe: Connection, decode: bool) -> None:
+def config_of(folder: str, address: str) -> RunConfig:
+    raw = {
+        "run": {"directory": folder, "name": "r"},
+        "replay": {"address": address},
+        "transport": {"curve": f"{folder}/keys"},
+    }
+    return RunConfig.model_validate(raw)
+
+
+def consume_hub(n: int, pipe: Connection, folder: str, bind: str, decode: bool) -> None:
     async def main() -> None:
-        async with ZmqHub(ADDRESS) as hub:
+        async with open_hub(config_of(folder, bind)) as hub:
             pipe.send(hub.address)
             up = await hub.receive()
             await hub.send(up.peer, protocol.WireMessage(Kind.WELCOME, {"credit_bytes": CREDIT_BYTES}))
@@ -169,7 +183,7 @@ def consume_hub(n: int, pipe: Connection, decode: bool) -> None:
     uvloop.run(main())
 
 
-def produce_link(n: int, address: str, pipe: Connection, encode: bool) -> None:
+def produce_link(n: int, address: str, pipe: Connection, folder: str, bind: str, encode: bool) -> None:
     async def main() -> None:
         trajectory = example()
         payload = encode_trajectory(trajectory)
@@ -181,7 +195,7 @@ def produce_link(n: int, address: str, pipe: Connection, encode: bool) -> None:
             assert event.message is not None
             return sum(map(outbox.acknowledge, event.message.header["trajectory_ids"]))
 
-        async with ZmqLink(address, "actor-0") as link:
+        async with open_link(config_of(folder, address), "actor-0") as link:
             link.describe({"role": "actor"})
             welcome = await link.receive()
             assert welcome.kind is EventKind.CONNECTED and welcome.message is not None
@@ -201,16 +215,18 @@ def produce_link(n: int, address: str, pipe: Connection, encode: bool) -> None:
     uvloop.run(main())
 
 
-WAYS: dict[str, tuple[Callable[..., None], Callable[..., None], tuple[bool, ...]]] = {
+WAYS: dict[str, tuple[Callable[..., None], Callable[..., None], tuple[str | bool, ...]]] = {
     "push/pull": (consume_pull, produce_push, ()),
     "dealer/router + ack": (consume_router, produce_dealer, ()),
     "zmq.asyncio + ack": (consume_asyncio, produce_asyncio, ()),
-    "hub/link + ack": (consume_hub, produce_link, (False,)),
-    "hub/link + codec": (consume_hub, produce_link, (True,)),
+    "hub/link + ack": (consume_hub, produce_link, ("ipc://", False)),
+    "hub/link + codec": (consume_hub, produce_link, ("ipc://", True)),
+    "hub/link tcp + ack": (consume_hub, produce_link, (ADDRESS, False)),
+    "hub/link tcp + codec": (consume_hub, produce_link, (ADDRESS, True)),
 }
 
 
-def run_consumer(consume: Callable[..., None], n: int, pipe: Connection, *options: bool) -> None:
+def run_consumer(consume: Callable[..., None], n: int, pipe: Connection, *options: str | bool) -> None:
     """Consume, then tell the CPU seconds it took."""
     started = time.process_time()
     consume(n, pipe, *options)
@@ -221,13 +237,21 @@ def measure(name: str, n: int) -> tuple[float, float]:
     """Trajectories per second from the first send to the last acknowledgement (push/pull: to the last receive), and
     CPU microseconds of both processes for each trajectory."""
     consume, produce, options = WAYS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        make_keys(Path(folder) / "keys", actors=1)
+        return _measured(consume, produce, n, (folder, *options) if options else ())
+
+
+def _measured(
+    consume: Callable[..., None], produce: Callable[..., None], n: int, options: tuple[str | bool, ...]
+) -> tuple[float, float]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_consumer, args=(consume, n, theirs, *options))
     process.start()
     try:
         if not ours.poll(60):
-            raise TimeoutError(f"the consumer of {name} did not start within 60 s")
+            raise TimeoutError("the consumer did not start within 60 s")
         address = ours.recv()
         started, cpu_started = time.perf_counter(), time.process_time()
         mark = _Mark(ours)

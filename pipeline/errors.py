@@ -7,6 +7,7 @@
     ├── SchemaError             a value does not satisfy the data model (raised when it is built)
     ├── WireError               bytes from a peer cannot be understood
     │   ├── LimitExceeded       ... because they are larger than a declared limit
+    │   ├── HandshakeFailed     ... because it did not prove who it is
     │   └── VersionMismatch     ... because the peer speaks another schema version
     ├── TransportError          a peer or a socket failed
     │   ├── PeerGone            the peer has disappeared; what was sent may not have arrived
@@ -61,6 +62,10 @@ class ImpossibleClaim(WireError):
 
 class LimitExceeded(WireError):
     """A message is larger than a declared limit."""
+
+
+class HandshakeFailed(WireError):
+    """A connection did not come to its first message: no key, or one that is not known."""
 
 
 class VersionMismatch(WireError):

@@ -174,10 +174,10 @@ $NICE docker compose build -q >"$WORK/build.log" 2>&1 || { tail -30 "$WORK/build
 say "project image $(($(docker image inspect -f '{{.Size}}' afterplay:latest) / 1000000)) MB"
 
 UP=1
-docker compose up -d --wait --wait-timeout "${WAIT_SECONDS:-180}" >"$WORK/up.log" 2>&1 || { cat "$WORK/up.log"; diagnose; exit 1; }
+docker compose up -d --scale actor=2 --wait --wait-timeout "${WAIT_SECONDS:-180}" >"$WORK/up.log" 2>&1 || { cat "$WORK/up.log"; diagnose; exit 1; }
 healthy=$(docker compose ps --format '{{.Service}} {{.Health}}' | sort | tr '\n' ',')
 say "up: $healthy"
-[ "$healthy" = "actor healthy,engine healthy,grafana healthy,learner healthy,prometheus healthy,replay healthy," ] \
+[ "$healthy" = "actor healthy,actor healthy,engine healthy,grafana healthy,learner healthy,prometheus healthy,replay healthy," ] \
   || { echo "not all healthy"; diagnose; exit 1; }
 
 for _ in $(seq 120); do
@@ -188,6 +188,18 @@ done
 [ "${steps%.*}" -ge 3 ] 2>/dev/null || { echo "the learner made ${steps:-no} steps"; diagnose; exit 1; }
 say "learner steps $steps, trajectories trained $(prometheus 'sum(afterplay_replay_terminal_trajectories_total{state="trained"})')"
 
+# both actors keep their places under names of their own, and Prometheus finds both
+actors=$(prometheus 'sum(afterplay_replay_connected_peers{peer="actor"})')
+scraped=$(prometheus 'count(up{job="afterplay-actor"} == 1)')
+[ "${actors%.*}" = 2 ] && [ "${scraped%.*}" = 2 ] || { echo "of 2 actors, $actors connected and $scraped scraped"; diagnose; exit 1; }
+names=$(docker compose exec -T replay sh -c 'cd /runs/compose/processes && echo actor-*.json')
+[ "$names" = "actor-0.json actor-1.json" ] || { echo "the actors are $names"; diagnose; exit 1; }
+docker compose exec -T actor sh -c 'test ! -e /keys/learner.key_secret && ! touch /x 2>/dev/null && grep -q "^CapEff:.0*$" /proc/self/status' \
+  || { echo "an actor has the keys of others, a writable root, or capabilities"; exit 1; }
+password=$(docker compose exec -T grafana cat /secrets/grafana-password)
+[ ${#password} -ge 20 ] || { echo "Grafana's password is \"$password\""; exit 1; }
+say "2 actors connected and scraped; root read-only, no capabilities, own keys, a password"
+
 (cd "$ROOT" && PYTHONPATH=. in_namespace "$PYTHON" -m grafana.prove --url http://127.0.0.1:9090 --seconds 60 --engine embedded) \
   || { diagnose; exit 1; }
 say "dashboard proved against the Prometheus of the composition"
@@ -197,11 +209,11 @@ for _ in $(seq 100); do # a published port needs a moment after its container is
 done
 echo
 
-# kill -9 of the actor: its restart policy brings it back and training goes on (`docker kill` would switch the policy off)
+# kill -9 of an actor: its restart policy brings it back and training goes on (`docker kill` would switch the policy off)
 begun='max(process_start_time_seconds{job="afterplay-actor"})'
 first=$(prometheus "$begun")
-kill -9 "$(docker inspect -f '{{.State.Pid}}' "$(docker compose ps -q actor)")"
-played="sum(afterplay_actor_trajectories_total{outcome=\"complete\"}) and ($begun > $first)"
+kill -9 "$(docker inspect -f '{{.State.Pid}}' "$(docker compose ps -q actor | head -1)")"
+played="sum(afterplay_actor_trajectories_total{outcome=\"complete\"} and on (instance) process_start_time_seconds{job=\"afterplay-actor\"} > $first)"
 for _ in $(seq 120); do
   again=$(prometheus "$played")
   [ "${again%.*}" -gt 0 ] 2>/dev/null && break

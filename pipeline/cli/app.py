@@ -170,12 +170,30 @@ def engine(
 
 
 @app.command()
-def actor(file: File, index: Index = 0, sets: Sets = None) -> None:
+def actor(
+    file: File,
+    index: Index = 0,
+    sets: Sets = None,
+    free_index: Annotated[
+        bool,
+        typer.Option(
+            "--free-index",
+            help="Take the first index that no other actor with this option holds. Every replica listens on the "
+            "metrics port of index 0.",
+        ),
+    ] = False,
+) -> None:
     """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
-    afterplay actor configs/tiny.yaml --index 1 --set replay.address=tcp://127.0.0.1:5555
+    afterplay actor runs/tiny/config.yaml --index 1
+    afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
-    _role("actor", index, "actors.role:main", file, sets)
+    if not free_index:
+        _role("actor", index, "actors.role:main", file, sets)
+    from pipeline.runtime.rundir import RunDirectory, take_index
+
+    found, _lock = take_index(RunDirectory(_load(file, sets).run.path), "actor")
+    _role("actor", found, "actors.role:main", file, sets, port_index=0)
 
 
 @replay_app.command(START)
@@ -184,7 +202,7 @@ def replay(file: File, sets: Sets = None) -> None:
 
     Actors and learner connect to it.
 
-    afterplay replay configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
+    afterplay replay configs/tiny.yaml
     """
     _role("replay", 0, "pipeline.stage.role:main", file, sets)
 
@@ -196,7 +214,7 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     With learner.ranks=N it starts N-1 more processes, which share the model and each update. torchrun can start them
     instead, on one or several machines; then omit learner.ranks.
 
-      afterplay learner configs/tiny.yaml --set replay.address=tcp://127.0.0.1:5555
+      afterplay learner configs/tiny.yaml
       torchrun --nproc-per-node 2 -m pipeline.cli.app learner configs/tiny.yaml
     """
     if os.environ.get("RANK", "0") != "0":
@@ -230,12 +248,15 @@ def prepare(file: File, sets: Sets = None) -> None:
 @app.command()
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; created if missing.")],
+    actors: Annotated[int, typer.Option("--actors", min=0, help="Actors that have a key: actor-0, actor-1 …")] = 8,
 ) -> None:
-    """Create CURVE keys, which connections between machines require, and the keys of engines beyond loopback.
+    """Create the keys of a run on several machines: CURVE keys for TCP, one pair for the replay stage, the learner and
+    each actor, and the keys of engines beyond loopback.
 
-    Copy the folder to each machine of the run and set transport.curve to it:
+    Keep the folder on the replay stage's machine. Another machine gets server.key and the two files of each role that
+    runs on it. Run the command again with a larger --actors to add keys; a stage that runs accepts them at once.
 
-      afterplay keys keys
+      afterplay keys keys --actors 16
       afterplay replay FILE --set transport.curve=keys --set replay.address=tcp://0.0.0.0:5555
 
     Engines on other machines need engine.actor_key: file:keys/engine_actor.secret (engines and actors) and
@@ -244,9 +265,12 @@ def keys(
     from pipeline.runtime.engine_keys import make_key_files
     from pipeline.transport.curve import make_keys
 
-    make_keys(directory)
+    made = make_keys(directory, actors)
     make_key_files(directory)
-    typer.echo(f"keys in {directory}. Use them with --set transport.curve={directory}; keep *.key_secret to yourself")
+    typer.echo(
+        f"{len(made)} new CURVE keys in {directory}. Use them with --set transport.curve={directory}; keep "
+        "*.key_secret and *.secret to yourself"
+    )
 
 
 @app.command()
@@ -322,11 +346,14 @@ def _load(file: Path, sets: list[str] | None) -> RunConfig:
     return load(file, sets or [])
 
 
-def _role(role: str, index: int, main: str, file: Path, sets: list[str] | None) -> NoReturn:
+def _role(
+    role: str, index: int, main: str, file: Path, sets: list[str] | None, port_index: int | None = None
+) -> NoReturn:
+    """``port_index``: the index by which the metrics port is chosen; None: ``index``."""
     from pipeline.runtime.process import load_main, role_name, run_role
 
     config = _load(file, sets)
-    code = run_role(role_name(role, index), index, config, load_main(main))
+    code = run_role(role_name(role, index), index if port_index is None else port_index, config, load_main(main))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ ACTOR_KEY_FILE = "engine_actor.secret"
 
 def resolve(config: RunConfig) -> RunConfig:
     """A copy in which everything is fixed that several processes must know: the run's identity, the ports of the
-    engines and the replay stage, and where the engines' keys are.
+    engines and of a replay stage on TCP, and where the engines' keys are.
 
     Metrics ports stay 0: each process takes a free one and writes it to the run directory. Paths become absolute, so
     that the resolved file is valid in any folder. Raises :class:`ConfigurationError` that names a port in use.
@@ -38,12 +38,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if engine.kind != "external" and engine.actor_key is None:
         place = f"file:{config.run.path.absolute() / ACTOR_KEY_FILE}"
         engine = engine.model_copy(update={"actor_key": place, "learner_key": LEARNER_KEY})
-    host, port = split_address(replay.address)
-    if port == 0:
-        port = free_ports(host, 1)
-        replay = replay.model_copy(update={"address": f"tcp://{_bracketed(host)}:{port}"})
-    else:
-        _require_free(host, port, "replay.address")
+    replay = replay.model_copy(update={"address": _fixed(replay.address)})
     if config.metrics.port:
         for i in range(2 + config.actor.replicas):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
@@ -52,10 +47,24 @@ def resolve(config: RunConfig) -> RunConfig:
     environments = {name: _with_data_at_home(section) for name, section in config.environments.items()}
     loss = config.loss.model_copy(update={"supervised": _with_demonstrations_at_home(config.loss.supervised)})
     changed = {"engine": engine, "replay": replay, "run": run, "loss": loss, "environments": environments}
+    if config.transport.curve is not None:
+        changed["transport"] = config.transport.model_copy(update={"curve": config.transport.curve.absolute()})
     if config.model.cache is not None:
         cache = config.model.cache.expanduser().absolute()
         changed["model"] = config.model.model_copy(update={"cache": cache})
     return config.model_copy(update=changed)
+
+
+def _fixed(address: str) -> str:
+    """``replay.address`` with an absolute path, or a port that is free."""
+    if address.startswith("ipc://"):
+        path = address.removeprefix("ipc://")
+        return f"ipc://{Path(path).expanduser().absolute()}" if path else address
+    host, port = split_address(address)
+    if port:
+        _require_free(host, port, "replay.address")
+        return address
+    return f"tcp://{_bracketed(host)}:{free_ports(host, 1)}"
 
 
 def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
@@ -82,7 +91,8 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not separator or not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(
-            f"replay.address: expected tcp://host:port, for example tcp://127.0.0.1:5555, got {address!r}"
+            f"replay.address: expected ipc://, ipc://PATH or tcp://host:port, for example tcp://127.0.0.1:5555, got "
+            f"{address!r}"
         )
     return host.strip("[]"), int(port)
 

@@ -52,9 +52,11 @@ class EssGuardConfig(Section):
 class ReplayConfig(Section):
     """The replay stage: its address and store, and experience replay (docs/REPLAY.md)."""
 
-    address: str = "tcp://127.0.0.1:0"
-    """Address that the stage binds. Port 0: a free port, which ``afterplay run`` passes to the other processes.
-    Addresses other than loopback require ``transport.curve``."""
+    address: str = "ipc://"
+    """Address that the stage binds. ``ipc://``: a unix socket in a new folder that only this user may enter, found
+    through the run directory. ``ipc:///path``: that socket; its folder must be closed to others. ``tcp://host:port``:
+    for several machines; requires ``transport.curve``, on loopback too (``afterplay run`` makes keys). Port 0: a free
+    port, which ``afterplay run`` passes to the other processes."""
     store: str | None = None
     """Path of the SQLite file. None: ``replay.sqlite`` in the run directory."""
     commit_batch_max: int = Field(256, ge=1)

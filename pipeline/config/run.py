@@ -72,8 +72,8 @@ class TransportConfig(Section):
     silence_seconds_max: float = Field(10.0, gt=0)
     """Seconds of silence after which a peer counts as lost. Its orders are then issued again."""
     curve: Path | None = None
-    """Folder with CURVE keys, made by ``afterplay keys``. Required if the replay stage binds an address other than
-    loopback."""
+    """Folder with CURVE keys, made by ``afterplay keys``: the stage's own, and one for each learner and actor. Required
+    for ``replay.address: tcp://…``; ``afterplay run`` makes them in the run directory if it is None."""
 
     @model_validator(mode="after")
     def _silence_longer_than_heartbeat(self) -> TransportConfig:

@@ -19,6 +19,7 @@ from pipeline.metrics.base import (
     histogram,
 )
 
+FAULTS = ("handshake", "bytes", "limit", "hello", "identity")
 DROPS = ("stale", "duplicate", "corrupt", "schema", "unpublished")
 PEERS = ("actor", "learner")
 TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
@@ -105,6 +106,11 @@ class ReplayMetrics(MetricSet):
         "Time of one commit of arrivals; op = insert; result = ok.", LAT, op=("insert",), result=("ok",)
     )
     connected_peers = gauge("Connected peers; peer = actor or learner.", peer=PEERS)
+    invalid_messages_total = counter(
+        "Invalid messages; fault = handshake (no key, or an unknown one), bytes (no message), limit (too large), hello "
+        "(not said, or wrong) or identity (another's name).",
+        fault=FAULTS,
+    )
     peers_dropped_total = counter("Peers that fell silent; peer = actor or learner.", peer=PEERS)
 
     terminal_trajectories_total = counter("Trajectories by terminal state.", state=TERMINAL_STATES)

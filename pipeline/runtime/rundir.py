@@ -20,6 +20,8 @@
       processes.json     state of all processes, written by the supervisor
       engine_actor.secret  key with which actors may use the run's engines
       run.lock           held by the supervisor while the run lives
+      hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
+      keys/              CURVE keys that ``afterplay run`` made, if the stage listens on TCP
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import fcntl
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +148,11 @@ class RunDirectory:
     def lock_file(self) -> Path:
         return self.path / "run.lock"
 
+    @property
+    def keys(self) -> Path:
+        """Keys of a run on TCP whose run file names none."""
+        return self.path / "keys"
+
 
 def await_model(folder: Path) -> None:
     """Block until ``folder``, which appears complete by rename, is a prepared model; at most the seconds that
@@ -204,6 +213,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, orjson.JSONDecodeError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def take_index(directory: RunDirectory, role: str) -> tuple[int, FileLock]:
+    """The first index that no other ``role`` of the run holds, which is ours until the lock is released."""
+    directory.processes.mkdir(parents=True, exist_ok=True)
+    for index in count():
+        with suppress(StoreError):
+            return index, FileLock(directory.processes / f"{role}-{index}.lock", "taken")
+    raise AssertionError
 
 
 class FileLock:

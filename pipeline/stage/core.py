@@ -203,7 +203,7 @@ class StageCore:
 
     def corrupt(self, peer: str, reason: str) -> None:
         """Count and log an invalid message from ``peer``."""
-        self._complain(f"{peer} sent an invalid message: {reason}")
+        self._complain(f"{peer} sent an invalid message: {reason[:1000]}")
         self.journal.count(Count.MESSAGES_CORRUPT)
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:

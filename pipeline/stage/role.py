@@ -144,7 +144,7 @@ async def _serve(
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
                 feeding.start_soon(_watch_disk, ctx, core, metrics, name="disk")
-                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, name="listen")
+                feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, metrics, name="listen")
                 if lessons is not None:
                     feeding.start_soon(lessons.run, name="lessons")
                 await ctx.stopping.wait()
@@ -170,7 +170,11 @@ async def _watch_disk(ctx: RoleContext, core: StageCore, metrics: ReplayMetrics)
 
 
 async def _listen(
-    hub: Hub, inbox: MemoryObjectSendStream[Item], outgoing: PeerSender, lessons: MemoryService | None
+    hub: Hub,
+    inbox: MemoryObjectSendStream[Item],
+    outgoing: PeerSender,
+    lessons: MemoryService | None,
+    metrics: ReplayMetrics,
 ) -> None:
     while True:
         try:
@@ -179,6 +183,8 @@ async def _listen(
             return
         if event.kind in (EventKind.PEER_UP, EventKind.PEER_DOWN):
             outgoing.shut(event.peer)
+        elif event.fault is not None:
+            metrics.invalid_messages_total.labels(fault=event.fault.value).inc()
         if lessons is not None and event.message is not None and event.message.kind is Kind.RECALL:
             lessons.recall(event.peer, event.message.header)
             continue

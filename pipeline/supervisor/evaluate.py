@@ -149,7 +149,7 @@ def evaluation_config(
         "directory": directory.path.parent, "name": directory.path.name, "total_steps": weights.updates + 1,
         "resume": "auto",
     }  # fmt: skip
-    raw["replay"] |= {"address": "tcp://127.0.0.1:0", "store": None, "enabled": False}
+    raw["replay"] |= {"address": "ipc://", "store": None, "enabled": False}
     raw["loss"]["supervised"]["weight"] = 0.0
     raw["metrics"]["port"] = 0
     raw["lessons"]["enabled"] = False

@@ -39,6 +39,8 @@ from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
+from pipeline.transport.curve import make_keys
+from pipeline.transport.socket_folder import remove_socket_folder
 
 
 class RunIsAlive(AfterplayError):
@@ -99,19 +101,31 @@ def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None
         )
 
 
+def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
+    """A copy whose roles have a key each, if the stage listens on TCP and the run file names no keys."""
+    if not config.replay.address.startswith("tcp://") or config.transport.curve is not None:
+        return config
+    make_keys(directory.keys, config.actor.replicas)
+    return config.model_copy(update={"transport": config.transport.model_copy(update={"curve": directory.keys})})
+
+
 def run(config: RunConfig, fresh: bool = False, console: Console | None = None) -> ExitCode:
     """Run to the end. Raises :class:`ConfigurationError`; other failures are printed and give the exit code."""
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
     try:
         with run_lock(directory) as lock:
+            remove_socket_folder(directory.path)
             prepare_directory(directory, config.run.resume, fresh)
             config = resolve(config)
             wait_for_room(directory.create, directory.path, "the run directory")
+            config = with_keys(config, directory)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
             wait_for_room(write, directory.config_file, "the run file")
             with OrphanReaper(keep_open=(lock,)) as reaper:
-                return supervise(config, specs_of(config, directory), directory, reaper, console)
+                code = supervise(config, specs_of(config, directory), directory, reaper, console)
+            remove_socket_folder(directory.path)
+            return code
     except RunIsAlive as error:
         Console(stderr=True, highlight=False).print(f"afterplay: {error}", style="red", soft_wrap=True)
         return ExitCode.BUSY

@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from pipeline.errors import TransportClosed
+from pipeline.errors import TransportClosed, WireError
 from pipeline.transport.protocol import Buffer, Event
 
 CLOSE_SECONDS_MAX = 0.7
@@ -69,8 +69,17 @@ class HubWire(Protocol):
         """Bind. Raises :class:`ConfigurationError`."""
         ...
 
-    def receive(self) -> tuple[bytes, list[Buffer]] | None:
-        """The next ``(connection, [kind, header, frame …])``, or None."""
+    def receive(self) -> tuple[bytes, list[Buffer] | WireError] | None:
+        """The next ``(connection, [kind, header, frame …])``, with the error instead where what came is no message;
+        or None."""
+        ...
+
+    def identity(self, connection: bytes) -> str | None:
+        """Name of the peer that the connection's key belongs to; None where only this user can connect."""
+        ...
+
+    def cut(self, connection: bytes) -> None:
+        """Close the connection that the last message came from. What waits for it may be lost."""
         ...
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:

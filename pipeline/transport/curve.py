@@ -1,82 +1,85 @@
-"""CURVE encryption: keys on disk, and authentication of connections.
+"""CURVE encryption: keys on disk, one pair for each role instance, and the authentication of connections.
 
-A folder of keys holds ``server.key`` / ``server.key_secret`` and ``client.key`` / ``client.key_secret`` (ZeroMQ's
-certificate format). The hub lets in whoever owns the secret of a ``*.key`` beside ``server.key``; a machine that only
-connects needs ``server.key`` and the two client files. To let a machine in with a key of its own, copy its public
-``NAME.key`` here.
+A folder of keys holds ``NAME.key`` and ``NAME.key_secret`` (ZeroMQ's certificate format) for ``server`` (the replay
+stage), ``learner`` and ``actor-0``, ``actor-1`` …. The stage needs ``server.key_secret`` and the public key of every
+peer; a peer needs ``server.key`` and its own pair alone. A key is good for the role and the name of its file only.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 import zmq.auth
 
 from pipeline.errors import ConfigurationError
+from pipeline.schema.tokens import require_id
 
-_SERVER, _CLIENT = "server", "client"
+_SERVER, _LEARNER = "server", "learner"
 _PUBLIC, _SECRET = ".key", ".key_secret"
 _DOMAIN = b"afterplay"
 
 
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """Z85 keys as bytes of length 40. A secret that is not in the folder is None."""
+@dataclass(slots=True)
+class ServerKeys:
+    """The replay stage's pair, and the names of the peers by their public keys (Z85, 40 bytes)."""
 
     folder: Path
-    server_public: bytes
-    server_secret: bytes | None
-    client_public: bytes | None
-    client_secret: bytes | None
-    clients: frozenset[bytes]
-    """Public keys that the hub accepts."""
+    public: bytes
+    secret: bytes
+    _names: dict[bytes, str] = field(default_factory=dict)
+    _read_at: int = -1
 
-    def require_server(self) -> None:
-        """Raises :class:`ConfigurationError` where the folder cannot serve a hub."""
-        if self.server_secret is None:
-            raise ConfigurationError(
-                f"the hub needs {self.folder / (_SERVER + _SECRET)}: copy it here or run `afterplay keys`"
-            )
-
-    def require_client(self) -> None:
-        """Raises :class:`ConfigurationError` where the folder cannot serve a link."""
-        if self.client_secret is None or self.client_public is None:
-            raise ConfigurationError(
-                f"a link needs {self.folder / (_CLIENT + _SECRET)} and its public half: run `afterplay keys`"
-            )
-
-    def apply_server(self, socket: zmq.Socket[bytes]) -> None:
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Make a ROUTER accept only known clients."""
-        socket.curve_secretkey = self.server_secret
-        socket.curve_publickey = self.server_public
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
         socket.curve_server = True
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
 
-    def apply_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a DEALER prove who it is, and talk to no other server."""
-        socket.curve_secretkey = self.client_secret
-        socket.curve_publickey = self.client_public
-        socket.curve_serverkey = self.server_public
+    def name_of(self, public: bytes) -> str | None:
+        """The peer that owns a public key; None for a stranger. A key that was added meanwhile is found."""
+        changed = self.folder.stat().st_mtime_ns
+        if public not in self._names and changed != self._read_at:
+            self._read_at = changed
+            self._names = {_read(p)[0]: p.stem for p in self.folder.glob("*" + _PUBLIC) if p.stem != _SERVER}
+        return self._names.get(public)
 
 
-def make_keys(folder: Path) -> CurveKeys:
-    """Write a server and a client pair; secrets are readable by their owner alone.
+@dataclass(frozen=True, slots=True)
+class PeerKeys:
+    """A peer's pair, and the public key of the only server that it talks to."""
 
-    Raises :class:`ConfigurationError` rather than overwrite: processes that hold the old keys would lock each other
-    out.
+    server: bytes
+    public: bytes
+    secret: bytes
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a DEALER prove who it is."""
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+        socket.curve_serverkey = self.server
+
+
+def make_keys(folder: Path, actors: int) -> list[str]:
+    """Write the missing pairs of the server, the learner and ``actors`` actors; returns their names. Secrets are
+    readable by their owner alone. A pair that exists stays as it is.
+
+    Raises :class:`ConfigurationError`.
     """
-    existing = sorted(p.name for p in folder.glob("*.key*")) if folder.is_dir() else []
-    if existing:
-        raise ConfigurationError(
-            f"{folder} already has keys ({', '.join(existing)}): choose another folder, or remove them first"
-        )
+    names = [_SERVER, _LEARNER, *(f"actor-{i}" for i in range(actors))]
     mask = os.umask(0o077)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (_SERVER, _CLIENT):
+        missing = [name for name in names if not (folder / (name + _PUBLIC)).exists()]
+        if (folder / (_SERVER + _PUBLIC)).exists() and not (folder / (_SERVER + _SECRET)).exists():
+            raise ConfigurationError(
+                f"expected the folder in which the keys were made, got a peer's copy without server.key_secret: "
+                f"{folder}. Make keys there, and copy server.key and the peer's own two files"
+            )
+        for name in missing:
             zmq.auth.create_certificates(folder, name)
             (folder / (name + _SECRET)).chmod(0o600)
             (folder / (name + _PUBLIC)).chmod(0o644)
@@ -84,44 +87,48 @@ def make_keys(folder: Path) -> CurveKeys:
         raise ConfigurationError(f"keys cannot be written to {folder}: {error}") from error
     finally:
         os.umask(mask)
-    return load_keys(folder)
+    return missing
 
 
-def load_keys(folder: Path) -> CurveKeys:
-    """Read a folder of keys. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
-    if not (folder / (_SERVER + _PUBLIC)).is_file():
-        raise ConfigurationError(
-            f"transport.curve: expected server.key in {folder}: make the folder with `afterplay keys {folder}`"
-        )
-    server_public, server_secret = _pair(folder, _SERVER)
-    client_public, client_secret = _pair(folder, _CLIENT)
-    known = [path for path in folder.glob("*" + _PUBLIC) if path.stem != _SERVER]
-    clients = frozenset(_read(path)[0] for path in known)
-    assert server_public is not None
-    return CurveKeys(folder, server_public, server_secret, client_public, client_secret, clients)
+def server_keys(folder: Path) -> ServerKeys:
+    """Keys of the replay stage. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
+    public, secret = _pair(folder, _SERVER)
+    return ServerKeys(folder, public, secret)
 
 
-def serve_zap(socket: zmq.Socket[bytes], clients: frozenset[bytes]) -> None:
-    """Answer the authentication requests (ZeroMQ RFC 27) that wait on a REP socket: 200 for known keys, 400 for
-    others."""
+def peer_keys(folder: Path, name: str) -> PeerKeys:
+    """Keys of the peer ``name``. Raises :class:`ConfigurationError` that names the missing or unsafe file."""
+    require_id("the name of a peer", name)
+    public, secret = _pair(folder, name)
+    return PeerKeys(_read(folder / (_SERVER + _PUBLIC))[0], public, secret)
+
+
+def serve_zap(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
+    """Answer the authentication requests (ZeroMQ RFC 27) that wait on a REP socket: 200 and the peer's name for known
+    keys, 400 for others. ZeroMQ gives the name with every message of the connection, as ``User-Id``."""
     while True:
         try:
             request = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
         version, request_id = [*request, b"", b""][:2]
-        known = len(request) == 7 and request[5] == b"CURVE" and zmq.utils.z85.encode(request[6]) in clients
-        status = [b"200", b"OK", b"known"] if known else [b"400", b"unknown client key", b""]
+        known = len(request) == 7 and request[5] == b"CURVE"
+        name = keys.name_of(zmq.utils.z85.encode(request[6])) if known else None
+        status = [b"400", b"unknown client key", b""] if name is None else [b"200", b"OK", name.encode()]
         socket.send_multipart([version, request_id, *status, b""])
 
 
-def _pair(folder: Path, name: str) -> tuple[bytes | None, bytes | None]:
-    public, secret = folder / (name + _PUBLIC), folder / (name + _SECRET)
-    if not secret.is_file():
-        return (_read(public)[0] if public.is_file() else None), None
-    if secret.stat().st_mode & 0o077:
-        raise ConfigurationError(f"{secret} can be read by others: chmod 600 {secret}")
-    return _read(secret)
+def _pair(folder: Path, name: str) -> tuple[bytes, bytes]:
+    path = folder / (name + _SECRET)
+    remedy = f"make it with `afterplay keys {folder}` (--actors N for N actors), or copy it here"
+    if not path.is_file():
+        raise ConfigurationError(f"transport.curve: expected {path}, the secret key of {name}: {remedy}")
+    if path.stat().st_mode & 0o077:
+        raise ConfigurationError(f"{path} can be read by others: chmod 600 {path}")
+    public, secret = _read(path)
+    if secret is None:
+        raise ConfigurationError(f"transport.curve: expected a secret key in {path}, got a public one: {remedy}")
+    return public, secret
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
@@ -129,5 +136,6 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} is not a CURVE certificate: {error}. Create a new folder with `afterplay keys DIR`"
+            f"transport.curve: expected {path} to be a CURVE certificate: {error}. Make a new folder with "
+            "`afterplay keys DIR`, or copy the file here"
         ) from error

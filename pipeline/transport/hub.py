@@ -5,7 +5,7 @@ Its state of the connections (greetings, departures, invalid messages) is pure a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -13,14 +13,33 @@ from typing import Any, Self
 import anyio
 import anyio.lowlevel
 
-from pipeline.errors import AfterplayError, LimitExceeded, PeerGone, SchemaError, TransportClosed, WireError
+from pipeline.errors import (
+    AfterplayError,
+    HandshakeFailed,
+    LimitExceeded,
+    PeerGone,
+    SchemaError,
+    TransportClosed,
+    WireError,
+)
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
 from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, HubWire, Mailbox, Silence
 from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.protocol import Buffer, Event, EventKind, Kind, Limits, TransportStatistics, WireMessage
+from pipeline.transport.protocol import (
+    Buffer,
+    Event,
+    EventKind,
+    Kind,
+    Limits,
+    MessageFault,
+    TransportStatistics,
+    WireMessage,
+)
 
 _DROPPED_MAX = 4096
+_FAULTS_MAX = 8
+"""Invalid messages of one connection, before it is cut."""
 
 
 @dataclass(slots=True)
@@ -40,6 +59,8 @@ class Reaction:
     reply: WireMessage | None = None
     replaced: Peer | None = None
     """An older connection under the same name; tell it and forget it."""
+    cut: bool = False
+    """Close the connection that the message came from."""
 
 
 _NOTHING = Reaction()
@@ -49,13 +70,16 @@ _NOTHING = Reaction()
 class Peers:
     """Maps connections to the names given in HELLO. Each name has at most one connection, each connection one name.
 
-    A peer is up from its HELLO on until one PEER_DOWN, however that comes about. ``refuses`` gives the reason for which
-    a HELLO must not replace the connection that has its name; None where it may.
+    A peer is up from its HELLO on until one PEER_DOWN, however that comes about. ``identity`` is the name that a
+    connection's key belongs to; None: any name may be taken. ``refuses`` gives the reason for which a HELLO must not
+    replace the connection that has its name; None where it may.
     """
 
     limits: Limits
+    identity: Callable[[bytes], str | None] = lambda connection: None
     refuses: Callable[[Mapping[str, Any]], str | None] = lambda hello: None
     counters: TransportStatistics = field(default_factory=TransportStatistics)
+    _faults: Counter[bytes] = field(default_factory=Counter)
     _by_connection: dict[bytes, Peer] = field(default_factory=dict)
     _by_name: dict[str, Peer] = field(default_factory=dict)
     _dropped: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -74,13 +98,15 @@ class Peers:
     def of(self, connection: bytes) -> Peer | None:
         return self._by_connection.get(connection)
 
-    def accept(self, connection: bytes, frames: list[Buffer]) -> Reaction:
+    def accept(self, connection: bytes, frames: list[Buffer] | WireError) -> Reaction:
         """Classify one incoming multipart message."""
         peer = self._by_connection.get(connection)
+        if isinstance(frames, WireError):
+            return self._corrupt(peer, connection, str(frames), _fault_of(frames))
         try:
             message = decode_message(frames, self.limits)
         except WireError as error:
-            return self._corrupt(peer, connection, str(error))
+            return self._corrupt(peer, connection, str(error), _fault_of(error))
         if message.kind is Kind.HELLO:
             return self._hello(peer, connection, message)
         if peer is None:
@@ -117,15 +143,16 @@ class Peers:
             _require_our_schema(message.header)
             if peer is not None:
                 raise WireError(f"expected one HELLO on a connection, got that of {name} after that of {peer.name}")
-            if (reason := self.refuses(message.header)) is not None:
-                raise WireError(reason)
         except AfterplayError as error:
-            answer = self._corrupt(peer, connection, str(error))
-            answer.reply = WireMessage(Kind.REFUSED, {"reason": str(error), "final": True})
-            if peer is not None:
-                answer.events += (self._drop(peer, str(error)),)
-            return answer
+            return self._refuse(peer, connection, str(error), MessageFault.HELLO)
         assert isinstance(name, str)
+        key = self.identity(connection)
+        if key is not None and (name, message.header.get("role")) != (key, key.partition("-")[0]):
+            said = f"{message.header.get('role')!r} and the name {name!r}"
+            reason = f"expected HELLO with the role and the name of the connection's key, {key}; got the role {said}"
+            return self._refuse(None, connection, reason, MessageFault.IDENTITY)
+        if (refusal := self.refuses(message.header)) is not None:
+            return self._refuse(None, connection, refusal, MessageFault.HELLO)
         older = self._by_name.get(name)
         replaced = () if older is None else (self._drop(older, "another connection took its name"),)
         self._dropped.pop(connection, None)
@@ -141,14 +168,24 @@ class Peers:
                 (), WireMessage(Kind.BYE, {"reason": "this connection was given up; say HELLO on a new one"})
             )
         reason = f"expected HELLO as the first message of a connection, got {message.kind.value}"
-        answer = self._corrupt(None, connection, reason)
+        return self._refuse(None, connection, reason, MessageFault.HELLO)
+
+    def _refuse(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
+        answer = self._corrupt(peer, connection, reason, fault)
         answer.reply = WireMessage(Kind.REFUSED, {"reason": reason, "final": True})
+        if peer is not None:
+            answer.events += (self._drop(peer, reason),)
         return answer
 
-    def _corrupt(self, peer: Peer | None, connection: bytes, reason: str) -> Reaction:
+    def _corrupt(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
+        """Count what is invalid. A connection that brings nothing else is cut."""
         self.counters.corrupt += 1
+        self._faults[connection] += 1
+        cut = self._faults[connection] >= _FAULTS_MAX
+        if cut or len(self._faults) > _DROPPED_MAX:
+            del self._faults[connection if cut else next(iter(self._faults))]
         name = peer.name if peer is not None else f"unknown connection {connection.hex()}"
-        return Reaction((Event(EventKind.CORRUPT, name, None, reason),))
+        return Reaction((Event(EventKind.CORRUPT, name, None, reason, fault),), cut=cut)
 
     def _drop(self, peer: Peer, reason: str) -> Event:
         """A peer is lost."""
@@ -167,6 +204,12 @@ class Peers:
         self._dropped[peer.connection] = None
         while len(self._dropped) > _DROPPED_MAX:
             self._dropped.popitem(last=False)
+
+
+def _fault_of(error: WireError) -> MessageFault:
+    if isinstance(error, LimitExceeded):
+        return MessageFault.LIMIT
+    return MessageFault.HANDSHAKE if isinstance(error, HandshakeFailed) else MessageFault.BYTES
 
 
 def _require_our_schema(header: Mapping[str, Any]) -> None:
@@ -198,7 +241,7 @@ class WireHub(Endpoint):
         self._limits = limits
         self._heartbeat_seconds = heartbeat_seconds
         self._silence_seconds_max = silence_seconds_max
-        self._peers = Peers(limits)
+        self._peers = Peers(limits, wire.identity)
         self._silence = Silence(heartbeat_seconds, silence_seconds_max)
         self._mailbox = Mailbox(limits.queue_messages_max, limits.message_bytes_max)
         self._deaf = False
@@ -290,7 +333,7 @@ class WireHub(Endpoint):
             answer = accept(connection, frames)
             for event in answer.events:
                 put(event)
-            if answer.reply is not None or answer.replaced is not None:
+            if answer.reply is not None or answer.replaced is not None or answer.cut:
                 self._reply(connection, answer)
             if self._peers.of(connection) is not None:
                 heard(connection, now)
@@ -305,6 +348,11 @@ class WireHub(Endpoint):
             self._silence.forget(answer.replaced.connection)
             reason = f"another connection under the name {answer.replaced.name} took its place: names must be unique"
             self._tell(answer.replaced.connection, WireMessage(Kind.REFUSED, {"reason": reason, "final": True}))
+        if answer.cut:
+            peer = self._peers.of(connection)
+            if peer is not None:
+                self._peers.mark_gone(peer)
+            self._wire.cut(connection)
 
     def _tell(self, connection: bytes, message: WireMessage) -> bool:
         """Send without waiting to a connection that may be gone or full."""

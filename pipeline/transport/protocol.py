@@ -89,6 +89,21 @@ class Limits:
     """Messages held per direction before senders wait."""
 
 
+class MessageFault(StrEnum):
+    """Kinds of invalid messages: the values of a metric's label."""
+
+    HANDSHAKE = "handshake"
+    """The key of a connection is unknown, or it has none."""
+    BYTES = "bytes"
+    """Not a message."""
+    LIMIT = "limit"
+    """Larger than a limit."""
+    HELLO = "hello"
+    """No HELLO where one is due, or one that cannot be understood."""
+    IDENTITY = "identity"
+    """HELLO under a name that the connection's key does not belong to."""
+
+
 class EventKind(StrEnum):
     PEER_UP = "peer_up"
     """Hub: a HELLO arrived (the message is attached). Answer with WELCOME or REFUSED."""
@@ -112,6 +127,8 @@ class Event:
     peer: str
     message: WireMessage | None = None
     reason: str = ""
+    fault: MessageFault | None = None
+    """Set for CORRUPT."""
 
 
 @dataclass(slots=True)

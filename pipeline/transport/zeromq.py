@@ -1,4 +1,7 @@
-"""Hub and link over ZeroMQ sockets: the transport of a real run, and what a role opens it with.
+"""Hub and link over ZeroMQ sockets: the transport of a run, and what a role opens it with.
+
+The processes of one machine meet at an ``ipc://`` socket in a folder that only its owner may enter
+(:mod:`pipeline.transport.socket_folder`); machines and containers talk over TCP, always with CURVE.
 
 ROUTER and DEALER are raw sockets that never wait; asyncio wakes them through the file descriptor of each.
 ``zmq.asyncio`` makes a future for each message; here one wake-up drains all messages that arrived. The descriptor of a
@@ -10,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
+import os
+import socket as sockets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import anyio
@@ -20,12 +26,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError, PeerGone
+from pipeline.errors import ConfigurationError, HandshakeFailed, PeerGone, WireError
 from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
-from pipeline.transport.curve import CurveKeys, load_keys, serve_zap
+from pipeline.transport.curve import PeerKeys, ServerKeys, peer_keys, serve_zap, server_keys
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
 from pipeline.transport.protocol import Buffer, Hub, Limits, Link
+from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder
 
 _NOW = int(zmq.NOBLOCK)
 _IN = int(zmq.POLLIN)
@@ -34,33 +41,46 @@ _VIEW_BYTES_MIN = 8193
 """Frames from here on are views of ZeroMQ's memory, which is aligned. Smaller ones may be unaligned slices of a shared
 receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
+_HERE = Path()
+_SLASH = b"/"
+"""Between the name of a connection's key, which has none, and its routing id."""
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
 _TERMINATE_SECONDS_MAX = 1.0
 _HANDSHAKES_MAX = 5
 """Connections closed during the handshake, one after another, before it is taken for a matter of keys."""
-_MONITORED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+_FAULTS_MAX = 1024
+"""Failed handshakes that wait to be reported; older ones are forgotten."""
+_REFUSED: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ, or not with CURVE where keys are required",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended or was too slow",
+}
+_REFUSALS = sum(_REFUSED)
+_MONITORED = _REFUSALS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 class HubSocketWire:
-    """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`."""
+    """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`.
 
-    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:
+    A connection is known by the name of its key, if it has one, and ZeroMQ's routing id, which a client may choose.
+    """
+
+    def __init__(
+        self, address: str, limits: Limits, silence_seconds_max: float, keys: ServerKeys | None, run: Path
+    ) -> None:
         self.signal = Broadcast()
         self._address = address
         self._limits = limits
         self._silence_seconds_max = silence_seconds_max
-        self._curve = curve
+        self._keys = keys
+        self._run = run
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes]
         self._zap: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes]
+        self._faults: deque[tuple[bytes, WireError]] = deque(maxlen=_FAULTS_MAX)
+        self._last: tuple[bytes, int] = (b"", -1)
+        """The connection that the last message came from, and its file descriptor."""
 
     @property
     def address(self) -> str:
@@ -71,33 +91,47 @@ class HubSocketWire:
         socket = context.socket(zmq.ROUTER)
         _limit(socket, self._limits, self._silence_seconds_max, self._address)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._monitor = socket.get_monitor_socket(_REFUSALS)
         try:
-            if self._curve is not None:
-                self._curve.apply_server(socket)
+            if self._keys is not None:
+                self._keys.apply(socket)
                 self._zap = context.socket(zmq.REP)
                 self._zap.bind("inproc://zeromq.zap.01")
                 _watch(self._zap, self._authenticate)
-            socket.bind(self._address)
-        except (zmq.ZMQError, OSError, TypeError) as error:
+            socket.bind(address_to_bind(self._address, self._run))
+        except (zmq.ZMQError, OSError, TypeError, ConfigurationError) as error:
+            socket.disable_monitor()
             if self._zap is not None:
                 _forget(self._zap)
+            self._monitor.close(0)
             socket.close(0)
             context.term()
+            if isinstance(error, ConfigurationError):
+                raise
             raise ConfigurationError(
-                f"replay.address {self._address} cannot be bound: {error}. Expected something like "
+                f"replay.address {self._address} cannot be bound: {error}. Expected {SCHEME}, or something like "
                 "tcp://127.0.0.1:7100 whose port is free (another run may still use it; port 0 takes a free one)"
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._context, self._socket = context, socket
+        _watch(self._monitor, self._observed)
         _watch(socket, self._woken)
 
-    def receive(self) -> tuple[bytes, list[Buffer]] | None:
-        frames = _receive(self._socket, self._limits.frames_max + 3)
-        return None if frames is None else (bytes(frames[0]), frames[1:])
+    def receive(self) -> tuple[bytes, list[Buffer] | WireError] | None:
+        if self._faults:
+            return self._faults.popleft()
+        try:
+            frame = self._socket.recv(_NOW, copy=False)
+        except zmq.Again:
+            return None
+        name = b"" if self._keys is None else str(frame.get("User-Id")).encode()
+        connection = name + _SLASH + frame.bytes
+        self._last = connection, _descriptor(frame)
+        return connection, _receive_rest(self._socket, frame, self._limits.frames_max + 3)
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         try:
-            self._socket.send(connection, _NOW_MORE)
+            self._socket.send(connection.partition(_SLASH)[2], _NOW_MORE)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -108,6 +142,17 @@ class HubSocketWire:
         self._eaten()
         return True
 
+    def identity(self, connection: bytes) -> str | None:
+        return connection.partition(_SLASH)[0].decode() or None
+
+    def cut(self, connection: bytes) -> None:
+        """ZeroMQ has no call for this; it notices. A descriptor that is meanwhile another's is left alone."""
+        last, descriptor = self._last
+        if connection == last and descriptor >= 0:
+            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as sock:
+                if _is_at(sock, self._address):
+                    sock.shutdown(sockets.SHUT_RDWR)
+
     async def wait(self, event: anyio.Event) -> None:
         await event.wait()
 
@@ -115,10 +160,13 @@ class HubSocketWire:
         if self._context is None:
             return
         context, self._context = self._context, None
+        self._socket.disable_monitor()
+        _forget(self._monitor)
         if self._zap is not None:
             _forget(self._zap)
         _forget(self._socket, _LINGER_MS)
         await _terminate(context)
+        remove_socket_folder(self._run)
 
     def _woken(self) -> None:
         if self._socket.closed:
@@ -131,23 +179,37 @@ class HubSocketWire:
             self.signal.fire()
 
     def _authenticate(self) -> None:
-        assert self._zap is not None and self._curve is not None
-        if not self._zap.closed:
-            serve_zap(self._zap, self._curve.clients)
+        if self._zap is not None and self._keys is not None and not self._zap.closed:
+            serve_zap(self._zap, self._keys)
+
+    def _observed(self) -> None:
+        """Handshakes that fail."""
+        while not self._monitor.closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(_NOW))["event"]
+            except zmq.Again:
+                return
+            if event in _REFUSED:
+                self._faults.append((b"?", HandshakeFailed(f"a connection was refused: {_REFUSED[event]}")))
+                self.signal.fire()
 
 
 class LinkSocketWire:
     """A DEALER that never reconnects: a lost connection is seen at once by a monitor, and a fresh socket greets again,
     so nothing that was queued for the old connection reaches a hub that does not know us."""
 
-    def __init__(self, address: str, limits: Limits, silence_seconds_max: float, curve: CurveKeys | None) -> None:
+    def __init__(
+        self, address: str, limits: Limits, silence_seconds_max: float, keys: PeerKeys | None, run: Path
+    ) -> None:
         self.signal = Broadcast()
-        self.address = address
+        self.address = address if address != SCHEME else f"the replay stage of {run}"
+        self._place = address
+        self._run = run
         self.lost: str | None = None
         self.hopeless: str | None = None
         self._limits = limits
         self._silence_seconds_max = silence_seconds_max
-        self._curve = curve
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -155,14 +217,22 @@ class LinkSocketWire:
         self._failed_handshakes = 0
 
     def connect(self) -> None:
+        self.lost, self._shaking = None, False
+        try:
+            self.address = address_to_connect(self._place, self._run)
+        except OSError as error:
+            self.lost = f"{self.address} does not answer ({error})"
+            return
+        except ConfigurationError as error:
+            self.lost = self.hopeless = str(error)
+            return
         if self._context is None:
             self._context = zmq.Context()
-        self.lost, self._shaking = None, False
         socket = self._socket = self._context.socket(zmq.DEALER)
         _limit(socket, self._limits, self._silence_seconds_max, self.address)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        if self._curve is not None:
-            self._curve.apply_client(socket)
+        if self._keys is not None:
+            self._keys.apply(socket)
         self._monitor = socket.get_monitor_socket(_MONITORED)
         try:
             socket.connect(self.address)
@@ -180,7 +250,13 @@ class LinkSocketWire:
         self._socket = self._monitor = None
 
     def receive(self) -> list[Buffer] | None:
-        return None if self._socket is None else _receive(self._socket, self._limits.frames_max + 2)
+        if self._socket is None:
+            return None
+        try:
+            frame = self._socket.recv(_NOW, copy=False)
+        except zmq.Again:
+            return None
+        return [_buffer(frame), *_receive_rest(self._socket, frame, self._limits.frames_max + 2)]
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         if self._socket is None:
@@ -223,7 +299,7 @@ class LinkSocketWire:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._shaking, self._failed_handshakes = False, 0
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.hopeless = f"{self.address} does not accept our CURVE key: its folder of keys needs our client key"
+            self.hopeless = f"{self.address} does not accept our CURVE key: its folder of keys needs our public key"
         elif not self._shaking:
             closed = event == zmq.EVENT_CLOSED
             what = "does not answer" if closed else "has closed the connection"
@@ -280,19 +356,19 @@ def _events(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.EVENTS))
 
 
-def _receive(socket: zmq.Socket[bytes], frames_max: int) -> list[Buffer] | None:
-    """One multipart message; beyond ``frames_max`` frames one more is kept, so that the check of limits sees it."""
-    try:
-        frame = socket.recv(_NOW, copy=False)
-    except zmq.Again:
-        return None
+def _receive_rest(socket: zmq.Socket[bytes], frame: zmq.Frame, frames_max: int) -> list[Buffer]:
+    """The frames of a multipart message after its first; beyond ``frames_max`` frames one more is kept, so that the
+    check of limits sees it."""
     frames: list[Buffer] = []
-    while True:
-        if len(frames) <= frames_max:
-            frames.append(frame.bytes if len(frame) < _VIEW_BYTES_MIN else frame.buffer)
-        if not frame.more:
-            return frames
+    while frame.more:
         frame = socket.recv(_NOW, copy=False)
+        if len(frames) <= frames_max:
+            frames.append(_buffer(frame))
+    return frames
+
+
+def _buffer(frame: zmq.Frame) -> Buffer:
+    return frame.bytes if len(frame) < _VIEW_BYTES_MIN else frame.buffer
 
 
 def _send_all(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
@@ -303,64 +379,62 @@ def _send_all(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
         socket.send(frame, _NOW if index == last else _NOW_MORE, copy=copy)
 
 
+def _descriptor(frame: zmq.Frame) -> int:
+    """File descriptor of the connection that brought a frame; -1 where ZeroMQ does not know it (a peer of ZMTP 1.0)."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
+
+
+def _is_at(sock: sockets.socket, address: str) -> bool:
+    """True if the near end of a connection is ``address``."""
+    name = sock.getsockname()
+    return address == f"{SCHEME}{name}" if isinstance(name, str) else urlsplit(address).port == name[1]
+
+
 _LIMITS = Limits()
 
 
 class ZmqHub(WireHub):
-    """Binds ``address`` (``tcp://127.0.0.1:0`` takes a free port; see ``address`` once it is entered).
+    """Binds ``address``: ``tcp://127.0.0.1:0`` takes a free port, ``ipc://`` a socket in a new private folder, which a
+    link in the run directory ``run`` leads to. See ``address`` once it is entered.
 
-    Raises :class:`ConfigurationError` for anything but loopback without ``curve`` keys, and on entering when it cannot
-    bind.
+    Raises :class:`ConfigurationError` for TCP without keys, and on entering when it cannot bind or others may enter the
+    folder.
     """
 
     def __init__(
         self,
         address: str,
+        keys: ServerKeys | None = None,
         limits: Limits = _LIMITS,
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
-        curve: CurveKeys | None = None,
+        run: Path = _HERE,
     ) -> None:
-        if curve is None and not is_local(address):
-            raise ConfigurationError(
-                f"replay.address {address} is reachable from other machines, so it needs CURVE keys: run "
-                "`afterplay keys DIR`, set transport.curve to DIR in the run file of every process, or bind to tcp://127.0.0.1:0"
-            )
-        if curve is not None:
-            curve.require_server()
-        wire = HubSocketWire(address, limits, silence_seconds_max, curve)
+        _require_keys(address, keys)
+        wire = HubSocketWire(address, limits, silence_seconds_max, keys, run)
         super().__init__(wire, limits, heartbeat_seconds, silence_seconds_max)
 
 
 class ZmqLink(WireLink):
-    """Connects to a hub's ``address`` under ``name``."""
+    """Connects to a hub's ``address`` under ``name``, which must be that of the key; ``ipc://`` is the hub of the run
+    directory ``run``."""
 
     def __init__(
         self,
         address: str,
         name: str,
+        keys: PeerKeys | None = None,
         limits: Limits = _LIMITS,
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
-        curve: CurveKeys | None = None,
+        run: Path = _HERE,
     ) -> None:
-        if curve is not None:
-            curve.require_client()
-        wire = LinkSocketWire(address, limits, silence_seconds_max, curve)
+        _require_keys(address, keys)
+        wire = LinkSocketWire(address, limits, silence_seconds_max, keys, run)
         super().__init__(wire, name, limits, heartbeat_seconds, silence_seconds_max)
-
-
-def is_local(address: str) -> bool:
-    """True if only processes of this machine can reach ``address``."""
-    if address.startswith(("ipc://", "inproc://")):
-        return True
-    host = urlsplit(address).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def limits_of(config: RunConfig) -> Limits:
@@ -377,20 +451,35 @@ def limits_of(config: RunConfig) -> Limits:
 
 def open_hub(config: RunConfig) -> Hub:
     """The end of the replay stage, at ``replay.address``. Raises :class:`ConfigurationError` (also on entering)."""
-    t = config.transport
-    return ZmqHub(config.replay.address, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
+    t, folder = config.transport, _keys(config)
+    keys = None if folder is None else server_keys(folder)
+    times = (t.heartbeat_seconds, t.silence_seconds_max)
+    return ZmqHub(config.replay.address, keys, limits_of(config), *times, config.run.path.absolute())
 
 
 def open_link(config: RunConfig, name: str) -> Link:
     """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
-    t, address = config.transport, config.replay.address
-    if address.startswith("tcp://") and not urlsplit(address).port:
+    t, address, folder = config.transport, config.replay.address, _keys(config)
+    keys = None if folder is None else peer_keys(folder, name)
+    times = (t.heartbeat_seconds, t.silence_seconds_max)
+    if keys is not None and not urlsplit(address).port:
         raise ConfigurationError(
             f"replay.address {address} has no port to connect to: set the stage's actual address, for example "
             "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
         )
-    return ZmqLink(address, name, limits_of(config), t.heartbeat_seconds, t.silence_seconds_max, _keys(config))
+    return ZmqLink(address, name, keys, limits_of(config), *times, config.run.path.absolute())
 
 
-def _keys(config: RunConfig) -> CurveKeys | None:
-    return None if config.transport.curve is None else load_keys(config.transport.curve)
+def _keys(config: RunConfig) -> Path | None:
+    """The folder of keys, on TCP."""
+    return None if config.replay.address.startswith(SCHEME) else config.transport.curve
+
+
+def _require_keys(address: str, keys: object) -> None:
+    if not address.startswith((SCHEME, "tcp://")):
+        raise ConfigurationError(f"replay.address: expected tcp://host:port, ipc://PATH or ipc://, got {address!r}")
+    if keys is None and not address.startswith(SCHEME):
+        raise ConfigurationError(
+            f"replay.address {address} can be reached by others, so it needs CURVE keys: run `afterplay keys DIR` and "
+            f"set transport.curve to DIR in the run file of every process; or use {SCHEME} on one machine"
+        )

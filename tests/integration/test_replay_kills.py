@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -35,15 +34,11 @@ def reward(order: Order) -> float:
 
 @pytest.mark.timeout(180)
 async def test_a_stage_killed_at_random_moments_keeps_every_account(tmp_path: Path, fork_server: ForkServer) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     raw = {
         "run": {"directory": str(tmp_path), "name": "r", "total_steps": 1_000_000},
         "groups": {"n_rollout": 4, "groups_per_step": 2},
         "environments": {"a": {"tasks": 100}},
         "replay": {
-            "address": f"tcp://127.0.0.1:{port}",
             "enabled": True,
             "start_ratio": 0.0,
             "capacity": 20,

@@ -1,9 +1,8 @@
-"""The replay stage as a real process over ZeroMQ, killed again and again while it works."""
+"""The replay stage as a real process, killed again and again while it works."""
 
 from __future__ import annotations
 
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +18,6 @@ from tests.support.fork_server import Forked, ForkServer
 from tests.support.instant_peers import InstantActor, InstantLearner
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.timeout(120)
 async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(
     tmp_path: Path, fork_server: ForkServer
@@ -34,7 +27,6 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(
         "run": {"directory": str(tmp_path), "name": "r", "total_steps": 200},
         "groups": {"n_rollout": 4, "groups_per_step": 2},
         "environments": {"a": {}},
-        "replay": {"address": f"tcp://127.0.0.1:{free_port()}"},
         "transport": {"heartbeat_seconds": 0.2, "silence_seconds_max": 2.0},
     }
     run_file.write_text(yaml.safe_dump(raw))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -159,15 +158,12 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def stage_of(
-    recorded: RunDirectory, root: Path, engine: Engine, port: int
-) -> AsyncIterator[tuple[Path, RunDirectory]]:
+async def stage_of(recorded: RunDirectory, root: Path, engine: Engine) -> AsyncIterator[tuple[Path, RunDirectory]]:
     """A replay stage with a copy of the recorded run's store, and the run file of its learner."""
     async with serving(engine) as url:
         raw = yaml.safe_load(recorded.config_file.read_text())
         raw["run"].update(directory=str(root), name="again")
         raw["engine"].update(kind="external", urls=[url])
-        raw["replay"]["address"] = f"tcp://127.0.0.1:{port}"
         raw["checkpoint"].update(every=EVERY, at_end=True)
         run_file = root / "run.yaml"
         run_file.write_text(yaml.safe_dump(raw))
@@ -193,7 +189,7 @@ async def train(recorded: RunDirectory, learners: Learners, root: Path, number: 
     """Train the recorded groups to the end; ``number``: the signal that ends the first learner on the way."""
     engine = Engine(hold_from=STOP_AFTER if number else None)
     with anyio.fail_after(120):
-        async with stage_of(recorded, root, engine, free_port()) as (run_file, directory):
+        async with stage_of(recorded, root, engine) as (run_file, directory):
             learners.start(run_file)
             if number:
                 await engine.held.wait()
@@ -207,12 +203,6 @@ async def train(recorded: RunDirectory, learners: Learners, root: Path, number: 
                 learners.start(run_file)
             assert await anyio.to_thread.run_sync(learners.end) == 0
     return directory
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tensors(directory: RunDirectory) -> dict[str, torch.Tensor]:

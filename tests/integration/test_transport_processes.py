@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -12,21 +13,25 @@ from pathlib import Path
 import anyio
 import pytest
 
+from pipeline.config import RunConfig
+from pipeline.transport.curve import make_keys
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
-from pipeline.transport.zeromq import ZmqHub, ZmqLink
+from pipeline.transport.socket_folder import remove_socket_folder
+from pipeline.transport.zeromq import open_hub, open_link
 
 pytestmark = pytest.mark.timeout(60)
 HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX = 0.1, 1.0
 
 HUB = """
-import os, sys, asyncio, uvloop
+import json, os, sys, asyncio, uvloop
+from pipeline.config import RunConfig
+from pipeline.transport.zeromq import open_hub
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
-from pipeline.transport.zeromq import ZmqHub
 
-async def main(address, store):
+async def main(config, store):
     file = open(store, "a")
-    async with ZmqHub(address, heartbeat_seconds=0.1, silence_seconds_max=1.0) as hub:
+    async with open_hub(RunConfig.model_validate(json.loads(config))) as hub:
         print(hub.address, flush=True)
         while True:
             event = await hub.receive()
@@ -43,12 +48,13 @@ uvloop.run(main(*sys.argv[1:]))
 """
 
 LINK = """
-import sys, uvloop
+import json, sys, uvloop
+from pipeline.config import RunConfig
+from pipeline.transport.zeromq import open_link
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
-from pipeline.transport.zeromq import ZmqLink
 
-async def main(address):
-    async with ZmqLink(address, "actor-0", heartbeat_seconds=0.1, silence_seconds_max=1.0) as link:
+async def main(config):
+    async with open_link(RunConfig.model_validate(json.loads(config)), "actor-0") as link:
         link.describe({"role": "actor", "slots": 1})
         while (await link.receive()).kind is not EventKind.CONNECTED:
             pass
@@ -59,6 +65,23 @@ async def main(address):
 
 uvloop.run(main(*sys.argv[1:]))
 """
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def raw(request, tmp_path):
+    """The run file of hub and link. A hub that is killed leaves its socket."""
+    make_keys(tmp_path / "keys", actors=1)
+    yield {
+        "run": {"directory": str(tmp_path), "name": "r"},
+        "replay": {"address": "ipc://" if request.param == "ipc" else "tcp://127.0.0.1:0"},
+        "transport": {"curve": str(tmp_path / "keys"), "heartbeat_seconds": 0.1, "silence_seconds_max": 1.0},
+    }
+    remove_socket_folder(tmp_path / "r")
+
+
+def at(raw, hub_address) -> dict:
+    """The run file with the hub's actual address."""
+    return {**raw, "replay": {"address": hub_address if hub_address.startswith("tcp") else "ipc://"}}
 
 
 class Child:
@@ -79,17 +102,17 @@ class Child:
         self.process.stdout.close()
 
 
-async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_sent_again(tmp_path):
+async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_sent_again(tmp_path, raw):
     store, n, kills = tmp_path / "store.txt", 600, 3
-    hub = Child(HUB, "tcp://127.0.0.1:0", str(store))
+    hub = Child(HUB, json.dumps(raw), str(store))
     try:
-        address = await hub.line()
+        raw = at(raw, await hub.line())
         outbox: Outbox[str, bytes] = Outbox(10_000_000)
         acknowledged: set[str] = set()
         down = 0
         for i in range(n):
             outbox.add(f"t{i}", b"x" * 1000, 1000)
-        async with ZmqLink(address, "actor-0", heartbeat_seconds=HEARTBEAT_SECONDS, silence_seconds_max=1.0) as link:
+        async with open_link(RunConfig.model_validate(raw), "actor-0") as link:
             link.describe({"role": "actor"})
             while outbox:
                 event = await link.receive()
@@ -108,7 +131,7 @@ async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_
                     hub.kill()
                     stored = set(store.read_text().split())
                     assert acknowledged <= stored, "acknowledged before it was durable"
-                    hub = Child(HUB, address, str(store))
+                    hub = Child(HUB, json.dumps(raw), str(store))
                     while (await link.receive()).kind is not EventKind.DISCONNECTED:
                         pass
                     down += 1
@@ -119,10 +142,11 @@ async def test_acknowledged_trajectory_survives_kill_of_the_hub_and_the_rest_is_
         hub.kill()
 
 
-async def test_a_killed_link_process_is_peer_down_after_all_that_it_sent():
-    async with ZmqHub("tcp://127.0.0.1:0", heartbeat_seconds=HEARTBEAT_SECONDS, silence_seconds_max=30.0) as hub:
+async def test_a_killed_link_process_is_peer_down_after_all_that_it_sent(raw):
+    raw["transport"]["silence_seconds_max"] = 30.0
+    async with open_hub(RunConfig.model_validate(raw)) as hub:
         for _ in range(2):
-            child = Child(LINK, hub.address)
+            child = Child(LINK, json.dumps(at(raw, hub.address)))
             try:
                 assert (await hub.receive()).kind is EventKind.PEER_UP
                 await hub.send("actor-0", WireMessage(Kind.WELCOME))
@@ -141,11 +165,10 @@ async def test_a_killed_link_process_is_peer_down_after_all_that_it_sent():
         assert hub.statistics().peers_dropped == 2
 
 
-async def test_a_stopped_link_process_is_dropped_for_silence_and_comes_back_when_it_goes_on():
-    async with ZmqHub(
-        "tcp://127.0.0.1:0", heartbeat_seconds=HEARTBEAT_SECONDS, silence_seconds_max=SILENCE_SECONDS_MAX
-    ) as hub:
-        child = Child(LINK, hub.address)
+@pytest.mark.parametrize("raw", ["ipc"], indirect=True)
+async def test_a_stopped_link_process_is_dropped_for_silence_and_comes_back_when_it_goes_on(raw):
+    async with open_hub(RunConfig.model_validate(raw)) as hub:
+        child = Child(LINK, json.dumps(at(raw, hub.address)))
         try:
             assert (await hub.receive()).kind is EventKind.PEER_UP
             await hub.send("actor-0", WireMessage(Kind.WELCOME))

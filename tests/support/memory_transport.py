@@ -247,6 +247,14 @@ class MemoryHubWire:
         connection.link.signal.fire()
         return connection.key, frames
 
+    def identity(self, connection: bytes) -> str | None:
+        return None
+
+    def cut(self, connection: bytes) -> None:
+        found = self._network._connections.get(connection)
+        if found is not None:
+            self._network._break(found, "cut by the hub")
+
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         if self.dead:
             raise PeerGone("this hub was killed")

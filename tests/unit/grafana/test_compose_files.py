@@ -27,7 +27,11 @@ def probed_port(service: dict[str, Any]) -> int:
 def test_health_check_and_prometheus_ask_the_port_that_the_role_takes(role: str) -> None:
     port = metrics_port(role_name(role, 0), 0, CONFIG.metrics.port)
     assert probed_port(COMPOSE["services"][role]) == port
-    assert targets(f"afterplay-{role}") == [f"{role}:{port}"]
+    if role == "actor":
+        found = discovered("afterplay-actor")
+        assert (found["names"], found["type"], found["port"]) == ([role], "A", port)
+    else:
+        assert targets(f"afterplay-{role}") == [f"{role}:{port}"]
 
 
 def test_engine_is_scraped_and_probed_where_the_others_expect_it() -> None:
@@ -35,9 +39,56 @@ def test_engine_is_scraped_and_probed_where_the_others_expect_it() -> None:
     assert [f"http://{t}" for t in targets("afterplay-engine")] == list(CONFIG.engine.addresses())
 
 
+def scrape(job: str) -> dict[str, Any]:
+    jobs = yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    return next(s for s in jobs if s["job_name"] == job)
+
+
 def targets(job: str) -> list[str]:
-    scrape = yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
-    return next(s for s in scrape if s["job_name"] == job)["static_configs"][0]["targets"]
+    return scrape(job)["static_configs"][0]["targets"]
+
+
+def discovered(job: str) -> dict[str, Any]:
+    return scrape(job)["dns_sd_configs"][0]
+
+
+@pytest.mark.parametrize("composition", [COMPOSE, GPU], ids=["cpu", "gpu"])
+def test_replicas_of_the_actor_take_names_and_keys_of_their_own(composition: dict[str, Any]) -> None:
+    assert "--free-index" in composition["services"]["actor"]["command"]
+
+
+def test_every_container_is_guarded() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert {"max-size", "max-file"} <= service["logging"]["options"].keys(), name
+        if name not in ("prepare", "keys"):
+            assert service["mem_limit"] and service["pids_limit"], name
+
+
+def mounts(role: str) -> set[str]:
+    return {volume.split(":")[0] for volume in COMPOSE["services"][role]["volumes"]}
+
+
+def test_each_role_gets_its_own_keys_and_no_other() -> None:
+    assert {name: mounts(name) - {"runs"} for name in ("prepare", "engine", *ROLES)} == {
+        "prepare": set(),
+        "engine": {"engine_actor", "engine_learner"},
+        "replay": {"keys"},
+        "learner": {"keys_learner", "engine_learner"},
+        "actor": {"keys_actor", "engine_actor"},
+    }
+
+
+def test_grafana_has_no_password_that_is_known() -> None:
+    environment = COMPOSE["services"]["grafana"]["environment"]
+    assert "GF_SECURITY_ADMIN_PASSWORD" not in environment
+    assert environment["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/secrets/grafana-password"
+
+
+def test_images_of_others_have_a_version() -> None:
+    for name in ("prometheus", "grafana"):
+        assert re.search(r":-[\w/]+:v?\d+\.\d+\.\d+\}$", COMPOSE["services"][name]["image"]), name
 
 
 @pytest.mark.parametrize("name", ["prepare", "engine", *ROLES])
@@ -56,19 +107,7 @@ def test_only_the_replay_stage_leaves_loopback_and_it_has_keys() -> None:
     assert str(CONFIG.transport.curve) == "/keys"
 
 
-def mounts(role: str) -> set[str]:
-    return {volume.split(":")[0] for volume in COMPOSE["services"][role]["volumes"]}
-
-
-def test_no_container_but_the_engines_and_its_own_roles_has_a_key_of_the_engine() -> None:
-    secret = {"engine_actor", "engine_learner"}
-    assert {name: mounts(name) & secret for name in ("prepare", "engine", *ROLES)} == {
-        "prepare": set(),
-        "engine": secret,
-        "replay": set(),
-        "learner": {"engine_learner"},
-        "actor": {"engine_actor"},
-    }
+def test_both_compositions_know_the_same_keys_of_the_engine() -> None:
     for service in ("engine", "learner", "actor"):
         environment = GPU["services"][service]["environment"]
         config = load(ROOT / "configs" / "gpu.yaml", environment=environment)

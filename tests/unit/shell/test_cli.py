@@ -102,7 +102,10 @@ def test_environments_are_listed():
 def test_keys_are_made_once(tmp_path):
     assert invoke("keys", str(tmp_path / "k")).exit_code == 0
     assert (tmp_path / "k" / "server.key").exists()
-    assert isinstance(invoke("keys", str(tmp_path / "k")).exception, ConfigurationError)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "k").iterdir()}
+    assert "actor-7.key_secret" in before and "actor-8.key" not in before
+    assert invoke("keys", str(tmp_path / "k"), "--actors", "9").output.startswith("1 new CURVE keys")
+    assert before.items() <= {path.name: path.read_bytes() for path in (tmp_path / "k").iterdir()}.items()
 
 
 def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path):

@@ -147,7 +147,7 @@ def test_show_documents_every_key_that_has_documentation():
 
 def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = resolve(loads("engine: {port: 0, replicas: 2}"))
+    config = resolve(loads("engine: {port: 0, replicas: 2}\nreplay: {address: 'tcp://127.0.0.1:0'}"))
     assert config.engine.port > 0
     assert split_address(config.replay.address)[1] > 0
     assert config.run.path == tmp_path / "runs" / "run"
@@ -177,9 +177,17 @@ def test_external_engines_are_left_alone():
     assert resolve(loads(text)).engine.addresses() == ("http://10.0.0.1:8000",)
 
 
+def test_processes_of_one_machine_meet_at_a_socket_and_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve(loads("engine: {port: 0}")).replay.address == "ipc://"
+    config = resolve(loads("engine: {port: 0}\nreplay: {address: 'ipc://s/hub'}\ntransport: {curve: keys}"))
+    assert config.replay.address == f"ipc://{tmp_path}/s/hub" and config.transport.curve == tmp_path / "keys"
+    assert resolve(config) == config
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "tcp://:1", "tcp://a:b", "tcp://a:99999", "ipc://x:1", ""])
 def test_a_wrong_address_is_refused(address):
-    with pytest.raises(ConfigurationError, match="expected tcp://host:port"):
+    with pytest.raises(ConfigurationError, match="or tcp://host:port"):
         split_address(address)
 
 

@@ -20,7 +20,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.metrics.server import MetricsServer
 from pipeline.runtime.process import ExitCode, RoleContext, metrics_port, role_name
-from pipeline.runtime.rundir import RunDirectory, read_json, write_json_atomically
+from pipeline.runtime.rundir import RunDirectory, read_json, take_index, write_json_atomically
 from pipeline.schema.state import RoleState
 
 PROGRAM = """
@@ -238,3 +238,14 @@ def test_versions_have_sortable_folders(tmp_path):
     assert RunDirectory(tmp_path).weights(7) == tmp_path / "weights" / "v000007"
     with pytest.raises(ValueError, match="at least 0"):
         RunDirectory(tmp_path).weights(-1)
+
+
+def test_each_replica_holds_an_index_of_its_own_and_a_free_one_is_taken_again(tmp_path):
+    directory = RunDirectory(tmp_path)
+    (first, lock), (second, other) = take_index(directory, "actor"), take_index(directory, "actor")
+    assert (first, second) == (0, 1)
+    lock.release()
+    (again, lock), (third, last) = take_index(directory, "actor"), take_index(directory, "actor")
+    assert (again, third) == (0, 2)
+    for held in (lock, other, last):
+        held.release()

@@ -1,16 +1,19 @@
-"""Both transports behind one face, so that one suite states the contract for both."""
+"""All transports behind one face, so that one suite states the contract for all."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import anyio
 import pytest
 import uvloop
 import zmq
 
+from pipeline.transport.curve import make_keys, peer_keys, server_keys
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
 from pipeline.transport.protocol import EventKind, Kind, Limits, WireMessage
-from pipeline.transport.zeromq import ZmqHub, ZmqLink
+from pipeline.transport.zeromq import HubSocketWire, ZmqLink
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 
 HEARTBEAT_SECONDS = 0.05
@@ -47,44 +50,67 @@ class Face:
         assert event.kind is EventKind.CONNECTED, event
 
 
-class ZmqFace(Face):
-    name = "zmq"
+class AnyNameWire(HubSocketWire):
+    """Lets every name in, whatever the key."""
 
-    def __init__(self):
+    def identity(self, connection: bytes) -> str | None:
+        return None
+
+
+class TcpFace(Face):
+    name = "tcp"
+    run = Path()
+
+    def __init__(self, folder):
         self.address = "tcp://127.0.0.1:0"
+        make_keys(folder, actors=1)
+        self.server_keys, self.keys = server_keys(folder), peer_keys(folder, "actor-0")
 
     async def fix_address(self) -> None:
         async with self.hub() as hub:
             self.address = hub.address
 
     def hub(self, limits: Limits = LIMITS) -> WireHub:
-        return ZmqHub(self.address, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+        wire = AnyNameWire(self.address, limits, SILENCE_SECONDS_MAX, self.server_keys, self.run)
+        return WireHub(wire, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
 
     def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
-        return ZmqLink(
-            self.address if hub is None else hub.address, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX
-        )
+        address = self.address if hub is None else hub.address
+        return ZmqLink(address, name, self.keys, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX, self.run)
 
     def raw(self, hub: WireHub) -> RawPeer:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
+        if self.keys is not None:
+            self.keys.apply(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(hub.address)
 
         async def receive():
-            def wait():
-                assert socket.poll(3000), "nothing came"
-                return socket.recv_multipart()
-
-            return await anyio.to_thread.run_sync(wait)
+            with anyio.fail_after(3):
+                while not socket.poll(0):
+                    await anyio.sleep(0.005)
+            frames = socket.recv_multipart()
+            return frames[0] if frames == [b""] else frames
 
         return RawPeer(socket.send_multipart, receive, lambda: (socket.close(0), context.term()))
+
+
+class IpcFace(TcpFace):
+    name = "ipc"
+
+    def __init__(self, folder):
+        self.address, self.run = "ipc://", folder
+        self.server_keys = self.keys = None
+
+    async def fix_address(self) -> None:
+        """It is fixed."""
 
 
 class MemoryFace(Face):
     name = "memory"
 
-    def __init__(self):
+    def __init__(self, folder):
         self.network = MemoryNetwork(messages_max=LIMITS.queue_messages_max)
 
     def hub(self, limits: Limits = LIMITS) -> WireHub:
@@ -108,6 +134,6 @@ class MemoryFace(Face):
         return RawPeer(wire.send, receive, wire.disconnect)
 
 
-@pytest.fixture(params=[ZmqFace, MemoryFace], ids=lambda face: face.name)
-def face(request):
-    return request.param()
+@pytest.fixture(params=[TcpFace, IpcFace, MemoryFace], ids=lambda face: face.name)
+def face(request, tmp_path):
+    return request.param(tmp_path)

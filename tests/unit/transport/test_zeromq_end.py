@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.transport.curve import make_keys, peer_keys, server_keys
 from pipeline.transport.protocol import Limits
 from pipeline.transport.zeromq import HubSocketWire, LinkSocketWire
 
@@ -23,8 +25,10 @@ class StuckContext:
 
 
 @pytest.mark.parametrize("kind", [HubSocketWire, LinkSocketWire])
-async def test_a_wire_closes_although_a_host_name_is_still_being_resolved(kind: Any) -> None:
-    wire = kind("tcp://127.0.0.1:*", Limits(), 10.0, None)
+async def test_a_wire_closes_although_a_host_name_is_still_being_resolved(kind: Any, tmp_path: Path) -> None:
+    make_keys(tmp_path, actors=1)
+    keys = server_keys(tmp_path) if kind is HubSocketWire else peer_keys(tmp_path, "actor-0")
+    wire = kind("tcp://127.0.0.1:*", Limits(), 10.0, keys, tmp_path)
     if kind is HubSocketWire:
         wire.open()
         real = wire._context

@@ -1,0 +1,109 @@
+"""The folder of the replay stage's ``ipc://`` socket, which only this user may enter.
+
+``ipc://`` is a new folder with a short name, which the link ``hub`` in the run directory leads to. ``ipc:///path`` is
+that socket; its folder must be private. Both ends check the folder's owner and mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from pipeline.errors import ConfigurationError
+
+SCHEME = "ipc://"
+_RECORD = "hub"
+_SOCKET = "hub"
+_PREFIX_OF_FOLDER = "afterplay-"
+_PATH_BYTES_MAX = 103
+"""Longest path of a unix socket: 104 bytes on macOS, 108 on Linux, with the closing zero."""
+
+
+def address_to_bind(address: str, run: Path) -> str:
+    """The address with its path, in a folder that is made if it is missing. Other schemes stay as they are.
+
+    Raises :class:`ConfigurationError` where others may enter the folder, and OSError where another hub listens.
+    """
+    if not address.startswith(SCHEME):
+        return address
+    if address != SCHEME:
+        path = _short_enough(Path(address.removeprefix(SCHEME)))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_private(path.parent)
+        _remove_stale(path)
+        return address
+    if (run / _RECORD).is_symlink():
+        _remove_stale(run / _RECORD / _SOCKET)
+        remove_socket_folder(run)
+    above = _runtime_folder()
+    _short_enough(Path(above, f"{_PREFIX_OF_FOLDER}12345678", _SOCKET))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX_OF_FOLDER, dir=above))
+    run.mkdir(parents=True, exist_ok=True)
+    record, new = run / _RECORD, run / f".{_RECORD}.{os.getpid()}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(folder)
+    new.replace(record)
+    return f"{SCHEME}{folder / _SOCKET}"
+
+
+def address_to_connect(address: str, run: Path) -> str:
+    """The address with its path. Raises :class:`ConfigurationError` where others may enter the folder, and OSError
+    where there is none."""
+    if not address.startswith(SCHEME):
+        return address
+    path = (run / _RECORD).readlink() / _SOCKET if address == SCHEME else Path(address.removeprefix(SCHEME))
+    _require_private(path.parent)
+    return f"{SCHEME}{path}"
+
+
+def remove_socket_folder(run: Path) -> None:
+    """Remove the folder of the socket of ``run`` and the link to it. Call it when no hub of the run lives."""
+    record = run / _RECORD
+    with contextlib.suppress(OSError):
+        folder = record.readlink()
+        record.unlink()
+        (folder / _SOCKET).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _require_private(folder: Path) -> None:
+    """Raise :class:`ConfigurationError` where anybody but this user may enter ``folder``."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigurationError(
+            f"expected the folder of the replay stage's socket, {folder}, to be a folder that only this user (id "
+            f"{os.geteuid()}) may enter, got owner {found.st_uid} and mode {stat.filemode(found.st_mode)}: chmod 700 "
+            "it, or omit replay.address for one that is made for the run"
+        )
+
+
+def _runtime_folder() -> str:
+    """``XDG_RUNTIME_DIR`` where there is one, else the temporary folder."""
+    folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    return folder if folder and os.access(folder, os.W_OK | os.X_OK) else tempfile.gettempdir()
+
+
+def _short_enough(path: Path) -> Path:
+    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+        raise ConfigurationError(
+            f"expected the path of a socket to have at most {_PATH_BYTES_MAX} bytes, got {path}: set TMPDIR or "
+            "replay.address to a shorter one"
+        )
+    return path
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that nobody listens on; one of a hub that is alive is an error."""
+    if not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise OSError(f"Address already in use: another replay stage listens at {path}")

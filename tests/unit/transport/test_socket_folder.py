@@ -1,0 +1,106 @@
+"""The ``ipc://`` socket: who may enter its folder, how it is found, and what becomes of the one of a killed hub."""
+
+from __future__ import annotations
+
+import socket
+import stat
+
+import anyio
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError, TransportClosed
+from pipeline.transport.protocol import EventKind, Kind, MessageFault, WireMessage
+from pipeline.transport.socket_folder import address_to_bind, remove_socket_folder
+from pipeline.transport.zeromq import ZmqHub, ZmqLink, open_hub, open_link
+
+pytestmark = pytest.mark.timeout(20)
+
+
+async def test_a_hub_and_its_links_meet_through_the_run_directory_and_leave_nothing(tmp_path):
+    config = RunConfig.model_validate({"run": {"directory": tmp_path, "name": "r"}})
+    async with open_hub(config) as hub, open_link(config, "actor-0") as link:
+        folder = (tmp_path / "r" / "hub").readlink()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and hub.address == f"ipc://{folder}/hub"
+        link.describe({"role": "actor"})
+        assert (await hub.receive()).kind is EventKind.PEER_UP
+    assert not folder.exists() and list((tmp_path / "r").iterdir()) == []
+
+
+async def test_a_socket_in_a_folder_that_others_may_enter_is_neither_bound_nor_connected_to(tmp_path):
+    open_folder = tmp_path / "open"
+    open_folder.mkdir(mode=0o755)
+    with pytest.raises(ConfigurationError, match="only this user"):
+        async with ZmqHub(f"ipc://{open_folder}/s"):
+            pass
+    async with ZmqHub(f"ipc://{tmp_path}/closed/s") as hub:
+        (tmp_path / "closed").chmod(0o711)
+        async with ZmqLink(hub.address, "a") as link:
+            link.describe({})
+            with pytest.raises(TransportClosed, match="only this user"):
+                await link.receive()
+
+
+def left_by_a_killed_hub(address, run) -> None:
+    """A socket that nobody listens on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(address_to_bind(address, run).removeprefix("ipc://"))
+
+
+@pytest.mark.parametrize("kind", ["of the run", "by path"])
+async def test_a_hub_takes_the_place_of_a_killed_one_and_not_that_of_a_live_one(tmp_path, kind):
+    address = "ipc://" if kind == "of the run" else f"ipc://{tmp_path}/s/hub"
+    left_by_a_killed_hub(address, tmp_path)
+    async with ZmqLink(address, "a", silence_seconds_max=1.0, run=tmp_path) as link:
+        link.describe({"role": "actor"})
+        while not link.trouble.endswith("does not answer"):
+            await anyio.sleep(0.01)
+        async with ZmqHub(address, run=tmp_path) as hub:
+            with pytest.raises(ConfigurationError, match="already in use"):
+                async with ZmqHub(address, run=tmp_path):
+                    pass
+            event = await hub.receive()
+            while event.kind is not EventKind.PEER_UP:  # the second hub's probe is a connection without a message
+                assert event.fault is MessageFault.HANDSHAKE
+                event = await hub.receive()
+            await hub.send("a", WireMessage(Kind.WELCOME))
+            assert (await link.receive()).kind is EventKind.CONNECTED
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00" + 8 * b"\x02\x01x\x02\x00y"], ids=["http", "an old ZeroMQ"]
+)
+async def test_bytes_that_are_no_message_disturb_no_peer(tmp_path, garbage):
+    async with ZmqHub("ipc://", run=tmp_path) as hub, ZmqLink("ipc://", "a", run=tmp_path) as link:
+        link.describe({"role": "actor"})
+        assert (await hub.receive()).kind is EventKind.PEER_UP
+        await hub.send("a", WireMessage(Kind.WELCOME))
+        assert (await link.receive()).kind is EventKind.CONNECTED
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(hub.address.removeprefix("ipc://"))
+            sock.sendall(garbage)
+            await link.send(WireMessage(Kind.TRAJECTORY))
+            event = await hub.receive()
+            while event.kind is EventKind.CORRUPT:
+                event = await hub.receive()
+            assert (event.kind, event.peer) == (EventKind.MESSAGE, "a") and hub.peers == ("a",)
+
+
+async def test_the_folder_of_a_killed_hub_is_removed(tmp_path):
+    left_by_a_killed_hub("ipc://", tmp_path)
+    first = (tmp_path / "hub").readlink()
+    left_by_a_killed_hub("ipc://", tmp_path)
+    second = (tmp_path / "hub").readlink()
+    assert not first.exists() and second.exists()
+    remove_socket_folder(tmp_path)
+    assert not second.exists() and not (tmp_path / "hub").is_symlink()
+
+
+async def test_a_path_that_is_too_long_for_a_socket_names_the_remedy(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with pytest.raises(ConfigurationError, match="at most 103 bytes"):
+        async with ZmqHub("ipc://", run=tmp_path):
+            pass
+    assert list(long.iterdir()) == []
