@@ -61,11 +61,11 @@ def _one_update_early(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
 
 MUTANTS: dict[str, tuple[type, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
-    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 0),
-    "any answer connects": (Session, "_is_answered", lambda self, message: True, 159),
+    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 12),
+    "any answer connects": (Session, "_is_answered", lambda self, message: True, 91),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
     "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 0),
-    "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 12),
+    "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 7),
 }
 """What is replaced by what, and the first history that notices."""
 

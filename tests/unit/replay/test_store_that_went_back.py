@@ -31,7 +31,8 @@ def first_succeeds(trajectory: Trajectory) -> Verdict:
 class StoredStage(Stage):
     """A stage with a store, whose learner trains whatever is planned. One rollout of a group succeeds."""
 
-    def __init__(self, path: Path, updates: int = 0, **sections: Any) -> None:
+    def __init__(self, path: Path, updates: int = 0, number: int | None = None, **sections: Any) -> None:
+        """``number``: of the learner's last message that was acknowledged; None: the newest that the store knows."""
         self.store = ReplayStore(path, "NORMAL")
         super().__init__(self.store.load(), **sections)
         self.core.ingest._score_now = first_succeeds
@@ -40,7 +41,8 @@ class StoredStage(Stage):
         self.round()
         self.actor()
         self.version = max(updates, self.core.policy_version)
-        self.learner(session="s", updates=updates, version=self.version)
+        number = self.core.control.applied if number is None else number
+        self.learner(session="s", updates=updates, version=self.version, number=number)
 
     def round(self, seconds: float = 0.0) -> list[Any]:
         new = super().round(seconds)
@@ -102,7 +104,7 @@ def test_nothing_is_trained_twice_and_no_id_is_used_again_by_a_store_that_went_b
     before.store.close()
     damage(path, older)
     caplog.clear()
-    after = StoredStage(path, updates=UPDATES)
+    after = StoredStage(path, updates=UPDATES, number=before.core.control.applied)
     after.train(UPDATES + 3)
     after.store.close()
     known = {f"g{number:06d}" for number in range(4 + 2 * 2)}  # what the older store had planned
