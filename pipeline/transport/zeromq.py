@@ -79,8 +79,8 @@ class HubSocketWire:
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
         self._faults: deque[tuple[bytes, WireError]] = deque(maxlen=_FAULTS_MAX)
-        self._last: tuple[bytes, int] = (b"", -1)
-        """The connection that the last message came from, and its file descriptor."""
+        self._last: tuple[bytes, zmq.Frame] | None = None
+        """The connection that the last message came from, and a frame that knows its file descriptor."""
 
     @property
     def address(self) -> str:
@@ -126,7 +126,7 @@ class HubSocketWire:
             return None
         name = b"" if self._keys is None else str(frame.get("User-Id")).encode()
         connection = name + _SLASH + frame.bytes
-        self._last = connection, _descriptor(frame)
+        self._last = connection, frame
         return connection, _receive_rest(self._socket, frame, self._limits.frames_max + 3)
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
@@ -147,8 +147,8 @@ class HubSocketWire:
 
     def cut(self, connection: bytes) -> None:
         """ZeroMQ has no call for this; it notices. A descriptor that is meanwhile another's is left alone."""
-        last, descriptor = self._last
-        if connection == last and descriptor >= 0:
+        if self._last is not None and self._last[0] == connection:
+            descriptor = _descriptor(self._last[1])
             with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as sock:
                 if _is_at(sock, self._address):
                     sock.shutdown(sockets.SHUT_RDWR)
