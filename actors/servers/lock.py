@@ -27,7 +27,9 @@ DIGESTS = "AFTERPLAY_ENGINE_LOCK"
 MIDDLEWARE = "actors.servers.lock.EngineLock"
 END = "/afterplay/end"
 OPEN = frozenset({"/health", "/metrics", "/metrics/"})
-GENERATION = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/models", "/weight_info", "/is_sleeping"})
+GENERATION = frozenset(
+    {"/inference/v1/generate", "/v1/completions", "/v1/models", "/tokenize", "/weight_info", "/is_sleeping"}
+)
 CONTROL = frozenset(
     {
         "/pause",

@@ -20,6 +20,7 @@ from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.engine_keys import authorization
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
 from tests.end_to_end.conftest import VLLM
@@ -162,12 +163,13 @@ async def test_a_session_of_openais_clients_is_token_exact(engine: RunningEngine
     if on_vllm:
         assert len(program.stopped) == 2 and all("e" not in text for text in program.stopped)
         messages = [{"role": "user", "content": "Tell a story."}]
-        assert tuple(await rendered_by_vllm(engine.url, messages)) in {prompt for prompt, _ in seen}
+        assert tuple(await rendered_by_vllm(engine, messages)) in {prompt for prompt, _ in seen}
 
 
-async def rendered_by_vllm(url: str, messages: list[dict[str, str]]) -> list[int]:
+async def rendered_by_vllm(engine: RunningEngine, messages: list[dict[str, str]]) -> list[int]:
     """The prompt that the server itself makes of these messages."""
     body = {"model": "policy", "messages": messages, "add_generation_prompt": True}
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/tokenize", json=body) as answer:
+    headers, url = authorization(engine.key("actor")), f"{engine.url}/tokenize"
+    async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as answer:
         assert answer.status == 200, await answer.text()
         return list((await answer.json())["tokens"])
