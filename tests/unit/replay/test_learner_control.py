@@ -87,25 +87,31 @@ def test_welcome_and_refusal_name_the_hello_that_they_answer() -> None:
     assert [(s.kind, s.header["greeting"]) for s in told] == [(Kind.WELCOME, 3), (Kind.REFUSED, 4)]
 
 
-@pytest.mark.parametrize("value", [1e300, float("nan"), -1, 1.0, "1", True, None, [], 2**60])
+NO_NUMBERS = (1e300, float("nan"), -1, 1.0, "1", True, None, [], 2**60)
+NUMBERS = (
+    (Kind.VERSION, {"policy_version": 0, "updates": 0}, "policy_version"),
+    (Kind.VERSION, {"policy_version": 0, "updates": 0}, "updates"),
+    (Kind.CHECKPOINTED, {"updates": 0}, "updates"),
+    (Kind.CONSUMED, {"update": 0, "group_ids": []}, "update"),
+    (Kind.CONSUMED, {"update": 0, "group_ids": []}, "choice_failed"),
+    (Kind.CHECKPOINTED, {"updates": 0, "number": 2}, "number"),
+)
+ALLOWED = {("choice_failed", None), ("number", 2**60)}
+"""Null says that it was not reported; a large number is a gap."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "header", "key"),
+    ("kind", "header", "key", "value"),
     [
-        (Kind.VERSION, {"policy_version": 0, "updates": 0}, "policy_version"),
-        (Kind.VERSION, {"policy_version": 0, "updates": 0}, "updates"),
-        (Kind.CHECKPOINTED, {"updates": 0}, "updates"),
-        (Kind.CONSUMED, {"update": 0, "group_ids": []}, "update"),
-        (Kind.CONSUMED, {"update": 0, "group_ids": []}, "choice_failed"),
-        (Kind.CHECKPOINTED, {"updates": 0, "number": 2}, "number"),
+        (*number, value)
+        for number in NUMBERS
+        for value in NO_NUMBERS
+        if repr((number[2], value)) not in map(repr, ALLOWED)
     ],
 )
 def test_a_number_that_is_none_is_refused_and_changes_nothing(
     kind: Kind, header: dict[str, Any], key: str, value: Any
 ) -> None:
-    if value is None and key == "choice_failed":
-        pytest.skip("null says that it was not reported")
-    if (key, value) == ("number", 2**60):
-        pytest.skip("a gap")
     stage, _ = ready()
     before = stage.core.batches.consumed, stage.core.batches.live, stage.core.control.applied
     stage.tell(kind, **{**header, key: value})
