@@ -163,7 +163,7 @@ async def stage_of(recorded: RunDirectory, root: Path, engine: Engine) -> AsyncI
     async with serving(engine) as url:
         raw = yaml.safe_load(recorded.config_file.read_text())
         raw["run"].update(directory=str(root), name="again")
-        raw["engine"].update(kind="external", urls=[url])
+        raw["engine"].update(kind="external", urls=[url], actor_key=None, learner_key=None)
         raw["checkpoint"].update(every=EVERY, at_end=True)
         run_file = root / "run.yaml"
         run_file.write_text(yaml.safe_dump(raw))
