@@ -38,7 +38,7 @@ CARRIERS = (
     "learner.data.microbatch",
 )
 """Modules whose classes hold something of a trajectory,"""
-NO_CARRIERS = {"Journal", "Limits"}
+NO_CARRIERS = {"Journal", "Limits", "RoleState"}
 """but these."""
 FILES_MAX = 60
 
