@@ -61,9 +61,10 @@ FLOAT32 = [
     "staleness.max=100",
     "actor.concurrency=4",  # few at a time, never at the bound of staleness: play goes on while weights are published
 ]
-TWO_ENGINES_STEPS = 7
+TWO_ENGINES_STEPS = 10
 STEPS_BEFORE_KILL = 2
-"""More where the second engine came later."""
+"""More where the second engine came later, or the other one was the first to have each new version: rollouts that wait
+for a version all go to the engine that has it first."""
 TWO_ENGINES = [
     *COIN,
     f"run.total_steps={TWO_ENGINES_STEPS}",
@@ -182,19 +183,19 @@ def mixed(directory: RunDirectory) -> int:
 def two_engines_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEnginesRun]:
     """To its last step, with one engine killed on the way."""
     with played(tmp_path_factory, "two_engines", "two_engines", TWO_ENGINES) as run:
-        steps = run.until("two steps and rollouts of both engines", lambda: both_played(run), 900)
+        before = run.until("two steps and trained rollouts of both engines", lambda: both_played(run), 900)
         hits = sum(cache.hits for cache in caches(run))
-        before = [t for t in stored(run.directory) if (seen := t.version_range()) and seen[1] < steps]
         os.kill(engine_process(run).pid, signal.SIGKILL)
         yield TwoEnginesRun(run, hits, before, run.finish(900))
 
 
-def both_played(run: RunHandle) -> int:
-    """The number of steps, once the rollouts of these come from two engines; else 0."""
+def both_played(run: RunHandle) -> list[Trajectory] | None:
+    """The trained rollouts, once they come from two engines; else None."""
     steps = len(run.steps())
     if steps < STEPS_BEFORE_KILL:
-        return 0
-    return steps if len({t.engine.engine_ids for t in stored(run.directory)}) == 2 else 0
+        return None
+    trained = [t for t in stored(run.directory) if (seen := t.version_range()) and seen[1] < steps]
+    return trained if len({t.engine.engine_ids for t in trained}) == 2 else None
 
 
 def caches(run: RunHandle) -> list[PrefixCache]:
