@@ -35,7 +35,8 @@ def history(path: Path, acts: list[str], **replay: Any) -> Ledger:
                 stage.train(trained, durable=True)
                 durable = trained
             case "fail":
-                stage.answer(open_order(stage), status=TrajectoryStatus.ERROR)
+                if (order := open_order(stage)) is not None:
+                    stage.answer(order, status=TrajectoryStatus.ERROR)
             case "leave":
                 stage.core.peer_down("actor-0", left=True)
                 stage.actor()
@@ -51,11 +52,12 @@ def history(path: Path, acts: list[str], **replay: Any) -> Ledger:
 
 
 def open_order(stage: StoredStage) -> Any:
-    return next(
-        order
-        for order in stage.orders()
-        if (group := stage.core.records.get(int(order.group_id[1:]))) is not None and group.slots[order.slot].leased
-    )
+    """A rollout in flight; None where all groups that may be admitted are complete."""
+    for order in stage.orders():
+        group = stage.core.records.get(int(order.group_id[1:]))
+        if group is not None and group.slots[order.slot].leased:
+            return order
+    return None
 
 
 @settings(max_examples=8, deadline=None)
