@@ -33,7 +33,7 @@ def rss() -> int:
 
 
 def garbage(rng: random.Random) -> Iterator[bytes]:
-    """What a connection sends; it stays open afterwards."""
+    """Bytes that a connection sends; it stays open afterwards."""
     while True:
         yield rng.randbytes(rng.randint(1, 4_000))
         yield b"GET /metrics HTTP/1.1\r\n\r\n"

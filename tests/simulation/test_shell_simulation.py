@@ -67,7 +67,7 @@ MUTANTS: dict[str, tuple[type, str, Any, int]] = {
     "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 0),
     "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 7),
 }
-"""What is replaced by what, and the first history that notices."""
+"""Class, name, replacement, and the first history whose audit fails with it."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

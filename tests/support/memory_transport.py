@@ -46,7 +46,7 @@ class Faults:
     delay_seconds: tuple[float, float] = (0.0, 0.0)
     """Uniform between the two; order inside one connection is kept."""
     greetings: bool = False
-    """Whether HELLO, WELCOME, BYE and REFUSED meet faults too."""
+    """True if HELLO, WELCOME, BYE and REFUSED meet faults too."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class MemoryNetwork:
         self._mute_until[name] = anyio.current_time() + seconds
 
     def hold(self, name: str, seconds: float) -> None:
-        """What is under way to and from the present link of ``name`` arrives only after a while, as where its process
+        """Messages to and from the present link of ``name`` arrive only after a while, as where its process
         is stopped and continued."""
         for connection in self._connections.values():
             if connection.link.name == name:

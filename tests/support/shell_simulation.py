@@ -122,7 +122,7 @@ class TimedActor:
 
 @dataclass(slots=True)
 class Weights:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     history: list[list[str]] = field(default_factory=list)
     """Trajectories by update."""
@@ -299,7 +299,7 @@ class ShellSimulation:
         _require(not impossible, f"{impossible} messages of honest peers were refused")
 
     def _check(self) -> None:
-        """What holds at any moment."""
+        """Check the invariants of every moment."""
         core, hub, now = self.core, self.hub, anyio.current_time()
         if core is None or hub is None:
             self._unreachable.clear()

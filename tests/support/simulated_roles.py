@@ -260,7 +260,7 @@ class SimulatedLearner(Peer):
         self.deliveries: dict[str, dict[int, str]] = {}
         self.log = ControlLog()
         self.told = {"updates": self.weights.updates, "durable_updates": self.durable.updates, "announced": None}
-        """What the acknowledged part of the log has told."""
+        """State told by the acknowledged part of the log."""
         self.busy = False
 
     def hello(self) -> dict[str, Any]:

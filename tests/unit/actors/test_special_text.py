@@ -350,7 +350,7 @@ def forking(smollm2: Any) -> Any:
 
 
 def test_a_reply_stays_as_it_was_sampled_when_the_template_forks(smollm2: Any) -> None:
-    """What the policy sampled as a special token is one in the new branch; what it wrote with letters is text."""
+    """Special tokens that were sampled stay special in the new branch; those written with letters are text."""
     tokenizer = forking(smollm2)
     renderer = Renderer(tokenizer)
     call = tokenizer.convert_tokens_to_ids("<tool_call>")
