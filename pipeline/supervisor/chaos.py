@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.cli.viewer.plots import draw_resources
-from pipeline.cli.viewer.progress import Line, read_lines
+from pipeline.cli.viewer.progress import Line, MetricsTail, read_lines
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, StoreError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
@@ -36,7 +36,7 @@ from pipeline.store import tables
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import store_path
 from pipeline.supervisor.disk import disk_usage
-from pipeline.supervisor.run import RunIsAlive, run_lock
+from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
 
 LOOK_SECONDS = 0.5
 """Interval at which the run is looked at: there is no event to wait for across processes."""
@@ -167,6 +167,8 @@ class Chaos:
         self._folder = self.directory.path / "chaos"
         self._log = self.directory.path.with_name(f"{self.directory.path.name}.log")
         self._begun = time.monotonic()
+        self._tail = MetricsTail(self.directory.metrics_file)
+        self._steps: set[int] = set()
         self._undo: list[tuple[float, contextlib.ExitStack]] = []
         """Times at which faults that last end."""
         self._run: ChildGroup | None = None
@@ -180,7 +182,9 @@ class Chaos:
         ends by itself or stands still."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.unlink(missing_ok=True)
-        self._start("--fresh")
+        with run_lock(self.directory, mark=False):
+            prepare_directory(self.directory, self._config.run.resume, fresh=True)
+        self._start()
         try:
             self._until(lambda: self.books.steps > 0, "its first update")
             first, waiting = self.now, list(faults)
@@ -199,9 +203,9 @@ class Chaos:
                 self._run.kill()
         self.books.close(read_ledger(self._store(), rows=True), read_lines(self.directory.metrics_file))
 
-    def _start(self, *more: str) -> None:
+    def _start(self) -> None:
         with self._log.open("ab") as output:
-            self._run = ChildGroup([*self._command, *more], self._reaper, output=output)
+            self._run = ChildGroup(self._command, self._reaper, output=output)
 
     def _stop(self) -> None:
         assert self._run is not None
@@ -228,8 +232,9 @@ class Chaos:
         if self._run.end.done():
             raise AfterplayError(f"the run ended by itself ({describe_exit(self._run.end.result())}): see {self._log}")
         self._end_faults(self.now)
+        self._steps.update(line["step"] for line in self._tail.read())
         with contextlib.suppress(StoreError):  # not there yet, or it restarts
-            self.books.look(read_ledger(self._store()), len(read_lines(self.directory.metrics_file)), self.now)
+            self.books.look(read_ledger(self._store()), len(self._steps), self.now)
         if not self.samples or self.now - self.samples[-1].seconds >= SAMPLE_SECONDS:
             memory = read_processes().memory(self._pids())
             self.samples.append(ResourceUse(self.now, memory, disk_usage(self.directory)))
