@@ -118,10 +118,13 @@ class Books:
 
     received: int = 0
     steps: int = 0
+    """Updates, with those that a learner made again."""
     changed_at: float = 0.0
     """Time at which something new was last seen: a trajectory or an update."""
     longest: float = 0.0
     """Seconds of the longest time without anything new."""
+    longest_from: float = 0.0
+    """Time at which it began."""
     lost: int = 0
     """Trajectories that were counted once and were missing later."""
     problems: list[str] = field(default_factory=list)
@@ -133,7 +136,8 @@ class Books:
             self.lost += self.received - received
         if (received, steps) != (self.received, self.steps):
             self.received, self.steps, self.changed_at = received, steps, now
-        self.longest = max(self.longest, now - self.changed_at)
+        if now - self.changed_at > self.longest:
+            self.longest, self.longest_from = now - self.changed_at, self.changed_at
 
     def close(self, ledger: Ledger, lines: Sequence[Line]) -> None:
         """The audit after the end of the run."""
@@ -168,7 +172,10 @@ class Chaos:
         self._log = self.directory.path.with_name(f"{self.directory.path.name}.log")
         self._begun = time.monotonic()
         self._tail = MetricsTail(self.directory.metrics_file)
-        self._steps: set[int] = set()
+        self._made = 0
+        """Updates, with those that were made again."""
+        self._finished = 0.0
+        """Time at which the newest update was finished. A learner that resumes removes lines and makes them again."""
         self._undo: list[tuple[float, contextlib.ExitStack]] = []
         """Times at which faults that last end."""
         self._run: ChildGroup | None = None
@@ -232,9 +239,11 @@ class Chaos:
         if self._run.end.done():
             raise AfterplayError(f"the run ended by itself ({describe_exit(self._run.end.result())}): see {self._log}")
         self._end_faults(self.now)
-        self._steps.update(line["step"] for line in self._tail.read())
+        new = [line["finished"] for line in self._tail.read() if line["finished"] > self._finished]
+        self._finished = max(new, default=self._finished)
+        self._made += len(new)
         with contextlib.suppress(StoreError):  # not there yet, or it restarts
-            self.books.look(read_ledger(self._store()), len(self._steps), self.now)
+            self.books.look(read_ledger(self._store()), self._made, self.now)
         if not self.samples or self.now - self.samples[-1].seconds >= SAMPLE_SECONDS:
             memory = read_processes().memory(self._pids())
             self.samples.append(ResourceUse(self.now, memory, disk_usage(self.directory)))
@@ -398,7 +407,7 @@ def report(chaos: Chaos) -> Table:
         "faults": ", ".join(f"{kind} {n}" for kind, n in sorted(chaos.done.items())) or "none",
         "updates": f"{books.steps}",
         "trajectories": f"{books.received} received, {books.lost} lost",
-        "longest time without anything new": f"{books.longest:.1f} s",
+        "longest time without anything new": f"{books.longest:.1f} s, from {books.longest_from:.0f} s on",
         "audit": "; ".join(books.problems) or "every sum adds up",
     }
     if samples:

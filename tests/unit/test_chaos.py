@@ -34,7 +34,7 @@ def test_time_without_anything_new_ends_with_a_trajectory_or_an_update() -> None
     books = Books()
     for now, received, steps in ((1.0, 0, 0), (4.0, 5, 0), (10.0, 5, 0), (11.0, 5, 1), (13.0, 5, 1)):
         books.look(Ledger(trajectories={"received": received}), steps, now)
-    assert books.longest == 6.0
+    assert (books.longest, books.longest_from) == (6.0, 4.0)
 
 
 def test_a_count_that_goes_back_is_a_loss() -> None:
