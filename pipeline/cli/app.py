@@ -16,6 +16,7 @@ from pipeline.cli.experience import app as replay_app
 from pipeline.cli.show import show
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
+from pipeline.runtime.children import append_working_folder, module_command
 from pipeline.runtime.process import ExitCode
 
 
@@ -57,7 +58,6 @@ def evaluate(
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -83,6 +83,25 @@ app = typer.Typer(
   rollout of an environment failed · 7 a role made no progress and ended itself
 """,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        typer.echo(f"afterplay {metadata.version('afterplay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with all defaults.")
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
@@ -90,7 +109,13 @@ app.add_typer(replay_app, name="replay")
 app.command()(show)
 app.command("eval")(evaluate)
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example configs/tiny.yaml.")]
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="The run file, for example configs/tiny.yaml, or an example that ships with Afterplay: @tiny.",
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value, for example run.seed=3. May be repeated."),
@@ -121,6 +146,19 @@ def run(
 
 
 @app.command()
+def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")]) -> None:
+    """Write a run file, an environment and its test into DIR, to edit into your own.
+
+    afterplay init colours && cd colours && afterplay run run.yaml
+    """
+    from pipeline.runtime.process import load_main
+
+    for path in load_main("actors.env_commands.scaffold:write_project")(folder):
+        typer.echo(str(path))
+    typer.echo(f"\nNext: cd {folder} && afterplay run run.yaml")
+
+
+@app.command()
 def chaos(
     file: File,
     minutes: Annotated[float, typer.Option("--minutes", "-m", min=0.1, help="Time from the first update on.")] = 10.0,
@@ -143,7 +181,7 @@ def chaos(
     overrides = [*(sets or []), *OVERRIDES]
     overrides.append(f"run.name={_load(file, overrides).run.name}-chaos")
     config = _load(file, overrides)
-    command = [sys.executable, "-m", "pipeline.cli.app", "run", str(file)]
+    command = module_command("pipeline.cli.app", "run", str(file))
     for override in overrides:
         command += ["--set", override]
     seconds = 60 * minutes
@@ -381,6 +419,7 @@ def _refuse(message: str) -> NoReturn:
 
 def entry() -> None:
     """Console script. Expected errors are printed as one message on stderr, without a traceback."""
+    append_working_folder()
     try:
         app(prog_name="afterplay")
     except AfterplayError as error:

@@ -173,7 +173,7 @@ def new(
     from pipeline.runtime.process import load_main
 
     folder = folder or Path(f"afterplay-{name.replace('_', '-')}")
-    for path in load_main(f"{_COMMANDS}.scaffold:write")(name, folder):
+    for path in load_main(f"{_COMMANDS}.scaffold:write_package")(name, folder):
         typer.echo(str(path))
     typer.echo(f"\nNext: cd {folder} && pip install -e '.[test]' && pytest")
 

@@ -199,20 +199,43 @@ class _Sources:
 
 
 def load(file: Path | str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> RunConfig:
-    """Load the configuration of a run.
+    """Load the configuration of a run. ``file`` is a path, or ``@NAME`` for an example that ships with Afterplay.
 
     ``overrides`` are the arguments of ``--set``; ``environment`` defaults to ``os.environ``. Raises
     :class:`ConfigurationError` that lists every problem with its place, the expected value and the value that came.
     """
     path = Path(file)
+    if str(file).startswith("@"):
+        text = example(str(file)[1:])
+        return loads(text, str(file), overrides, os.environ if environment is None else environment)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigurationError(
-            f"expected a run file at {path}, got: {reason}. Give the path of a YAML file, for example configs/tiny.yaml"
+            f"expected a run file at {path}, got: {reason}. Give the path of a YAML file, for example "
+            "configs/tiny.yaml, or an example that ships with Afterplay: @tiny"
         ) from error
     return loads(text, str(path), overrides, os.environ if environment is None else environment)
+
+
+def examples() -> Path:
+    """Folder of the run files that ship with Afterplay: inside an installed package, or of the repository."""
+    inside = Path(__file__).with_name("examples")
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def example(name: str) -> str:
+    """Text of the run file ``@name``. Its paths, which begin at the root of the repository, lead to the folder of the
+    examples. Raises :class:`ConfigurationError` that lists the names."""
+    folder = examples()
+    names = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in names:
+        raise ConfigurationError(
+            f"expected the name of a run file that ships with Afterplay, got @{name}; there are "
+            + ", ".join(f"@{one}" for one in names)
+        )
+    return (folder / f"{name}.yaml").read_text(encoding="utf-8").replace("configs/", f"{folder}/")
 
 
 def loads(

@@ -31,6 +31,19 @@ RESTART_SECONDS = 0.1
 """Before a reaper process that has ended is started again."""
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Command that runs ``module`` under this interpreter. The current folder is not searched for modules (``-P``), so
+    that a folder of the user named ``pipeline`` or ``actors`` hides none of ours."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def append_working_folder() -> None:
+    """Let modules of the current folder be imported, behind everything that is installed: a run file names plug-ins
+    there as ``module:Name``."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
+
+
 class OrphanReaper:
     """Ends the groups that it watches when this process ends. Close it, or use it as a context manager.
 

@@ -141,6 +141,12 @@ class RunDirectory:
         return self.path / "processes.json"
 
     @property
+    def finished_file(self) -> Path:
+        """``{steps, exit_code}``, written by the supervisor when the run has made all its steps. Absent while it
+        runs."""
+        return self.path / "finished.json"
+
+    @property
     def curves_file(self) -> Path:
         return self.path / "curves.png"
 

@@ -31,7 +31,7 @@ class Grader:
     worker: bool = False
     """The grader may take very long on some replies and needs a process that can be stopped."""
     needs: str | None = None
-    """Module of the extra ``graders``."""
+    """Module that is imported before the first reply: jsonschema, or one of the extra ``graders``."""
 
     def check(self, name: str) -> None:
         """Raises :class:`ConfigurationError` when what it needs is not installed."""

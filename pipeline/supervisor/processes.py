@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import orjson
 
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
+from pipeline.runtime.children import module_command
 from pipeline.runtime.engine_keys import key_environments, make_actor_key
 from pipeline.runtime.process import role_name
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, read_json
@@ -83,7 +83,7 @@ def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner"
 def _spec(
     role: str, index: int, directory: RunDirectory, rule: Rule, health_url: str | None = None, probed: bool = True
 ) -> ProcessSpec:
-    command = [sys.executable, "-m", "pipeline.cli.app", role, str(directory.config_file)]
+    command = module_command("pipeline.cli.app", role, str(directory.config_file))
     if role in ("actor", "engine"):
         command += ["--index", str(index)]
     if role == "engine":

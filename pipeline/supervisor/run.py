@@ -76,7 +76,6 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
 def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None:
     """Empty the directory for ``--fresh``; refuse one with a run in it for ``run.resume: never``.
 
-    The prepared model stays; it is replaced only when it does not match the run file.
     Raises :class:`ConfigurationError`.
     """
     things = [p for p in directory.path.iterdir() if p != directory.lock_file]
@@ -88,8 +87,6 @@ def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None
                 f"{things[0].name} and no config.yaml. Nothing was removed; give the run another name or directory"
             )
         for path in things:
-            if path == directory.model:
-                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -117,6 +114,14 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
         with run_lock(directory) as lock:
             remove_socket_folder(directory.path)
             prepare_directory(directory, config.run.resume, fresh)
+            if (finished := read_json(directory.finished_file)) and finished["steps"] >= config.run.total_steps:
+                console.print(
+                    f"{_short(directory)} is finished: {finished['steps']} steps. Continue it with "
+                    f"--set run.total_steps={2 * finished['steps']}, or start over with --fresh",
+                    soft_wrap=True,
+                )
+                return ExitCode(finished["exit_code"])
+            directory.finished_file.unlink(missing_ok=True)
             config = resolve(config)
             wait_for_room(directory.create, directory.path, "the run directory")
             config = with_keys(config, directory)
@@ -170,6 +175,9 @@ def supervise(
     for sentence, succeeded in failures.items():
         console.print(sentence, style="yellow" if succeeded else "red", soft_wrap=True)
     removed = remove_published(config, directory) if machine.reason == "finished" else []
+    if machine.reason == "finished" and is_done is None:
+        finished = orjson.dumps({"steps": config.run.total_steps, "exit_code": code})
+        unless_full(partial(write_bytes_atomically, directory.finished_file, finished), directory.finished_file)
     if lines := read_lines(directory.metrics_file):
         console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
     console.print(f"run directory {directory.path}", soft_wrap=True)

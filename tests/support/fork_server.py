@@ -143,7 +143,7 @@ class ForkedSubprocess:
         self._start = starter
 
     def Popen(self, command: Sequence[str], **how: Any) -> Any:
-        if list(command[:2]) == [sys.executable, "-m"] and subprocess.PIPE not in how.values():
+        if command[0] == sys.executable and "-m" in command[1:3] and subprocess.PIPE not in how.values():
             wanted = ("stdin", "stdout", "stderr", "env", "cwd")
             return self._start(command, **{name: how[name] for name in wanted if name in how})
         return subprocess.Popen(command, **how)
@@ -261,6 +261,7 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
 def _run(command: Sequence[str]) -> int:
     """Run the module or file of a command line as the main module; returns the exit code."""
     try:
+        command = [part for part in command if part != "-P"]  # this process has imported ours already
         if command[1] == "-m":
             sys.argv = list(command[2:])
             sys.modules.pop(command[2], None)  # runpy warns of a module that is there already

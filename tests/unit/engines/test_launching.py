@@ -59,7 +59,7 @@ def test_vllm_serves_the_prepared_folder_with_true_logprobs(tmp_path: Path, cpu_
     assert flag(argv, "--host") == "127.0.0.1"
     assert flag(argv, "--kv-cache-memory-bytes") == str(2**29)
     assert {"--enable-scale-out", "--enforce-eager"} <= set(argv)
-    assert argv[1:3] == ["-m", "actors.servers.api_server"]
+    assert argv[1:4] == ["-P", "-m", "actors.servers.api_server"]
     assert (flag(argv, "--distributed-executor-backend"), environment["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("uni", "0")
     assert argv[-2:] == ["--seed", "3"]
     assert (environment["VLLM_SERVER_DEV_MODE"], environment["OMP_NUM_THREADS"], environment["A"]) == ("1", "1", "b")

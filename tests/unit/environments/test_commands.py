@@ -24,6 +24,7 @@ from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.multi_turn import MultiTurn
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.cli.app import app
+from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
@@ -174,6 +175,20 @@ def test_a_new_package_is_found_by_its_name_once_installed(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "Mix " in run.stdout and "score 0" in run.stdout
+
+
+def test_a_new_project_has_a_test_that_passes_and_a_run_file_that_is_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["init", "mine"]).exit_code == 0
+    assert isinstance(CliRunner().invoke(app, ["init", "mine"]).exception, ConfigurationError)
+    monkeypatch.chdir("mine")
+    checked = CliRunner().invoke(app, ["config", "check", "run.yaml"])
+    assert checked.exit_code == 0, checked.output
+    assert load("run.yaml", environment={}).environments["colours"].max_turns == 2
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(test, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["Paint", "arithmetic", "babyai", "../x", "", "paint_", "p__q"])

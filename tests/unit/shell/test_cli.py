@@ -1,6 +1,7 @@
 """The command line teaches, refuses with the remedy, and does what it says."""
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,19 @@ def test_what_show_prints_is_a_run_file_with_equal_meaning(tmp_path):
         shown = invoke("config", "show", TINY, "--set", "run.seed=7", *options).output
         (tmp_path / "shown.yaml").write_text(shown)
         assert load(tmp_path / "shown.yaml", environment={}) == load(TINY, ["run.seed=7"], environment={})
+
+
+def test_an_example_is_named_with_an_at_sign_and_finds_its_data_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("@tiny", environment={}) == load(TINY, environment={})
+    tasks = load("@questions", environment={}).environments["questions"].tasks_from
+    assert Path(tasks.path).is_file()
+    with pytest.raises(ConfigurationError, match=r"got @tinny; there are .*@tiny"):
+        load("@tinny", environment={})
+
+
+def test_the_version_is_printed():
+    assert re.fullmatch(r"afterplay \d+\.\d+\.\d+\n", invoke("--version").output)
 
 
 def test_a_refusal_is_one_message_and_exit_code_2():
