@@ -164,7 +164,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: floa
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    told = {"enable_gqa": grouped} if "enable_gqa" in _parameters(varlen_attn) else {}  # torch 2.11 needs not be told
+    told: dict[str, Any] = (
+        {"enable_gqa": grouped} if "enable_gqa" in _parameters(varlen_attn) else {}
+    )  # torch 2.11 needs not be told
     out = varlen_attn(
         q,
         k,
