@@ -10,36 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from transformers import AutoConfig
 
 from benchmarks import learner_step
 from benchmarks.learner_step.case import Case, make_rows
+from benchmarks.learner_step.model import SHAPES, step_flops, write_model
 from benchmarks.learner_step.sides import BARE, SIDES
 
 VOCABULARY = 49_152
-SHAPES: dict[str, dict[str, int]] = {
-    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-             "num_key_value_heads": 3},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-             "num_key_value_heads": 2},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2},
-}  # fmt: skip
-"""Shapes of SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B, all with a vocabulary of 49,152 and tied embeddings."""
-
-
-def write_model(shape: str, layers: int | None, folder: Path) -> None:
-    """A Llama-style decoder of random weights, float32."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    options = {**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})}
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=8192, tie_word_embeddings=True, dtype="float32", **options
-    )
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+"""Of all shapes here: what the recorded results had."""
 
 
 def run_side(case: Case, side: str, directory: Path) -> dict[str, Any] | None:
@@ -53,21 +32,6 @@ def run_side(case: Case, side: str, directory: Path) -> dict[str, Any] | None:
         return None
     measured: dict[str, Any] = json.loads(lines[-1].removeprefix("MEASURED "))
     return measured
-
-
-def step_flops(case: Case) -> float:
-    """Multiplications and additions of the model for one step, forward and backward (three times the forward pass):
-    6 for each weight of the layers and token, 6 for each weight of the output layer and sampled token, and causal
-    attention over half of each row's square. Recomputation is not counted, nor is anything saved by sharing."""
-    shape = json.loads((Path(case.model) / "config.json").read_text())
-    h, heads = shape["hidden_size"], shape["num_attention_heads"]
-    attention = h * h * (2 + 2 * shape["num_key_value_heads"] / heads)
-    layer = attention + 3 * h * shape["intermediate_size"]
-    rows = make_rows(case, shape["vocab_size"])
-    lengths = np.asarray([len(row) for row in rows], dtype=np.float64)
-    sampled = sum(row.n_sampled for row in rows)
-    per_layer = 6 * layer * lengths.sum() + 6 * h * (lengths**2).sum()
-    return float(shape["num_hidden_layers"] * per_layer + 6 * h * shape["vocab_size"] * sampled)
 
 
 def table(found: dict[str, dict[str, Any]], flops: float, peak_tflops: float | None) -> list[str]:
@@ -115,7 +79,8 @@ def main() -> None:
     if folder is None:
         folder = a.directory / f"model-{a.shape}-{a.layers or 'all'}"
         if not (folder / "config.json").is_file():
-            write_model(a.shape, a.layers, folder)
+            layers = {} if a.layers is None else {"num_hidden_layers": a.layers}
+            write_model(a.shape, folder, vocab_size=VOCABULARY, tie_word_embeddings=True, **layers)
     device = a.device or _device()
     case = Case(str(folder), a.groups, a.rollouts, a.prompt, a.response, a.longest, a.steps, a.tokens_per_microbatch,
                 a.compute_dtype, device, a.threads, a.checkpointing)  # fmt: skip
@@ -125,7 +90,8 @@ def main() -> None:
         if measured is not None:
             found[side] = measured
             print(f"{side:16} {measured['seconds']:.2f} s/step {measured['stages'] or ''}", flush=True)
-    print("\n".join(table(found, step_flops(case), a.peak_tflops)))
+    config = AutoConfig.from_pretrained(folder)
+    print("\n".join(table(found, step_flops(config, make_rows(case, config.vocab_size)), a.peak_tflops)))
     (a.directory / "result.json").write_text(json.dumps({"case": asdict(case), "sides": found}, indent=1))
 
 

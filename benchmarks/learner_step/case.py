@@ -14,7 +14,7 @@ class Case:
     """Rows that all sides train. Lengths are in tokens."""
 
     model: str
-    """Folder."""
+    """Folder, or a name out of ``model.SHAPES``."""
     groups: int
     rollouts: int
     prompt: int

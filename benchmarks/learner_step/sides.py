@@ -16,7 +16,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.trl import trl_train
 from learner.data.microbatch import plan_microbatches
 from learner.data.rows import Batch, Row
+from learner.observability.report import StepReport
+from learner.policy.backbone import read_model
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
@@ -70,27 +72,23 @@ def run_config(case: Case, **learner: Any) -> RunConfig:
     return RunConfig.model_validate({"run": {"total_steps": 1000}, "learner": {**options, **learner}})
 
 
-def learner_steps(case: Case, side: str, stages: dict[str, float]) -> Iterator[None]:
-    config = run_config(case, **LEARNER[side])
-    trainer = Trainer(Policy.load(Path(case.model), config.learner), config)
-    rows = make_rows(case, trainer.policy.model.config.vocab_size)
-    yield
+def make_trainer(case: Case, model: Any, **learner: Any) -> Trainer:
+    config = run_config(case, **learner)
+    return Trainer(Policy(model, config.learner, torch.device(case.device)), config)
+
+
+def learner_steps(trainer: Trainer, rows: Sequence[Row], reports: list[StepReport]) -> Iterator[None]:
     while True:
-        stages.update(trainer.step(Batch(trainer.updates, (), rows), policy_version=0).seconds)
+        reports.append(trainer.step(Batch(trainer.updates, (), tuple(rows)), policy_version=0))
         yield
 
 
-def bare_steps(case: Case, side: str) -> Iterator[None]:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32).to(case.device)
-    model.train()
+def bare_steps(case: Case, side: str, model: Any, rows: Sequence[Row]) -> Iterator[None]:
+    model = model.to(case.device).train()
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
-    rows = make_rows(case, model.config.vocab_size)
     budget = 1 if side == "bare_rows" else case.tokens_per_microbatch
-    yield
     while True:
         for chosen in plan_microbatches([len(row) for row in rows], budget):
             ids, labels, attention = (torch.from_numpy(a).to(case.device) for a in _padded([rows[i] for i in chosen]))
@@ -163,19 +161,29 @@ class Clock:
             print("the peak of memory counts loading too: this system does not let it be reset", flush=True)
 
 
+def timed(steps: Iterator[None], count: int, device: str) -> Clock:
+    """The clock of ``count`` steps after a first one."""
+    clock = Clock(device)
+    for _ in range(count + 1):
+        clock.start()
+        next(steps)
+        clock.stop()
+    return clock
+
+
 def measure(case: Case, side: str, directory: Path) -> Measured:
     torch.set_num_threads(case.threads)
-    clock, stages = Clock(case.device), dict[str, float]()
-    if side == "trl":
-        trl_train(case, clock.start, clock.stop, directory)
-    else:
-        steps = learner_steps(case, side, stages) if side in LEARNER else bare_steps(case, side)
-        next(steps)
-        for _ in range(case.steps + 1):
-            clock.start()
-            next(steps)
-            clock.stop()
+    reports: list[StepReport] = []
     rows = make_rows(case, json.loads((Path(case.model) / "config.json").read_text())["vocab_size"])
+    if side == "trl":
+        clock = Clock(case.device)
+        trl_train(case, clock.start, clock.stop, directory)
+    elif side in LEARNER:
+        trainer = make_trainer(case, read_model(Path(case.model)), **LEARNER[side])
+        clock = timed(learner_steps(trainer, rows, reports), case.steps, case.device)
+    else:
+        clock = timed(bare_steps(case, side, read_model(Path(case.model)), rows), case.steps, case.device)
+    stages = reports[-1].seconds if reports else {}
     return Measured(
         side=side,
         seconds=statistics.median(clock.wall[1:]),

@@ -10,9 +10,12 @@ Dimensions: N tokens laid, K keys read, R runs, H query heads, G key heads, D he
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -135,12 +138,20 @@ class _Gather(torch.autograd.Function):
 
 
 def can_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """True where torch's variable-length attention works: a GPU, 16 bits, heads of at most 256."""
+    """True where torch's variable-length attention works: a GPU, 16 bits, heads of at most 256, torch from 2.11 on
+    (2.10 lets neither scale nor window be chosen)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > _VARLEN_HEAD_MAX:
         return False
     if find_spec("torch.nn.attention.varlen") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    from torch.nn.attention.varlen import varlen_attn
+
+    return _parameters(varlen_attn) >= {"scale", "window_size"} and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, grouped: bool) -> Tensor:
@@ -153,6 +164,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: floa
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    told: dict[str, Any] = (
+        {"enable_gqa": grouped} if "enable_gqa" in _parameters(varlen_attn) else {}
+    )  # torch 2.11 needs not be told
     out = varlen_attn(
         q,
         k,
@@ -163,7 +177,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: floa
         max(runs.key_lengths),
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=grouped,
+        **told,
     )
     assert isinstance(out, Tensor)
     return out[None]
@@ -204,6 +218,11 @@ def choose_form(
     if config.packing == "padded":
         return Form()
     if config.packing == "auto" and device.type == "cuda" and not varlen:
+        log.info(
+            "rows are padded, not packed: attention over packed rows in one call needs torch 2.11, a GPU of compute "
+            "capability 8.0, learner.compute_dtype bfloat16 and heads of at most %d",
+            _VARLEN_HEAD_MAX,
+        )
         return Form()
     reason = _unsupported(model)
     if reason is None:

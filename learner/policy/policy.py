@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from learner.data.microbatch import MicroBatch
 from learner.distributed.ranks import resolve_device
@@ -108,7 +109,7 @@ class Policy(Backbone):
         seen: dict[tuple[int, int], str] = {}
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
-            divided = self.ranks.size > 1 and name in parameters
+            divided = isinstance(parameters.get(name), DTensor)  # shards have no storage to tell them apart by
             storage = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
             if tensor.numel() and storage in seen:
                 continue
@@ -121,7 +122,9 @@ class Policy(Backbone):
             tensor = self.ranks.whole(tensor)
             if self.ranks.rank:
                 continue
-            copies[name] = tensor.detach().to(device="cpu", dtype=kind, copy=True).contiguous()
+            # cast on the device: a copy that also casts would move the float32 values and cast them on the CPU
+            cast = tensor.detach().to(kind, copy=tensor.device.type == "cpu")
+            copies[name] = cast.cpu().contiguous()
         return copies
 
     def adapter_snapshot(self, dtype: torch.dtype) -> dict[str, Tensor] | None:

@@ -1,0 +1,57 @@
+"""Random models in the shapes of published ones, and the arithmetic that a step of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from learner.data.rows import Row
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
+    "135m": {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+             "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
+    "0.5b": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+             "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936},
+    "0.6b": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+    "1.5b": {"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936},
+    "7b": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+           "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+}  # fmt: skip
+"""Shapes of SmolLM2-135M, Qwen2.5-0.5B, Qwen3-0.6B, Qwen2.5-1.5B and Qwen2.5-7B, and one for trying the program."""
+
+
+def make_model(shape: str, device: str = "cpu", **changes: Any) -> Any:
+    """A decoder of random weights, float32, made on ``device``; ``changes`` replace entries of its shape."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"tie_word_embeddings": True, "max_position_embeddings": 32_768, **SHAPES[shape], **changes}
+    config = AutoConfig.for_model(**options, dtype="float32")
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def write_model(shape: str, folder: Path, **changes: Any) -> None:
+    make_model(shape, **changes).save_pretrained(folder)
+
+
+def step_flops(config: Any, rows: Sequence[Row]) -> float:
+    """Multiplications and additions of the model for one step, forward and backward (three times the forward pass):
+    6 for each weight of the layers and token, 6 for each weight of the output layer and sampled token, and causal
+    attention over half of each row's square. Recomputation is not counted, nor is anything saved by sharing."""
+    h = config.hidden_size
+    head = getattr(config, "head_dim", None) or h // config.num_attention_heads
+    width = head * config.num_attention_heads
+    layer = 2 * h * (width + head * config.num_key_value_heads) + 3 * h * config.intermediate_size
+    lengths = np.asarray([len(row) for row in rows], dtype=np.float64)
+    sampled = sum(row.n_sampled for row in rows)
+    per_layer = 6 * layer * lengths.sum() + 6 * width * (lengths**2).sum()
+    return float(config.num_hidden_layers * per_layer + 6 * h * config.vocab_size * sampled)
