@@ -145,16 +145,16 @@ class WatchedRun:
             else:
                 outcome.warnings.add(alert["alertname"])
 
-    def fault(self, role: str, fault: str) -> Outcome:
-        """Do it, wait for its alert, end it, wait until the alert is resolved and the run goes on."""
+    def fault(self, role: str, fault: str, hold_seconds: float = 0.0) -> Outcome:
+        """Do it, wait for its alert and ``hold_seconds`` more, end it, wait until the alert is resolved and the run
+        goes on."""
         outcome = Outcome(role, fault, EXPECTED[fault])
         with ExitStack() as undo:
             self._begin(role, fault, undo)
             fires = lambda: any(name == outcome.expected for name, _ in self.pages())  # noqa: E731
             outcome.fired_seconds = self.until(f"{outcome.expected} of {role}", fires, outcome)
-            if fault == "killed":
-                self.during(RUN_SECONDS, outcome)
-            elif fault == "left":
+            self.during(hold_seconds, outcome)
+            if fault == "left":
                 outcome.resolved_seconds = self.until("the end of the alert", lambda: not self.pages(), outcome)
         if fault != "left":
             outcome.resolved_seconds = self.until("the end of the alert", lambda: not self.pages(), outcome)
@@ -245,7 +245,7 @@ def free_ports(count: int) -> int:
 
 def ended(folder: Path, server: ForkServer, how: str) -> Outcome:
     """A run that ends, and what pages in the time that RunDown would take and more: *finished* or *given-up*."""
-    overrides = ["run.total_steps=40"] if how == "finished" else ["supervisor.restarts_max=0"]
+    overrides = ["run.total_steps=30"] if how == "finished" else ["supervisor.restarts_max=0"]
     outcome = Outcome("run", how, "" if how == "finished" else "RunDown")
     with watched_run(folder, server, overrides) as watched:
         begun = time.monotonic()
@@ -291,7 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 watched = watched or stack.enter_context(watched_run(Path(folder) / "run", server))
                 watched.calm()
                 role, _, fault = case.rpartition("-")
-                outcome = watched.slow() if case == "slow" else watched.fault(role, fault)
+                outcome = (
+                    watched.slow() if case == "slow" else watched.fault(role, fault, RUN_SECONDS * (fault == "killed"))
+                )
             print(table([outcome]).splitlines()[-1], flush=True)
             outcomes.append(outcome)
     if options.out is not None:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from actors.servers import progress
 from actors.servers.lock import DIGESTS, MIDDLEWARE, locked_environment
+from actors.servers.progress import limits_environment
 from actors.servers.vllm import SERVED_NAME, vllm_available, vllm_command
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
@@ -61,8 +61,7 @@ def command(config: RunConfig, index: int, *, await_model: bool = False) -> tupl
     kind, reason = engine_kind(config)
     if kind == "vllm":
         arguments, environment = vllm_command(config, model, host, port)
-        environment = locked_environment(engine, {**environment, **progress.limits_environment(config.supervisor)})
-        arguments += ["--middleware", progress.MIDDLEWARE]
+        environment = locked_environment(engine, environment)
         return [*arguments, *(["--middleware", MIDDLEWARE] if DIGESTS in environment else [])], environment
     if engine.kind == "vllm":
         print(f"note: {reason}; the embedded engine serves instead (the same routes, slower)", file=sys.stderr)
@@ -154,7 +153,7 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
 
 def _embedded_environment(config: RunConfig) -> dict[str, str]:
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= progress.limits_environment(config.supervisor)
+    environment |= limits_environment(config.supervisor)
     if config.engine.threads:
         environment["OMP_NUM_THREADS"] = str(config.engine.threads)
     return environment

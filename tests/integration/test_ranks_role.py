@@ -136,7 +136,7 @@ async def test_two_ranks_wait_for_a_full_disk_wherever_a_checkpoint_meets_it(wor
     full_once(FileSystemWriter, "write_data")
     full_once(checkpoint, "write_contents")
     async with world() as w:
-        ctx, run = w.learner()
+        _, run = w.learner()
         await run()
     assert met == ["_copy_tokenizer", "write_data", "write_contents"]
     assert [line["step"] for line in w.lines()] == [1, 2, 3]
