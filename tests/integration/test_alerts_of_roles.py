@@ -24,7 +24,6 @@ def test_a_role_that_hangs_is_stopped_or_killed_raises_exactly_its_alert_until_i
 ) -> None:
     with watched_run(tmp_path, fork_server) as watched:
         for role, fault in FAULTS:
-            watched.calm()
             outcome = watched.fault(role, fault)
             assert outcome.right, outcome
 

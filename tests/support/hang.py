@@ -13,9 +13,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 FOLDER = "AFTERPLAY_TEST_HANGS"
 LOOK_SECONDS = 0.1
@@ -43,22 +44,34 @@ def install() -> None:
 
 def _obey(file: Path) -> None:
     while True:
-        while not file.exists():
+        order = _read(file)
+        if order is None:
             time.sleep(LOOK_SECONDS)
-        order = json.loads(file.read_text())
+            continue
         module, _, path = order["function"].partition(":")
         owner_path, _, name = path.rpartition(".")
         owner = functools.reduce(getattr, owner_path.split("."), importlib.import_module(module))
         original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def slow(*values: object, _original: object = original, _order: dict = order, **named: object) -> object:  # type: ignore[type-arg]
-            begun = time.monotonic()
-            while file.exists() and (_order["seconds"] is None or time.monotonic() < begun + _order["seconds"]):
-                time.sleep(LOOK_SECONDS / 2)
-            return _original(*values, **named)  # type: ignore[operator]
-
-        setattr(owner, name, slow)
-        while file.exists():
+        setattr(owner, name, _slow(original, file))
+        while (now := _read(file)) is not None and now["function"] == order["function"]:
             time.sleep(LOOK_SECONDS)
         setattr(owner, name, original)
+
+
+def _slow(original: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def slow(*values: Any, **named: Any) -> Any:
+        begun = time.monotonic()
+        while (order := _read(file)) is not None and time.monotonic() < begun + (order["seconds"] or math.inf):
+            time.sleep(LOOK_SECONDS / 2)
+        return original(*values, **named)
+
+    return slow
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    return found
