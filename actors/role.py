@@ -117,10 +117,11 @@ async def main(ctx: RoleContext) -> None:
                 group.start_soon(pool.watch)
                 group.start_soon(services.serve)
                 group.start_soon(actor.run)
-                group.start_soon(_report, ctx, actor)
+                group.start_soon(_keep_reporting, ctx, actor)
                 await ctx.stopping.wait()
                 if not await actor.drain(config.actor.drain_seconds_max, FLUSH_SECONDS_MAX):
                     logger.warning("stopped with %d trajectories unacknowledged", actor.unacknowledged)
+                _report(ctx, actor)
                 group.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
@@ -130,21 +131,25 @@ async def main(ctx: RoleContext) -> None:
                 await close_source(lessons)
 
 
-async def _report(ctx: RoleContext, actor: Actor) -> None:
+async def _keep_reporting(ctx: RoleContext, actor: Actor) -> None:
     """Status, and progress as long as rollouts keep their time limits: an actor that plays or waits is well. Where
     engines sleep while the learner has the device, the limits stop meanwhile, and are not looked at."""
     limited = ctx.config.engine.colocate != "sleep"
     while True:
         if not (limited and actor.overdue(time.monotonic())):
             ctx.beat()
-        state, waiting_for = actor.doing()
-        ctx.report(
-            RoleState.STOPPING if ctx.stopping.is_set() else state,
-            waiting_for,
-            playing=actor.in_flight,
-            unacknowledged=actor.unacknowledged,
-        )
+        _report(ctx, actor)
         await anyio.sleep(REPORT_SECONDS)
+
+
+def _report(ctx: RoleContext, actor: Actor) -> None:
+    state, waiting_for = actor.doing()
+    ctx.report(
+        RoleState.STOPPING if ctx.stopping.is_set() else state,
+        waiting_for,
+        playing=actor.in_flight,
+        unacknowledged=actor.unacknowledged,
+    )
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:

@@ -162,7 +162,7 @@ def alerts() -> Iterator[Alert]:
         for signal in signals.values():
             for rule in signal["alerts"]:
                 name, severity, for_ = (rule["alert"][key] for key in ("name", "severity", "for"))
-                expr = rule.get("expr") or judgement(signal["query"], limit_of(signal), severity)
+                expr = expand(rule.get("expr") or judgement(signal["query"], limit_of(signal), severity))
                 yield Alert(name, expr, for_, severity, rule["summary"], group)
 
 

@@ -75,7 +75,7 @@ class ShardWriter:
         self.wait()
         shards = take_image(self._trainer, CheckpointState(updates, 0, {})).shards
         assert shards is not None, "a learner of one process has no commands"
-        self._last = self._threads.submit(shards.write, None)
+        self._last = self._threads.submit(shards.follow)
 
     def wait(self) -> None:
         if self._last is not None:

@@ -102,6 +102,13 @@ class Batching(ContinuousBatchingManager):
         """Requests in the current batch."""
         return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
 
+    def in_hand(self) -> int:
+        """Requests that the sampling thread has or has yet to take, those that were cancelled since its last step
+        included."""
+        scheduler = None if self.batch_processor is None else self.batch_processor.scheduler
+        taken = 0 if scheduler is None else len(scheduler.active_requests) + len(scheduler.waiting_requests)
+        return taken + int(self.input_queue.qsize())
+
     def cache_used(self) -> float:
         """Share of KV blocks that requests in flight hold, 0 to 1; blocks kept for prefix hits count as free."""
         if self.batch_processor is None:

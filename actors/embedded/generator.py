@@ -23,6 +23,7 @@ from actors.embedded.batching import Batching
 from actors.embedded.options import EngineOptions
 from actors.embedded.requests import Bounds, EngineRequest, Refused, Span, VersionRecord
 from actors.embedded.sleep import TAGS, WEIGHTS, SleepMode
+from actors.servers.progress import EngineActivity, EngineProgress
 
 
 def load_weights(model: Any, folder: Path) -> int:
@@ -100,6 +101,7 @@ class Generator:
         self.passes = 0
         """Forward passes of the model."""
         self._model.register_forward_pre_hook(self._count_pass)
+        self.progress = EngineProgress(self._activity)
 
     @property
     def sleeping(self) -> bool:
@@ -224,6 +226,9 @@ class Generator:
         held, self._held = self._held, None
         if held is not None:
             held.__exit__(None, None, None)
+
+    def _activity(self) -> EngineActivity:
+        return EngineActivity(self._batching.in_hand(), self.sleeping, self.passes)
 
     def _count_pass(self, module: Any, inputs: Any) -> None:
         self.passes += 1

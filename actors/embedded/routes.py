@@ -138,11 +138,13 @@ class Routes:
     async def health(self, request: web.Request) -> web.Response:
         if not self._generator.alive:
             raise Refused(503, "the sampling thread has ended")
-        return web.Response()
+        trouble = self._generator.progress.trouble()
+        return web.Response() if trouble is None else _json(trouble, 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
         generator = self._generator
         text = exposition(generator.options.served_name, generator.statistics(), generator.finished)
+        text += generator.progress.exposition()
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def models(self, request: web.Request) -> web.Response:

@@ -75,7 +75,8 @@ async def serve(options: EngineOptions) -> int:
             _log.error("cannot listen on %s:%d: %s; set engine.port to a free port", options.host, options.port, error)
             return 1
         _log.info("engine ready on http://%s:%d, pid %d", options.host, options.port, os.getpid())
-        reason = await ended
+        with generator.progress.watch():
+            reason = await ended
         if reason is not None:
             _log.error("sampling failed: %s: %s", type(reason).__name__, reason)
         failed = reason is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from actors.servers.lock import DIGESTS, MIDDLEWARE, locked_environment
+from actors.servers.progress import limits_environment
 from actors.servers.vllm import SERVED_NAME, vllm_available, vllm_command
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
@@ -148,6 +149,7 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
 
 def _embedded_environment(config: RunConfig) -> dict[str, str]:
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= limits_environment(config.supervisor)
     if config.engine.threads:
         environment["OMP_NUM_THREADS"] = str(config.engine.threads)
     return environment

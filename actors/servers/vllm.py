@@ -9,6 +9,8 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
+from actors.servers.progress import MIDDLEWARE as PROGRESS
+from actors.servers.progress import limits_environment
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.config.rollouts import EngineConfig
@@ -83,7 +85,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     arguments += ["--max-model-len", str(config.model.max_length), "--dtype", engine.dtype]
     arguments += ["--max-num-seqs", str(engine.max_sequences)]
     arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    arguments += ["--disable-uvicorn-access-log"]
+    arguments += ["--disable-uvicorn-access-log", "--middleware", PROGRESS]
     if engine.block_size is not None:
         arguments += ["--block-size", str(engine.block_size)]
     if config.model.trust_remote_code:
@@ -122,7 +124,8 @@ def _adapter_arguments(lora: LoraConfig) -> list[str]:
 
 
 def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **limits_environment(config.supervisor)}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if config.publish.lora == "adapter":
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -127,9 +127,12 @@ def write_image(
     """Write a checkpoint and delete all but the newest ``keep`` and those of ``protected`` updates. The tokenizer comes
     from ``initial_model``.
 
-    A kill at any moment leaves the older checkpoints readable.
+    A kill at any moment leaves the older checkpoints readable. One that failed may be tried again; with several ranks
+    the others follow each attempt.
     """
     target = checkpoint_path(root, image.updates)
+    if image.shards is not None:
+        image.shards.begin()
     with atomic_folder(target) as folder:
         image.policy.model.save_pretrained(folder / "model", state_dict=dict(image.weights))
         _copy_tokenizer(initial_model, folder / "model")
@@ -141,6 +144,8 @@ def write_image(
         state = orjson.dumps(image.state.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
         (folder / "state.json").write_bytes(state)
         write_contents(folder)
+    if image.shards is not None:
+        image.shards.finish()
     spared = {checkpoint_path(root, updates) for updates in protected}
     for path in find_checkpoints(root)[keep:]:
         if path not in spared:

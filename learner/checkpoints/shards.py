@@ -27,6 +27,7 @@ from torch.distributed.tensor import zeros as divided_zeros
 
 from learner.distributed.collectives import RankGroup
 from pipeline.errors import StoreError
+from pipeline.runtime.disk_wait import is_full
 
 if TYPE_CHECKING:
     from learner.training.trainer import Trainer
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 FOLDER = "shards"
 _MARK = "shard:"
 """Beginning of the text that replaces a tensor of ``shards/`` in ``training.pt``."""
+_DURABLE = "durable"
+"""In place of a folder: there is nothing left to write."""
 OTHERS = "random_others"
 """Random state of ranks 1, 2, …"""
 
@@ -46,10 +49,36 @@ class Shards:
     tensors: dict[str, DTensor]
     group: RankGroup
 
-    def write(self, folder: Path | None) -> None:
-        """All ranks together, each in a thread: rank 0 names the folder, the others pass None. Returns when all have
-        written, to disk."""
-        folder = Path(self.group.broadcast_text(str(folder or "")))
+    def begin(self) -> None:
+        """Rank 0: an attempt at the checkpoint begins. Tells the others that it is still there."""
+        self.group.broadcast_text("")
+
+    def write(self, folder: Path) -> None:
+        """Rank 0: write into ``folder``, with the others. Returns when all have written, to disk; raises
+        :class:`StoreError` on account of the first rank that could not."""
+        self.group.broadcast_text(str(folder))
+        try:
+            self._save(folder)
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()]
+            cause = next((cause for cause in causes if is_full(cause, folder)), causes[0])
+            raise StoreError(f"the shards of a checkpoint could not be written: {cause}") from cause
+
+    def finish(self) -> None:
+        """Rank 0: the checkpoint is durable."""
+        self.group.broadcast_text(_DURABLE)
+
+    def follow(self) -> None:
+        """The other ranks: write whenever rank 0 does, until the checkpoint is durable. An attempt that fails anywhere
+        fails on all ranks, and rank 0 decides whether there is another."""
+        while (text := self.group.broadcast_text("")) != _DURABLE:
+            if text:
+                try:
+                    self._save(Path(text))
+                except CheckpointException as error:
+                    log.warning("the shards in %s were not written: %s", text, error)
+
+    def _save(self, folder: Path) -> None:
         writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
         save_shards(dict(self.tensors), storage_writer=writer, process_group=self.group.saving)
 

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
 from learner.checkpoints.checkpoint import CheckpointImage, write_image
 from pipeline.metrics.learner import LearnerMetrics
@@ -55,8 +54,8 @@ class CheckpointWriter:
         self._idle.set()
 
     async def run(self) -> None:
-        """Write what is submitted, until cancelled; with one rank again while the disk is full. Raises :class:`OSError`
-        when the disk does not take it."""
+        """Write what is submitted, until cancelled; again while the disk is full. Raises :class:`OSError` or
+        :class:`pipeline.errors.StoreError` when the disk does not take it."""
         while True:
             await self._wake.wait()
             self._wake = anyio.Event()
@@ -65,11 +64,8 @@ class CheckpointWriter:
                 continue
             start = time.perf_counter()
             write = partial(write_image, self._root, image, self._initial_model, self._keep, self.protected)
-            if image.shards is None:
-                what = f"the checkpoint of step {image.updates}"
-                await when_room(write, self._root, what, image.n_bytes, abandon=True)
-            else:  # the other ranks have written their part and would not do it again
-                await anyio.to_thread.run_sync(write, abandon_on_cancel=True)
+            what = f"the checkpoint of step {image.updates}"
+            await when_room(write, self._root, what, image.n_bytes, abandon=True)
             seconds = time.perf_counter() - start
             self.saved = {"updates": image.updates, "seconds": seconds}
             self._metrics.checkpoint_duration_seconds.observe(seconds)

@@ -13,14 +13,16 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client import REGISTRY as REGISTRY
 from prometheus_client import CollectorRegistry as CollectorRegistry
 from prometheus_client import Counter, Gauge, ProcessCollector, disable_created_metrics
+from prometheus_client import generate_latest as generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -132,8 +134,9 @@ class MetricSet:
 
     @classmethod
     def declarations(cls) -> dict[str, Declaration[Any]]:
-        """By attribute name, in order."""
-        return {name: value for name, value in vars(cls).items() if isinstance(value, Declaration)}
+        """By attribute name, in order, those of base classes first."""
+        found = [item for base in reversed(cls.__mro__) for item in vars(base).items()]
+        return {name: value for name, value in found if isinstance(value, Declaration)}
 
 
 class HistogramChild:
@@ -250,18 +253,10 @@ class Histogram(Collector):
         return [family]
 
 
-class ProcessMetrics(MetricSet):
-    """Build, run, event loop, state and progress of any process, and the usual ``process_*`` numbers."""
+class ProgressMetrics(MetricSet):
+    """State and progress of a role or an engine, which the alert about a stuck process reads."""
 
     prefix = "afterplay_"
-    build_info = gauge(
-        "Constant 1; labels identify the build.", version="version", revision="revision", python="python"
-    )
-    run_info = gauge(
-        "Constant 1; labels identify the run. Join other series with group_left.",
-        run_id="run_id", algorithm="algorithm", model="model",
-    )  # fmt: skip
-    event_loop_lag_seconds = histogram("Delay of an event-loop wake-up after its scheduled time.", LAT)
     heartbeat_timestamp_seconds = gauge(
         "Unix time of the last progress: the counter of the work moved, or the main loop found nothing to do."
     )
@@ -271,6 +266,30 @@ class ProcessMetrics(MetricSet):
     role_state = gauge(
         "1 for what the process does now, else 0; state = " + ", ".join(RoleState) + ".", state=tuple(RoleState)
     )
+
+    def follow(self, age: Callable[[], float], limit: Callable[[], float], state: RoleState) -> None:
+        """Export these from now on: seconds without progress, and how many of them are allowed."""
+        self.heartbeat_timestamp_seconds.set_function(lambda: time.time() - age())
+        self.heartbeat_limit_seconds.set_function(limit)
+        self.role_state.labels(state=state).set(1)
+
+    def enter(self, before: RoleState, state: RoleState) -> None:
+        """The process does something else."""
+        self.role_state.labels(state=before).set(0)
+        self.role_state.labels(state=state).set(1)
+
+
+class ProcessMetrics(ProgressMetrics):
+    """Build, run, event loop, state and progress of any process, and the usual ``process_*`` numbers."""
+
+    build_info = gauge(
+        "Constant 1; labels identify the build.", version="version", revision="revision", python="python"
+    )
+    run_info = gauge(
+        "Constant 1; labels identify the run. Join other series with group_left.",
+        run_id="run_id", algorithm="algorithm", model="model",
+    )  # fmt: skip
+    event_loop_lag_seconds = histogram("Delay of an event-loop wake-up after its scheduled time.", LAT)
     run_finished_timestamp_seconds = gauge("Unix time at which the run had made all its updates; 0 before.")
     disk_wait_seconds = gauge("Seconds that a write has waited for room on a full disk; 0: none waits.")
     disk_free_bytes = gauge("Free bytes on the file system of the run directory.")
@@ -283,6 +302,17 @@ class ProcessMetrics(MetricSet):
         self.run_info.labels(**{name: values[0] for name, values in run.items()}).set(1)
         self.heartbeat_timestamp_seconds.set(time.time())
         ProcessCollector(registry=registry)
+
+
+def default_totals(names: Collection[str]) -> dict[str, float]:
+    """Sums over all labels of samples of the process's default registry, where other libraries keep their metrics; a
+    name that is not there is left out."""
+    totals: dict[str, float] = {}
+    for metric in REGISTRY.restricted_registry(list(names)).collect():
+        for sample in metric.samples:
+            if sample.name in names:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
 
 
 def version() -> str:

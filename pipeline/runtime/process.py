@@ -130,9 +130,8 @@ class RoleContext:
         self.progress = Progress(config.supervisor.progress_seconds_max, time.monotonic())
         self._finished = False
         self.server: MetricsServer | None = None
-        self.process.heartbeat_timestamp_seconds.set_function(lambda: time.time() - self.progress.age(time.monotonic()))
-        self.process.heartbeat_limit_seconds.set_function(lambda: self.progress.limit)
-        self.process.role_state.labels(state=RoleState.STARTING).set(1)
+        progress = self.progress
+        self.process.follow(lambda: progress.age(time.monotonic()), lambda: progress.limit, RoleState.STARTING)
         self.process.disk_wait_seconds.set_function(disk_wait.shortage_seconds)
         self.process.disk_free_bytes.set_function(lambda: disk_wait.free_bytes(self.directory.path))
 
@@ -144,8 +143,7 @@ class RoleContext:
         before, self.status = self.status, Status(state, waiting_for, details)
         self.progress.enter(state, time.monotonic())
         if state is not before.state:
-            self.process.role_state.labels(state=before.state).set(0)
-            self.process.role_state.labels(state=state).set(1)
+            self.process.enter(before.state, state)
 
     def beat(self) -> None:
         """Note progress: the counter of the role's work moved, or its main loop found nothing to do. In any thread.
@@ -260,6 +258,10 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
     disk_wait.wait_for_room(directory.create, directory.path, "the run directory")
     ctx = RoleContext(name, index, config, directory)
     disk_wait.on_attempt(ctx.beat)
+
+    def watched() -> None:
+        ctx.progress.watched = not ctx.stopping.is_set()
+
     with (
         _signals(ctx),
         MetricsServer(
@@ -269,7 +271,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
             metrics_port(name, index, config.metrics.port),
         ) as server,
         _process_file(directory, name),
-        _watchdog(ctx),
+        watchdog(ctx.name, ctx.progress, config.supervisor.stuck_seconds_max, watched),
         bounded_prints(),
     ):
         ctx.server = server
@@ -314,24 +316,24 @@ async def _measure_lag(ctx: RoleContext) -> None:
 
 
 @contextmanager
-def _watchdog(ctx: RoleContext) -> Iterator[None]:
-    """A thread that dumps the stacks of a role without progress to stderr, and ends the process when that lasts."""
-    now = time.monotonic()
-    watchdog = Watchdog(ctx.progress, ctx.config.supervisor.stuck_seconds_max, WATCH_SECONDS, now)
+def watchdog(name: str, progress: Progress, stuck_seconds_max: float, look: Callable[[], None]) -> Iterator[None]:
+    """A thread that dumps the stacks of a process without progress to stderr, and ends the process when that lasts.
+    ``look`` brings ``progress`` up to date each time."""
+    rule = Watchdog(progress, stuck_seconds_max, WATCH_SECONDS, time.monotonic())
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(WATCH_SECONDS):
             faulthandler.dump_traceback_later(LOCKED_SECONDS, file=STDERR)
-            ctx.progress.watched = not ctx.stopping.is_set()
-            alarm = watchdog.look(time.monotonic())
+            look()
+            alarm = rule.look(time.monotonic())
             if alarm is not None:
-                progress, now = ctx.progress, time.monotonic()
+                now = time.monotonic()
                 about = (
                     f"no progress for {progress.age(now):.0f} s while {progress.state} (limit {progress.limit:.0f} s)"
                 )
                 what = "ending, to be started again" if alarm is Alarm.END else "the stacks of all threads:"
-                os.write(STDERR, f"{ctx.name}: {about}; {what}\n".encode())
+                os.write(STDERR, f"{name}: {about}; {what}\n".encode())
                 if alarm is Alarm.END:
                     os._exit(ExitCode.STUCK)
                 faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -13,6 +13,7 @@ class RoleState(StrEnum):
     WAITING_FOR_REPLAY = "waiting for the replay stage"
     WAITING_FOR_ENGINES = "waiting for engines"
     WAITING_FOR_ORDERS = "waiting for orders"
+    WAITING_FOR_REQUESTS = "waiting for requests"
     WAITING_FOR_ACTORS = "waiting for actors"
     WAITING_FOR_LEARNER = "waiting for the learner"
     WAITING_FOR_WEIGHTS = "waiting for weights"

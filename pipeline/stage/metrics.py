@@ -103,10 +103,11 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
 """A gauge, how the core is asked for it, the value of the gauge's label."""
 
 
-RUN_SECONDS_MAX = 600.0
-"""Shortest time without a usable rollout or an update that is worth an alert."""
-START_SECONDS_MAX = 3600.0
-"""The same until the first: engines load, kernels are compiled."""
+RUN_PATIENCE = 5.0
+"""Shortest time without a usable rollout or an update that is worth an alert, as a multiple of
+``supervisor.progress_seconds_max``: 10 minutes."""
+START_PATIENCE = 30.0
+"""The same until the first, an hour: engines load, kernels are compiled."""
 
 
 class Observer:
@@ -151,7 +152,8 @@ class Observer:
         """Publish the time of the last progress of the run, and how long it may take until the next."""
         if self._limit is None:
             longest = max(section.max_seconds for section in core.config.environments.values())
-            self._limit = AdaptiveLimit(max(RUN_SECONDS_MAX, 2 * longest), START_SECONDS_MAX)
+            least = core.config.supervisor.progress_seconds_max
+            self._limit = AdaptiveLimit(max(RUN_PATIENCE * least, 2 * longest), START_PATIENCE * least)
             self._m.progress_limit_seconds.set(self._limit.seconds)
         moved = (core.outcomes.successes, core.batches.consumed, core.policy_version)
         if moved == self._moved:

@@ -75,6 +75,17 @@ class Api:
         assert values, f"no metric {name}"
         return sum(values)
 
+    async def until_state(self, state: str) -> None:
+        """Wait until the engine tells that it is in ``state``, and not stuck."""
+        async with asyncio.timeout(30):
+            while True:
+                async with self.session.get(self.engine.url + "/metrics") as answer:
+                    if f'afterplay_role_state{{state="{state}"}} 1.0' in await answer.text():
+                        break
+                await asyncio.sleep(0.1)
+        async with self.session.get(self.engine.url + "/health") as answer:
+            assert answer.status == 200
+
     async def until(self, name: str, wanted: Any) -> None:
         """Wait until a metric satisfies ``wanted``."""
         async with asyncio.timeout(120):
@@ -271,8 +282,10 @@ async def test_pause_stops_sampling_and_keeps_requests(api: Api) -> None:
     request = asyncio.create_task(api.generate(prompt(api, 8), max_tokens=4, ignore_eos=True))
     done, _ = await asyncio.wait([request], timeout=0.5)
     assert not done
+    await api.until_state("waiting for weights")
     assert (await api.post("/resume"))[0] == 200
     assert len((await request)["token_ids"]) == 4
+    await api.until_state("waiting for requests")
 
 
 async def test_repeated_prompt_hits_the_prefix_cache(api: Api) -> None:

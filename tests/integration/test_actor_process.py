@@ -13,9 +13,10 @@ import pytest
 from actors.role import main
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
-from pipeline.runtime.process import RoleContext
+from pipeline.runtime.process import RoleContext, Status
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
+from pipeline.schema.state import RoleState
 from pipeline.transport.codec import decode_trajectory, encode_order
 from pipeline.transport.protocol import EventKind, Hub, Kind, WireMessage
 from pipeline.transport.zeromq import open_hub
@@ -84,4 +85,4 @@ async def test_actor_plays_real_orders_on_a_real_engine_and_drains(tmp_path: Pat
         assert len(list(trajectory.branches())) == 1 and trajectory.turns[-1].signals.keys() == {"solved"}
     labels = {"env": "guess", "outcome": "complete"}
     assert ctx.registry.get_sample_value("afterplay_actor_trajectories_total", labels) == 24
-    assert ctx.status.details == {"playing": 0, "unacknowledged": 0}
+    assert ctx.status == Status(RoleState.STOPPING, "", {"playing": 0, "unacknowledged": 0})

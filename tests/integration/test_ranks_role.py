@@ -1,6 +1,7 @@
 """The learner as a role with ``learner.ranks: 2``: a run, a stop and a killed rank, with a real second process."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -9,10 +10,13 @@ import sys
 
 import anyio
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.rank_zero import RankZero
 from learner.recorder import MetricsLog
+from pipeline.runtime.contents import find_damage
 from pipeline.runtime.process import ExitCode
 from pipeline.store.evaluation_results import read_results
 from tests.support.damage import flip
@@ -111,6 +115,36 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
     assert f"{newest.name} is damaged (shards/__1_0.distcp" in notice and f"resumes from {older.name}" in notice
     assert w.lines()[-1]["step"] == 8
     assert w.engine.versions == sorted(w.engine.versions)
+
+
+async def test_two_ranks_wait_for_a_full_disk_wherever_a_checkpoint_meets_it(world, children, monkeypatch):
+    """Before, within and after the part that all ranks write together; each time they try again together."""
+    met = []
+
+    def full_once(owner, name):
+        original = getattr(owner, name)
+
+        def write(*values, **named):
+            if name not in met:
+                met.append(name)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(*values, **named)
+
+        monkeypatch.setattr(owner, name, write)
+
+    full_once(checkpoint, "_copy_tokenizer")
+    full_once(FileSystemWriter, "write_data")
+    full_once(checkpoint, "write_contents")
+    async with world() as w:
+        _, run = w.learner()
+        await run()
+    assert met == ["_copy_tokenizer", "write_data", "write_contents"]
+    assert [line["step"] for line in w.lines()] == [1, 2, 3]
+    found = find_checkpoints(w.directory.checkpoints)
+    assert [read_state(path).updates for path in found] == [3, 2]
+    assert all((path / "shards" / ".metadata").is_file() and not find_damage(path) for path in found)
+    assert [child.end.result(0) for child in children] == [0]
+    assert sorted(p.name for p in w.directory.checkpoints.iterdir()) == ["u000002", "u000003"]
 
 
 async def test_two_ranks_write_a_whole_checkpoint_of_every_evaluated_weights_and_keep_the_best(world, children):

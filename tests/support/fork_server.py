@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from tests.support import hang
+
 AVAILABLE = sys.platform == "linux"
 """Elsewhere libraries do not survive a fork without exec."""
 ROOT = Path(__file__).parents[2]
@@ -248,6 +250,8 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         os.execve = _execute
+        if not request["forks"]:
+            hang.install()
         with _own_children() if request["forks"] else contextlib.nullcontext():
             code = _run(request["command"])
     except BaseException:
