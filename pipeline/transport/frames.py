@@ -196,11 +196,19 @@ def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 def json_object(data: Buffer, what: str) -> dict[str, Any]:
-    """Raises :class:`WireError` that calls ``data`` ``what``."""
+    """Raises :class:`WireError` that calls ``data`` ``what``.
+
+    orjson reads 1024 levels of nesting and writes 254. What it cannot write is refused, because it can neither be
+    stored, nor answered, nor shown in a message: Python's ``repr`` ends near a thousand levels.
+    """
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise WireError(f"{what} is not JSON: {error}") from error
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise WireError(f"expected {what} of at most 254 levels of nesting, got more") from error
     if not isinstance(value, dict):
         raise WireError(f"expected {what} to be a JSON object, got {type(value).__name__}")
     return value
