@@ -237,7 +237,9 @@ def requests(rng: random.Random, target: HttpTarget) -> Iterator[tuple[Manner, b
         manner = rng.choice((Manner.ASK,) * 12 + (Manner.LEAVE, Manner.LEAVE, Manner.RESET, Manner.HALF, Manner.HOLD))
         match rng.randrange(20):
             case 0:
-                path = rng.choice(("/", "//", "/../..", "/%00", "/%ff", "/\xff\xfe", "*", "http://x/", "/" + "a" * 9000))
+                path = rng.choice(
+                    ("/", "//", "/../..", "/%00", "/%ff", "/\xff\xfe", "*", "http://x/", "/" + "a" * 9000)
+                )
             case 1:
                 method = rng.choice(("DELETE", "OPTIONS", "TRACE", "CONNECT", "FOO", "\xff", "", "POST" * 50))
             case 2:
