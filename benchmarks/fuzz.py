@@ -7,7 +7,7 @@ the metrics, the gateway where the run has one. With ``--address ipc://`` the hu
 
 For each port the time is cut into cycles: quiet, fuzz, quiet, control. In the control the same traffic goes to a
 port of nobody, so its loss is what the attacker's own CPU time takes from the run on shared cores. A ratio is the rate
-of updates in a window divided by that of the quiet ones beside it. The median over the cycles is reported.
+of trajectories in a window divided by that of the quiet ones beside it. The median over the cycles is reported.
 """
 
 from __future__ import annotations
@@ -157,10 +157,13 @@ class Connections:
     def draw(self, seed: int, n: int) -> list[Any]:
         return list(islice(self.traffic(random.Random(seed)), n))
 
-    def run(self, address: Address, drawn: Sequence[Any], rate: float) -> Sent:
+    def run(self, addresses: Sequence[Address], drawn: Sequence[Any], rate: float) -> Sent:
         held = Held()
         with ThreadPoolExecutor(THREADS) as pool:
-            futures = [pool.submit(send, address, held, *drawn[index]) for index in paced(len(drawn), rate)]
+            futures = [
+                pool.submit(send, addresses[index % len(addresses)], held, *drawn[index])
+                for index in paced(len(drawn), rate)
+            ]
         held.close()
         return Sent(len(futures), Counter(future.result() for future in futures))
 
@@ -168,10 +171,6 @@ class Connections:
 def handshake_traffic(rng: random.Random) -> Iterator[tuple[Manner, bytes]]:
     manners = (Manner.LEAVE,) * 6 + (Manner.HOLD, Manner.HOLD, Manner.RESET, Manner.HALF)
     return ((rng.choice(manners), data) for data in hostile_traffic.handshakes(rng))
-
-
-def http_traffic(target: HttpTarget, rng: random.Random) -> Iterator[tuple[Manner, bytes]]:
-    return hostile_traffic.requests(rng, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +186,8 @@ class Peer:
         strangers = [f"g{group:06d}.{slot}.0" for group in range(20) for slot in range(8)]
         return list(islice(hostile_traffic.messages(random.Random(seed), payload, strangers, self.name), n))
 
-    def run(self, address: Address, drawn: Sequence[Any], rate: float) -> Sent:
+    def run(self, addresses: Sequence[Address], drawn: Sequence[Any], rate: float) -> Sent:
+        (address,) = addresses
         sent, context = Sent(), zmq.Context[zmq.Socket[bytes]]()
         dealers: deque[zmq.Socket[bytes]] = deque()
         url = f"ipc://{address}" if isinstance(address, str) else f"tcp://{address[0]}:{address[1]}"
@@ -221,17 +221,17 @@ class Peer:
 Attack = Connections | Peer
 
 
-def _attack(attack: Attack, address: Address, drawn: Sequence[Any], rate: float, result: Any) -> None:
+def _attack(attack: Attack, addresses: Sequence[Address], drawn: Sequence[Any], rate: float, result: Any) -> None:
     started = time.process_time()
-    sent = attack.run(address, drawn, rate)
+    sent = attack.run(addresses, drawn, rate)
     sent.cpu_seconds = time.process_time() - started
     result.put(sent)
 
 
-def in_a_process(attack: Attack, address: Address, drawn: Sequence[Any], rate: float) -> Sent:
+def in_a_process(attack: Attack, addresses: Sequence[Address], drawn: Sequence[Any], rate: float) -> Sent:
     context = multiprocessing.get_context("fork")
     result = context.SimpleQueue()
-    process = context.Process(target=_attack, args=(attack, address, drawn, rate, result), daemon=True)
+    process = context.Process(target=_attack, args=(attack, addresses, drawn, rate, result), daemon=True)
     process.start()
     sent: Sent = result.get()
     process.join()
@@ -264,6 +264,8 @@ class Window:
     kind: str
     start: float
     end: float
+    trajectories: int
+    """Received."""
 
 
 @dataclass(slots=True)
@@ -272,7 +274,7 @@ class Target:
 
     name: str
     attack: Attack
-    address: Callable[[RunHandle], Address]
+    addresses: Callable[[RunHandle], list[Address]]
     windows: list[Window] = field(default_factory=list)
     sent: Sent = field(default_factory=Sent)
     control: Sent = field(default_factory=Sent)
@@ -341,9 +343,10 @@ def fuzz(run: RunHandle, target: Target, count: int, seed: int, cycles: int, rat
     memory.start()
 
     def window(kind: str, what: Callable[[], Any]) -> Any:
-        logged, start = log_bytes(run), time.time()
+        logged, received, start = log_bytes(run), run.ledger().trajectories["received"], time.time()
         result = what()
-        target.windows.append(Window(kind, start, time.time()))
+        end, more = time.time(), run.ledger().trajectories["received"] - received
+        target.windows.append(Window(kind, start, end, more))
         if kind == "fuzz":
             target.log_bytes += log_bytes(run) - logged
         else:
@@ -354,10 +357,10 @@ def fuzz(run: RunHandle, target: Target, count: int, seed: int, cycles: int, rat
         window("quiet", partial(time.sleep, quiet))
         drawn = target.attack.draw(seed * 1000 + cycle, each)
         attack = partial(in_a_process, target.attack, drawn=drawn, rate=rate)
-        add(target.sent, window("fuzz", partial(attack, target.address(run))))
+        add(target.sent, window("fuzz", partial(attack, target.addresses(run))))
         window("quiet", partial(time.sleep, quiet))
         with port_of_nobody() as nobody:
-            add(target.control, window("control", partial(attack, nobody)))
+            add(target.control, window("control", partial(attack, [nobody])))
         if run.process.poll() is not None:
             raise SystemExit(f"the run ended while {target.name} was fuzzed:\n{run.tail()}")
     window("quiet", partial(time.sleep, quiet))
@@ -377,18 +380,9 @@ def add(total: Sent, more: Sent) -> None:
     total.cpu_seconds += more.cpu_seconds
 
 
-def updates_at(lines: Sequence[Mapping[str, Any]], at: float) -> float:
-    """Updates made until a time, with the share of the one that was being made."""
-    ends = [float(line["finished"]) for line in lines]
-    made = sum(end <= at for end in ends)
-    if not 0 < made < len(ends):
-        return float(made)
-    return made + (at - ends[made - 1]) / (ends[made] - ends[made - 1])
-
-
-def ratios(windows: Sequence[Window], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def ratios(windows: Sequence[Window]) -> dict[str, Any]:
     """Rates by kind of window, and each fuzz and control window beside its quiet neighbours."""
-    rates = [(updates_at(lines, w.end) - updates_at(lines, w.start)) / (w.end - w.start) for w in windows]
+    rates = [w.trajectories / (w.end - w.start) for w in windows]
     found: dict[str, Any] = {"rates": {}, "ratios": {}}
     for kind in ("quiet", "fuzz", "control"):
         of_kind = [i for i, w in enumerate(windows) if w.kind == kind]
@@ -446,38 +440,41 @@ def url_address(url: str) -> Address:
     return parts.hostname, parts.port
 
 
-def hub_address(run: RunHandle) -> Address:
+def hub_address(run: RunHandle) -> list[Address]:
     config = config_of(run)
     if config.replay.address.startswith(SCHEME):
-        return address_to_connect(config.replay.address, config.run.path.absolute()).removeprefix(SCHEME)
-    return url_address(config.replay.address)
+        return [address_to_connect(config.replay.address, config.run.path.absolute()).removeprefix(SCHEME)]
+    return [url_address(config.replay.address)]
 
 
-def metrics_address(role: str, run: RunHandle) -> Address:
-    return "127.0.0.1", run.metrics_port(role) or 0
+def engine_address(run: RunHandle) -> list[Address]:
+    return [url_address(config_of(run).engine.addresses()[0])]
+
+
+def metrics_addresses(run: RunHandle) -> list[Address]:
+    return [("127.0.0.1", run.metrics_port(role) or 0) for role in ("replay", "learner", "actor-0")]
 
 
 def targets(keys: Path | None, gateway: int | None) -> list[Target]:
-    """What can be attacked in a run."""
+    """Ports of a run and what is sent to them."""
     headers = [("Authorization", f"Bearer {os.environ[KEYS['actor']]}")]
-    engine = HttpTarget(ENGINE_ROUTES, ENGINE_BODIES, headers)
+    engine = http(HttpTarget(ENGINE_ROUTES, ENGINE_BODIES, headers))
     names = ("hub, strangers", "hub, key of another actor") if keys else ("hub, bytes", "hub, messages")
+    peer = Peer(peer_keys(keys, "actor-1") if keys else None, "actor-1")
     found = [
         Target(names[0], Connections(handshake_traffic), hub_address),
-        Target(names[1], Peer(peer_keys(keys, "actor-1") if keys else None, "actor-1"), hub_address),
-        Target("engine", Connections(partial(http_traffic, engine)), lambda run: engine_address(run)),
+        Target(names[1], peer, hub_address),
+        Target("engine", engine, engine_address),
+        Target("metrics", http(HttpTarget(METRICS_ROUTES, ({"a": 1},))), metrics_addresses),
     ]
-    for role in ("replay", "learner", "actor-0"):
-        traffic = partial(http_traffic, HttpTarget(METRICS_ROUTES, ({"a": 1},)))
-        found.append(Target(f"metrics of {role}", Connections(traffic), partial(metrics_address, role)))
     if gateway is not None:
-        traffic = partial(http_traffic, HttpTarget(GATEWAY_ROUTES, (CHAT, GENERATE, {"wait_seconds": 1})))
-        found.append(Target("gateway", Connections(traffic), lambda run: ("127.0.0.1", gateway)))
+        traffic = http(HttpTarget(GATEWAY_ROUTES, (CHAT, GENERATE, {"wait_seconds": 1})))
+        found.append(Target("gateway", traffic, lambda run: [("127.0.0.1", gateway)]))
     return found
 
 
-def engine_address(run: RunHandle) -> Address:
-    return url_address(config_of(run).engine.addresses()[0])
+def http(target: HttpTarget) -> Connections:
+    return Connections(partial(hostile_traffic.requests, target=target))
 
 
 def free_port() -> int:
@@ -525,7 +522,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         books.close(run.ledger(rows=True), lines)
         if arguments.keep:
             shutil.copytree(run.directory.logs, arguments.keep, dirs_exist_ok=True)
-        steps = run.steps()
     return {
         "file": str(arguments.file),
         "address": arguments.address,
@@ -539,7 +535,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "outcomes": dict(target.sent.outcomes),
                 "attacker_cpu_seconds": target.sent.cpu_seconds,
                 "fuzz_seconds": sum(w.end - w.start for w in target.windows if w.kind == "fuzz"),
-                **ratios(target.windows, steps),
+                **ratios(target.windows),
                 "refused": target.refused,
                 "log_bytes": target.log_bytes,
                 "log_bytes_otherwise": target.log_bytes_quiet,
