@@ -42,7 +42,7 @@ from pipeline.transport.protocol import Frames
 log = logging.getLogger("afterplay.replay")
 
 REASON_CHARACTERS_MAX = 2000
-"""Of what an actor says about a failed rollout: it is logged and stored."""
+"""Part of the reason of a failed rollout that is logged and stored."""
 TOLERANCE = 1e-9
 """Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
 
