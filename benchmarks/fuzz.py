@@ -63,9 +63,8 @@ ANSWER_SECONDS_MAX = 1.0
 MESSAGES_PER_CONNECTION = 6
 """Fewer than the hub takes before it cuts."""
 DEALERS_MAX = 50
-SETTLE_STEPS = 20
-START_SECONDS_MAX = 180.0
-AFTERWARDS_STEPS = 5
+START_SECONDS_MAX = 500.0
+AFTERWARDS_STEPS = 2
 SAMPLE_SECONDS = 2.0
 KEYS = {"actor": "AFTERPLAY_FUZZ_ACTOR_KEY", "learner": "AFTERPLAY_FUZZ_LEARNER_KEY"}
 
@@ -506,7 +505,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if not arguments.ports or any(target.name.startswith(port) for port in arguments.ports)
     ]
     with start_run(arguments.file, folder, "run", overrides) as run:
-        run.until_step(SETTLE_STEPS, START_SECONDS_MAX)
+        run.until_step(arguments.settle, START_SECONDS_MAX)
         pids = pids_of(run)
         for target in chosen:
             print(f"{target.name} …", flush=True)
@@ -580,6 +579,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=500.0, help="messages a second at most")
     parser.add_argument("--cycles", type=int, default=4)
     parser.add_argument("--quiet", type=float, default=5.0, help="seconds of a quiet window")
+    parser.add_argument("--settle", type=int, default=20, help="updates before the first window")
     parser.add_argument("--address", default="tcp://127.0.0.1:0", help="replay.address")
     parser.add_argument("--ports", nargs="*", help="beginnings of the names of ports")
     parser.add_argument("--set", action="append", default=[], help="as for afterplay run")
