@@ -30,7 +30,7 @@ import urllib.request
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -476,13 +476,16 @@ def http(target: HttpTarget) -> Connections:
     return Connections(partial(hostile_traffic.requests, target=target))
 
 
+Start = Callable[[Path, Path, str, Sequence[str]], AbstractContextManager[RunHandle]]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: Path, start: Start = start_run) -> dict[str, Any]:
     """Start the run, fuzz its ports, stop it and audit it."""
     overrides = ["run.total_steps=1000000", "metrics.port=0", *arguments.set]
     for role, name in KEYS.items():
@@ -504,7 +507,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for target in targets(keys, gateway)
         if not arguments.ports or any(target.name.startswith(port) for port in arguments.ports)
     ]
-    with start_run(arguments.file, folder, "run", overrides) as run:
+    with start(arguments.file, folder, "run", overrides) as run:
         run.until_step(arguments.settle, START_SECONDS_MAX)
         pids = pids_of(run)
         for target in chosen:
@@ -571,7 +574,7 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def main() -> int:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--count", type=int, default=20_000, help="messages or requests for each port")
@@ -585,7 +588,11 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], help="as for afterplay run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="a folder for the logs of the run")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    arguments = parse()
     with tempfile.TemporaryDirectory(prefix="afterplay-fuzz-") as folder:
         result = measure(arguments, Path(folder))
     print(table(result))
