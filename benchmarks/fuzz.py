@@ -177,13 +177,13 @@ class Peer:
     """An attack with messages of a peer whose key is known; some connections never end their last message."""
 
     keys: PeerKeys | None
-    name: str
+    names: Sequence[str]
 
     def draw(self, seed: int, n: int) -> list[Any]:
         order = Order("g000001.0.0", "g000001", Task("guess/1", "guess", 1), 0, 0, 0, 60.0)
         payload = [bytes(frame) for frame in encode_trajectory(rollout(order, 0))]
         strangers = [f"g{group:06d}.{slot}.0" for group in range(20) for slot in range(8)]
-        return list(islice(hostile_traffic.messages(random.Random(seed), payload, strangers, self.name), n))
+        return list(islice(hostile_traffic.messages(random.Random(seed), payload, strangers, self.names), n))
 
     def run(self, addresses: Sequence[Address], drawn: Sequence[Any], rate: float) -> Sent:
         (address,) = addresses
@@ -459,7 +459,8 @@ def targets(keys: Path | None, gateway: int | None) -> list[Target]:
     headers = [("Authorization", f"Bearer {os.environ[KEYS['actor']]}")]
     engine = http(HttpTarget(ENGINE_ROUTES, ENGINE_BODIES, headers))
     names = ("hub, strangers", "hub, key of another actor") if keys else ("hub, bytes", "hub, messages")
-    peer = Peer(peer_keys(keys, "actor-1") if keys else None, "actor-1")
+    # without keys any name may be taken, that of the learner too: one user's processes trust each other
+    peer = Peer(peer_keys(keys, "actor-1"), ("actor-1", "learner")) if keys else Peer(None, ("actor-1",))
     found = [
         Target(names[0], Connections(handshake_traffic), hub_address),
         Target(names[1], peer, hub_address),

@@ -116,7 +116,8 @@ class Timings:
 
     def __post_init__(self) -> None:
         for seconds in (self.started_at, self.finished_at, self.generate_seconds, self.environment_seconds):
-            require(-SECONDS_MAX <= seconds <= SECONDS_MAX, f"times of at most {SECONDS_MAX:g} s", seconds)
+            if not -SECONDS_MAX <= seconds <= SECONDS_MAX:
+                raise SchemaError(f"expected times of at most {SECONDS_MAX:g} s, got {seconds!r}")
 
     @property
     def duration_seconds(self) -> float:

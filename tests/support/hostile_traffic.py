@@ -146,15 +146,19 @@ def mutated_frames(rng: random.Random, frames: Sequence[bytes], hostile: Iterato
 
 
 def messages(
-    rng: random.Random, payload: Sequence[bytes] = (), strangers: Sequence[str] = (), name: str = "actor-1"
+    rng: random.Random,
+    payload: Sequence[bytes] = (),
+    strangers: Sequence[str] = (),
+    names: Sequence[str] = ("actor-1", "learner"),
 ) -> Iterator[list[bytes]]:
-    """``[kind, header, frame …]`` of every kind in turn, mutated. ``payload``: frames of a trajectory."""
+    """``[kind, header, frame …]`` of every kind in turn, mutated. ``payload``: frames of a trajectory, ``names``: those
+    under which HELLO is said."""
     hostile = values(rng, strangers)
     for kind in cycle(HEADERS):
         header: Any = dict(HEADERS[kind])
         if kind is Kind.HELLO:
             header = dict(rng.choice((HELLO_OF_AN_ACTOR, HELLO_OF_AN_ACTOR, HELLO_OF_A_LEARNER)))
-            header["name"] = rng.choice((name, header["name"]))
+            header["name"] = rng.choice(names)
         for _ in range(rng.choice((0, 1, 1, 1, 2))):
             header = mutated(rng, header, hostile)
         frames = mutated_frames(rng, payload, hostile) if kind is Kind.TRAJECTORY or rng.random() < 0.1 else []

@@ -68,7 +68,7 @@ def test_no_mutated_message_ends_the_stage(tmp_path: Path, seed: int) -> None:
     ids = [order.order_id for order in orders]
     payload = [bytes(frame) for frame in encode_trajectory(rollout(orders[0], 0))]
     try:
-        for frames in islice(messages(rng, payload, ids, name), MESSAGES):
+        for frames in islice(messages(rng, payload, ids, (name, name, "learner")), MESSAGES):
             target.take(frames, rng.choice((name, "actor-0")))
             order = rng.choice(target.stage.orders())
             payload = [bytes(frame) for frame in encode_trajectory(rollout(order, 0))]
