@@ -65,8 +65,8 @@ class BoundedServer:
             keepalive_timeout=keepalive_timeout,
             shutdown_timeout=shutdown_timeout,
         )
-        self._waiting: dict[web.RequestHandler, float] = {}  # type: ignore[type-arg]
-        self._asked: set[web.RequestHandler] = set()  # type: ignore[type-arg]
+        self._waiting: dict[web.RequestHandler, float] = {}
+        self._asked: set[web.RequestHandler] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[web.AppRunner]:
@@ -93,7 +93,7 @@ class BoundedServer:
             for connection in self._late(self.runner.server.connections, time.monotonic()):
                 connection.force_close()
 
-    def _late(self, connections: list[web.RequestHandler], now: float) -> list[web.RequestHandler]:  # type: ignore[type-arg]
+    def _late(self, connections: list[web.RequestHandler], now: float) -> list[web.RequestHandler]:
         """Connections to close, oldest first."""
         self._asked &= set(connections)
         self._waiting = {c: self._waiting.get(c, now) for c in connections if c not in self._asked}
