@@ -19,6 +19,7 @@ import random
 import re
 import secrets
 import shutil
+import signal
 import socket
 import statistics
 import struct
@@ -55,11 +56,11 @@ from tests.support.hostile_traffic import HttpTarget, Manner
 from tests.support.run_handle import RunHandle, start_run
 from tests.support.simulated_roles import rollout
 
-THREADS = 16
+THREADS = 32
 """Connections of the attacker that wait for an answer at the same time."""
 HELD_MAX = 300
 """Connections that it holds open; the oldest is closed for a new one."""
-ANSWER_SECONDS_MAX = 1.0
+ANSWER_SECONDS_MAX = 0.5
 MESSAGES_PER_CONNECTION = 6
 """Fewer than the hub takes before it cuts."""
 DEALERS_MAX = 50
@@ -468,7 +469,7 @@ def targets(keys: Path | None, gateway: int | None) -> list[Target]:
         Target("metrics", http(HttpTarget(METRICS_ROUTES, ({"a": 1},))), metrics_addresses),
     ]
     if gateway is not None:
-        traffic = http(HttpTarget(GATEWAY_ROUTES, (CHAT, GENERATE, {"wait_seconds": 1})))
+        traffic = http(HttpTarget(GATEWAY_ROUTES, (CHAT, GENERATE, {"wait_seconds": 0.1})))
         found.append(Target("gateway", traffic, lambda run: [("127.0.0.1", gateway)]))
     return found
 
@@ -594,6 +595,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run ends with us
     with tempfile.TemporaryDirectory(prefix="afterplay-fuzz-") as folder:
         result = measure(arguments, Path(folder))
     print(table(result))

@@ -176,7 +176,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _error(refusal.status, refusal.message)
     except web.HTTPException as error:
         return parting(_error(error.status, f"{request.method} {request.path}: {error.reason}"))
-    except asyncio.CancelledError:
+    except web.RequestPayloadError as error:  # chunks, lengths or a compression that are none
+        return parting(_error(400, f"the body cannot be read: {error}"))
+    except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:
         _log.exception("%s %s failed", request.method, request.path)

@@ -227,6 +227,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return parting(
             _json(Refusal(error.status, f"{request.method} {request.path}: {error.reason}").body(), error.status)
         )
+    except web.RequestPayloadError as error:  # chunks, lengths or a compression that are none
+        return parting(_json(Refusal(400, f"the body cannot be read: {error}", code="invalid_body").body(), 400))
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:
