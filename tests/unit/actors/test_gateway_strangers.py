@@ -21,5 +21,5 @@ async def test_a_body_that_cannot_be_read_is_refused_without_a_line_in_the_log(
         writer.write(f"POST /sessions HTTP/1.1\r\nHost: x\r\n{lines}{length}\r\nhello".encode())
         answer = await asyncio.wait_for(reader.read(), 10)
         writer.close()
-    assert answer.startswith(b"HTTP/1.1 400"), answer
+    assert b" 400 " in answer.split(b"\r\n")[0], answer
     assert [r for r in caplog.records if r.name.startswith("actors.") or r.exc_info] == []
