@@ -63,7 +63,8 @@ HELD_MAX = 300
 ANSWER_SECONDS_MAX = 0.5
 MESSAGES_PER_CONNECTION = 6
 """Fewer than the hub takes before it cuts."""
-DEALERS_MAX = 50
+DEALERS_MAX = 500
+"""Connections of a peer at the same time: the oldest had seconds for its handshake before it is closed."""
 START_SECONDS_MAX = 500.0
 AFTERWARDS_STEPS = 2
 SAMPLE_SECONDS = 2.0
