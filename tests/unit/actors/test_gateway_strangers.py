@@ -1,4 +1,4 @@
-"""What strangers send to the gateway is answered, and fills no log."""
+"""Requests of strangers to the gateway are answered, and fill no log."""
 
 from __future__ import annotations
 

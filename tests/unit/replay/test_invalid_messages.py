@@ -1,4 +1,4 @@
-"""Whatever a peer sends, the stage goes on, its answers can be sent, its rows stored, and its books balance."""
+"""Messages of any form leave the stage alive: its answers can be sent, its rows stored, and its books balance."""
 
 from __future__ import annotations
 
