@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from actors.embedded.options import EngineOptions
+from pipeline.errors import WireError
+from pipeline.transport.frames import json_object
 
 GREEDY_TEMPERATURE = 1e-6
 """Temperature used for 0: it gives the most likely token all the probability (log-probability 0)."""
@@ -74,11 +74,9 @@ class Bounds:
     def parse(self, body: bytes) -> EngineRequest:
         """Read the JSON of ``POST /inference/v1/generate``. Raises :class:`Refused`: what was expected, what came."""
         try:
-            request = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise Refused(400, f"the body is not JSON: {error}") from error
-        if not isinstance(request, dict):
-            raise Refused(400, f"expected a JSON object, got {type(request).__name__}")
+            request = json_object(body, "the body")
+        except WireError as error:
+            raise Refused(400, str(error)) from error
         if request.get("model") not in (None, self.options.served_name):
             raise Refused(
                 404, f"The model {request['model']!r} does not exist: this engine serves {self.options.served_name!r}"

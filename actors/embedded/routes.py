@@ -14,7 +14,10 @@ from aiohttp import web
 
 from actors.embedded.generator import GeneratedTokens, Generator
 from actors.embedded.requests import EngineRequest, Refused
-from actors.servers.lock import RouteLock, error_body
+from actors.servers.connections import Handler, parting
+from actors.servers.lock import OPEN, RouteLock, error_body
+from pipeline.errors import WireError
+from pipeline.transport.frames import json_object
 
 _HELP = {
     "num_requests_running": "Requests in the current batch.",
@@ -153,14 +156,16 @@ class Routes:
         return _json({"object": "list", "data": [{**card, "max_model_len": options.max_length}]})
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 def _guard(lock: RouteLock) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         refusal = lock.refusal(request.path, request.headers.getall("Authorization", []))
-        return await handler(request) if refusal is None else _json(error_body(*refusal), refusal[0])
+        if refusal is not None:
+            return parting(_json(error_body(*refusal), refusal[0]))
+        answer = await handler(request)
+        if request.path in OPEN:
+            answer.force_close()
+        return answer
 
     return guard
 
@@ -172,8 +177,10 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Refused as refusal:
         return _error(refusal.status, refusal.message)
     except web.HTTPException as error:
-        return _error(error.status, f"{request.method} {request.path}: {error.reason}")
-    except asyncio.CancelledError:
+        return parting(_error(error.status, f"{request.method} {request.path}: {error.reason}"))
+    except web.RequestPayloadError as error:  # chunks, lengths or a compression that are none
+        return parting(_error(400, f"the body cannot be read: {error}"))
+    except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:
         _log.exception("%s %s failed", request.method, request.path)
@@ -200,12 +207,9 @@ def _generate_body(request: EngineRequest, completion: GeneratedTokens) -> dict[
 
 async def _object(request: web.Request) -> dict[str, Any]:
     try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, f"expected a JSON object, got {type(body).__name__}")
-    return body
+        return json_object(await request.read(), "the body")
+    except WireError as error:
+        raise Refused(400, str(error)) from error
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -46,6 +46,7 @@ async def serve(options: EngineOptions) -> int:
 
     from actors.embedded.generator import Generator
     from actors.embedded.routes import application
+    from actors.servers.connections import BoundedServer
     from actors.servers.lock import RouteLock
 
     loop = asyncio.get_running_loop()
@@ -59,31 +60,22 @@ async def serve(options: EngineOptions) -> int:
         loop.add_signal_handler(number, end, None)
     generator = Generator(options, fatal=end)
     generator.start()
-    runner = web.AppRunner(
-        application(generator, RouteLock.of_environment()),
-        access_log=None,
-        handler_cancellation=True,
-        keepalive_timeout=3600,
-        shutdown_timeout=DRAIN_SECONDS,
-    )
-    await runner.setup()
-    failed = True
-    try:
+    lock = RouteLock.of_environment()
+    server = BoundedServer(application(generator, lock), keepalive_timeout=3600, shutdown_timeout=DRAIN_SECONDS)
+    async with server.running() as runner:
         try:
             await web.TCPSite(runner, options.host, options.port, backlog=4096).start()
+            _log.info("engine ready on http://%s:%d, pid %d", options.host, options.port, os.getpid())
+            with generator.progress.watch():
+                reason = await ended
+            if reason is not None:
+                _log.error("sampling failed: %s: %s", type(reason).__name__, reason)
+            return 0 if reason is None else 1
         except OSError as error:
             _log.error("cannot listen on %s:%d: %s; set engine.port to a free port", options.host, options.port, error)
             return 1
-        _log.info("engine ready on http://%s:%d, pid %d", options.host, options.port, os.getpid())
-        with generator.progress.watch():
-            reason = await ended
-        if reason is not None:
-            _log.error("sampling failed: %s: %s", type(reason).__name__, reason)
-        failed = reason is not None
-    finally:
-        await generator.stop()
-        await runner.cleanup()
-    return 1 if failed else 0
+        finally:
+            await generator.stop()
 
 
 def _quiet_libraries(threads: int) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import orjson
-
 from actors.engine.base import Sampling
 from actors.gateway.messages import Key, Refusal, dropped_from, read_messages, read_tools, shown, wrong
+from pipeline.errors import WireError
 from pipeline.schema import Message
+from pipeline.transport.frames import json_object
 
 CHOICES_MAX = 16
 STOPS_MAX = 16
@@ -233,12 +233,9 @@ def read_generate(data: bytes, sampling: Sampling, rules: ParameterRules) -> Gen
 def read_object(data: bytes) -> dict[str, Any]:
     """A JSON object. Raises :class:`Refusal`."""
     try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise Refusal(400, f"expected a body of JSON, got what is none: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise Refusal(400, f"expected a JSON object, got {type(body).__name__}", code="invalid_json")
-    return body
+        return json_object(data, "the body")
+    except WireError as error:
+        raise Refusal(400, str(error), code="invalid_json") from None
 
 
 def _check_draw(reader: _Reader, sampling: Sampling) -> None:

@@ -11,7 +11,7 @@ import hmac
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from actors.gateway.reports import read_report
 from actors.gateway.requests import read_object
 from actors.gateway.responses import chat_chunks
 from actors.gateway.session import Session
+from actors.servers.connections import BoundedServer, Handler, parting
 from pipeline.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ OFFER_SECONDS_MAX = 60.0
 TRANSFER_SECONDS_MAX = 60.0
 """Longest time for the body of a request to arrive, and for a stream to be taken."""
 BACKLOG = 1024
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 IGNORED = "X-Afterplay-Ignored"
 """Header of answers: parameters of the request that were left out."""
 
@@ -95,17 +95,10 @@ class Gateway:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Listen inside the block."""
-        runner = web.AppRunner(
-            self._application(), access_log=None, handler_cancellation=True, keepalive_timeout=75, shutdown_timeout=0.5
-        )
-        await runner.setup()
-        try:
+        async with BoundedServer(self._application(), keepalive_timeout=75, shutdown_timeout=0.5).running() as runner:
             await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
             self.listening.set()
             yield
-        finally:
-            with anyio.CancelScope(shield=True):
-                await runner.cleanup()
 
     def close(self) -> None:
         self._socket.close()
@@ -217,7 +210,9 @@ class Gateway:
         return session
 
     def _require_token(self, request: web.Request) -> None:
-        if self._token is not None and not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
+        if self._token is not None and not hmac.compare_digest(
+            _bearer(request).encode(errors="surrogateescape"), self._token.encode()
+        ):
             raise Refusal(401, "expected the gateway's token as Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
@@ -226,9 +221,14 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except Refusal as refusal:
-        return _json(refusal.body(), refusal.status)
+        answer = _json(refusal.body(), refusal.status)
+        return parting(answer) if refusal.status in (401, 404) else answer
     except web.HTTPException as error:
-        return _json(Refusal(error.status, f"{request.method} {request.path}: {error.reason}").body(), error.status)
+        return parting(
+            _json(Refusal(error.status, f"{request.method} {request.path}: {error.reason}").body(), error.status)
+        )
+    except web.RequestPayloadError as error:  # chunks, lengths or a compression that are none
+        return parting(_json(Refusal(400, f"the body cannot be read: {error}", code="invalid_body").body(), 400))
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:

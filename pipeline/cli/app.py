@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -417,9 +419,18 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigurationError(message)
 
 
+def allow_descriptors() -> None:
+    """Raise the soft limit of open files, often 1024, to the hard one: whoever reaches a port can hold as many
+    connections, and a process without a free descriptor can open no file either. Processes that we start inherit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a smaller limit than it states
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def entry() -> None:
     """Console script. Expected errors are printed as one message on stderr, without a traceback."""
     append_working_folder()
+    allow_descriptors()
     try:
         app(prog_name="afterplay")
     except AfterplayError as error:

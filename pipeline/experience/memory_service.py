@@ -21,22 +21,25 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig
-from pipeline.errors import AfterplayError, PlugInTimeout, boundary
+from pipeline.errors import AfterplayError, PlugInTimeout, SchemaError, WireError, boundary
 from pipeline.experience.memory import NAME, Lesson, LessonSource, Memory, close_source, encode_lessons, task_text
 from pipeline.experience.memory_writer import MemoryWriter
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.runtime.process import load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Trajectory
+from pipeline.schema.tokens import require_id
 from pipeline.store.journal import Finished, Send
 from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import decode_trajectory
+from pipeline.transport.codec import decode_trajectory, whole
 from pipeline.transport.protocol import Frames, Kind, Limits
 from pipeline.transport.zeromq import limits_of
 
 log = logging.getLogger("afterplay.lessons")
 
+TOP_K_MAX = 64
+"""As ``lessons.top_k`` may be at most."""
 RECALLS_MAX = 4096
 """Questions of actors that may wait."""
 GROUPS_MAX = 256
@@ -85,11 +88,11 @@ class MemoryService:
     def recall(self, peer: str, header: Mapping[str, Any]) -> None:
         """A RECALL came. Never waits."""
         try:
-            question = MemoryQuery(
-                peer, str(header["order_id"]), str(header["query"]), int(header["top_k"]), time.perf_counter()
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            log.warning("invalid RECALL from %s: %s: %s", peer, type(error).__name__, error)
+            require_id("order_id", order_id := header.get("order_id"))
+            query, top_k = str(header["query"]), whole(header, "top_k", 1, TOP_K_MAX)
+            question = MemoryQuery(peer, str(order_id), query, top_k, time.perf_counter())
+        except (KeyError, WireError, SchemaError) as error:  # counted: a line for each would fill the log
+            log.debug("invalid RECALL from %s: %s: %s", peer, type(error).__name__, error)
             self._metrics.lesson_searches_total.labels(outcome="error").inc()
             return
         if self._memory is None:

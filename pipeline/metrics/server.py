@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from pipeline.errors import ConfigurationError
 
+SHARE_MAX = 0.1
+"""Share of the time in which the text of the metrics may be made."""
+CONNECTIONS_MAX = 32
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 """Returns if the process is well, and details about it. Called in the server's thread."""
 
@@ -44,9 +49,9 @@ class MetricsServer:
 
     def __enter__(self) -> MetricsServer:
         names = {
-            "registry": self._registry,
             "health": staticmethod(self._health),
             "scraped": staticmethod(self._scraped),
+            "exposition": Exposition(self._registry),
         }
         handler = type("Handler", (_Handler,), names)
         try:
@@ -76,14 +81,62 @@ class MetricsServer:
             self._thread.join(timeout=1)
 
 
+class Exposition:
+    """The text of a registry. It is made again at most in :data:`SHARE_MAX` of the time and is otherwise a little old:
+    anybody may ask, and making it holds up the process whose numbers they are."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._text = b""
+        self._until = -math.inf
+
+    def text(self) -> bytes:
+        with self._lock:
+            started = time.monotonic()
+            if started >= self._until:
+                self._text = generate_latest(self._registry)
+                finished = time.monotonic()
+                self._until = finished + (finished - started) / SHARE_MAX
+            return self._text
+
+
 class _Server(ThreadingHTTPServer):
+    """A thread for each connection. With more than :data:`CONNECTIONS_MAX` the oldest is closed, so that connections
+    that are held open keep nobody out."""
+
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._open: dict[socket.socket, None] = {}
+        self._changing = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._changing:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > CONNECTIONS_MAX else None
+            if oldest is not None:
+                del self._open[oldest]
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._changing:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves, or sends what is not HTTP, is not worth a traceback in the log."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    registry: CollectorRegistry
+    exposition: Exposition
     health: Health
     scraped: Callable[[], None]
     timeout = 10
@@ -93,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.split("?", 1)[0]
         if path == "/metrics":
-            self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.registry))
+            self._answer(200, CONTENT_TYPE_LATEST, self.exposition.text())
             type(self).scraped()
         elif path == "/healthz":
             well, details = type(self).health()

@@ -101,6 +101,10 @@ class Failure:
     """Traceback as text, for debugging."""
 
 
+SECONDS_MAX = 1e12
+"""Largest time of an episode: every sum of such times is finite, and fits a column of the store."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Wall-clock of one episode. Times are Unix seconds, durations seconds."""
@@ -109,6 +113,11 @@ class Timings:
     finished_at: float = 0.0
     generate_seconds: float = 0.0
     environment_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for seconds in (self.started_at, self.finished_at, self.generate_seconds, self.environment_seconds):
+            if not -SECONDS_MAX <= seconds <= SECONDS_MAX:
+                raise SchemaError(f"expected times of at most {SECONDS_MAX:g} s, got {seconds!r}")
 
     @property
     def duration_seconds(self) -> float:

@@ -41,6 +41,8 @@ from pipeline.transport.protocol import Frames
 
 log = logging.getLogger("afterplay.replay")
 
+REASON_CHARACTERS_MAX = 2000
+"""Part of the reason of a failed rollout that is logged and stored."""
 TOLERANCE = 1e-9
 """Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
 
@@ -236,6 +238,7 @@ class Groups:
 
     def failed(self, order: OrderRecord, drop: Drop, facts: Facts | None, reason: str) -> None:
         """The rollout gave nothing to train; its slot is ordered again, or the group given up."""
+        reason = reason[:REASON_CHARACTERS_MAX]
         aborted = drop is Drop.ABORTED
         if not aborted and not self._records[order.key.group].evaluation:
             self.backoff.reason = reason

@@ -107,7 +107,7 @@ class Ingest:
         self._journal.count(Count.TRAJECTORIES_RECEIVED)
         key = OrderKey.parse(trajectory_id)
         order = self._records.find_order(key) if key else None
-        if order is None or order.state is not OrderState.LEASED:
+        if order is None or order.state is not OrderState.LEASED or order.actor != actor:
             self._unexpected(actor, str(trajectory_id), key, order)
             return
         seen = examine(frames, self._limits, order.key, self._records[order.key.group].task)
@@ -169,7 +169,8 @@ class Ingest:
         return late
 
     def _unexpected(self, actor: str, trajectory_id: str, key: OrderKey | None, order: OrderRecord | None) -> None:
-        """An answer to an order that is not open: acknowledged again if it is here, refused otherwise."""
+        """An answer to an order that is not open, or another actor's: acknowledged again if it is here, refused
+        otherwise."""
         drop = self._why_unexpected(key, order)
         self._journal.count(Count.dropped(drop))
         if drop is Drop.DUPLICATE:
@@ -178,6 +179,8 @@ class Ingest:
             self._journal.refuse(actor, trajectory_id, drop.value)
 
     def _why_unexpected(self, key: OrderKey | None, order: OrderRecord | None) -> Drop:
+        if order is not None and order.state is OrderState.LEASED:
+            return Drop.UNKNOWN
         if order is not None:
             if order.state is OrderState.FAILED and order.reason.startswith(_UNREADABLE):
                 return Drop(order.reason.split(":")[0])

@@ -88,7 +88,7 @@ class Drop(StrEnum):
     ENDED = "ended"
     """Its group ended before the last checkpoint and is forgotten."""
     UNKNOWN = "unknown"
-    """No such order was ever issued here."""
+    """No such order was ever issued here, or it is another actor's."""
     CORRUPT = "corrupt"
     """The bytes are not a valid trajectory, or not the ordered one."""
     SCHEMA = "schema"

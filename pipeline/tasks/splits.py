@@ -43,7 +43,10 @@ class Seeds:
     @classmethod
     def decode(cls, runs: Sequence[Sequence[int]]) -> Seeds:
         """The inverse of :meth:`encode`. Raises :class:`ValueError` or :class:`TypeError`."""
-        return cls([range(int(a), int(b), int(step)) for a, b, step in runs])
+        try:
+            return cls([range(int(a), int(b), int(step)) for a, b, step in runs])
+        except OverflowError as error:
+            raise ValueError(f"expected seeds from 0 to {SEED_MAX}, got {runs!r:.200}") from error
 
     def encode(self) -> list[list[int]]:
         """``[start, stop, step]`` of each run."""
@@ -81,6 +84,8 @@ def encode_splits(splits: Mapping[str, Sequence[int]]) -> dict[str, list[list[in
 
 def decode_splits(header: Mapping[str, Any]) -> dict[str, dict[str, Seeds]]:
     """Splits in a HELLO, by environment. Raises :class:`ValueError` or :class:`TypeError`."""
+    if not isinstance(header, dict) or not all(isinstance(splits, dict) for splits in header.values()):
+        raise TypeError(f"expected splits by environment and name, got {header!r:.200}")
     return {
         environment: {name: Seeds.decode(runs) for name, runs in splits.items()}
         for environment, splits in header.items()

@@ -35,6 +35,8 @@ from pipeline.transport.protocol import Buffer
 
 INFLATED_BYTES_MAX = 1 << 30
 """Largest size of a body after decompression."""
+_LEVELS_MAX = 254
+"""Nesting of JSON that orjson can write."""
 _LENGTHS = struct.Struct("<IQI")
 _PREFIX_BYTES = 4 + _LENGTHS.size
 _READ_BYTES = 512
@@ -196,11 +198,20 @@ def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 def json_object(data: Buffer, what: str) -> dict[str, Any]:
-    """Raises :class:`WireError` that calls ``data`` ``what``."""
+    """Raises :class:`WireError` that calls ``data`` ``what``.
+
+    orjson reads 1024 levels of nesting and writes 254. What it cannot write is refused, because it can neither be
+    stored nor answered, and Python's ``repr``, which messages show it with, ends near a thousand levels.
+    """
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise WireError(f"{what} is not JSON: {error}") from error
+    try:
+        if n_bytes(data) > 2 * _LEVELS_MAX:  # each level takes two bytes
+            orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise WireError(f"expected {what} of at most {_LEVELS_MAX} levels of nesting, got more") from error
     if not isinstance(value, dict):
         raise WireError(f"expected {what} to be a JSON object, got {type(value).__name__}")
     return value

@@ -280,7 +280,7 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(body: dic
     assert caught.value.body()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"3"])
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"3", b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}"])
 def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(Refusal):
         read_chat(data, RUN, ParameterRules())

@@ -91,3 +91,10 @@ def test_engine_with_top_p_takes_exactly_that() -> None:
 def test_options_survive_the_command_line() -> None:
     options = EngineOptions(model=Path("/a b"), port=1, top_p=0.5, kv_cache_gib=0.25, device="cpu", threads=2)
     assert EngineOptions.parse(options.arguments()) == options
+
+
+@pytest.mark.parametrize("key", ["model", "token_ids", "sampling_params"])
+def test_a_request_that_is_nested_too_deeply_to_be_shown_is_refused(key: str) -> None:
+    body = orjson.dumps({"token_ids": [1], "sampling_params": {"n": 1}, key: "here"})
+    with pytest.raises(Refused, match="nesting"):
+        BOUNDS.parse(body.replace(b'"here"', b"[" * 1000 + b"]" * 1000))

@@ -176,8 +176,11 @@ async def test_questions_over_the_bound_are_dropped_and_nonsense_is_counted(tmp_
             stage.lessons.recall("actor-0", question(n))
         assert stage.value("lesson_searches_total", outcome="dropped") == 3
         stage.lessons.recall("actor-0", {"query": "x"})
-        stage.lessons.recall("actor-0", {"order_id": "a", "query": "x", "top_k": "many"})
-        assert stage.value("lesson_searches_total", outcome="error") == 2
+        for top_k in ("many", 1e300, 2**62, 2**64 - 1, -1, None, []):
+            stage.lessons.recall("actor-0", {"order_id": "a", "query": "x", "top_k": top_k})
+        for order_id in (None, "x" * 10**6, ["g000001.0.0"], {}):
+            stage.lessons.recall("actor-0", {"order_id": order_id, "query": "x", "top_k": 2})
+        assert stage.value("lesson_searches_total", outcome="error") == 12
         await stage.until(lambda: len(stage.sent) == RECALLS_MAX)
 
 

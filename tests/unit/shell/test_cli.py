@@ -233,3 +233,13 @@ def test_the_time_left_follows_the_last_steps_and_begins_again_when_a_step_is_ma
     assert pace.left(330.0) == 0.0
     pace.finished(9, 400.0)
     assert pace.left(400.0) is None
+
+
+def test_processes_of_a_run_may_open_as_many_files_as_the_system_allows():
+    code = (
+        "import resource, subprocess, sys; limit = resource.RLIMIT_NOFILE; "
+        "resource.setrlimit(limit, (256, resource.getrlimit(limit)[1])); "
+        "from pipeline.cli.app import allow_descriptors; allow_descriptors(); "
+        "soft, hard = resource.getrlimit(limit); sys.exit(soft != hard)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
