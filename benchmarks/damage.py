@@ -4,16 +4,20 @@
     python -m benchmarks.damage files --out benchmarks/results/damage.json
     python -m benchmarks.damage weights --out benchmarks/results/weights.json
 
-``disk`` (Linux, as root) fills the disk of a run for a while. ``files`` stops a run in the middle, damages one file of
-a copy of its directory in each of several ways, and lets ``afterplay run`` continue from that. ``weights`` damages the
-published weights of a run that goes on, and kills its engine, which then needs them. Each prints a table; the exit code
-is 1 where a run lost something, trained something twice, used an id again, ended with a traceback or not in time.
+``disk`` (Linux, as root) fills the disk of a run for a while. ``files`` stops a run and damages one file
+of a copy of its directory, in each of several ways. Checkpoint, model and store are opened as the roles open them, and
+compared with what the undamaged ones give; ``afterplay run`` continues from all others, and from a sample. ``weights``
+damages the published weights of a run that goes on, and kills its engine, which then needs them.
+
+Each prints a table; the exit code is 1 where a run lost something, trained something twice, used an id again, ended
+with a traceback or not in time, or where damaged files were used and nothing was said.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import re
@@ -26,22 +30,29 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from learner.checkpoints.checkpoint import read_state
+from learner.checkpoints.resume import find_resumption
+from learner.models.prepare import prepare_model
 from pipeline.cli.viewer.progress import read_lines
 from pipeline.config.load import load
-from pipeline.errors import AfterplayError
+from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles, FormatMismatch
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.chaos import Books
+from pipeline.store.records import TrajectoryRecord
+from pipeline.store.snapshot import Snapshot
+from pipeline.store.store import ReplayStore
 from pipeline.supervisor.processes import check_health, health_url
 from tests.support.damage import Damage, damages_of
 from tests.support.fork_server import ForkServer
 from tests.support.full_disk import keep_full, small_disk
 from tests.support.run_handle import RunHandle, start_run
+
+log = logging.getLogger(__name__)
 
 FILE = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SMALL = ("groups.groups_per_step=2", "groups.n_rollout=4", "actor.concurrency=8", "checkpoint.every=2")
@@ -61,6 +72,8 @@ class Result:
 
     file: str
     kind: str
+    how: str = "run"
+    """``opened`` in the process of this command, or a ``run``."""
     outcome: str = ""
     """``goes on``, ``one sentence``, or ``FAILED``."""
     said: str = ""
@@ -78,6 +91,58 @@ class Facts:
     steps: int
 
 
+Opener = Callable[[RunDirectory], Any]
+
+
+def open_checkpoint(directory: RunDirectory) -> Any:
+    """What the learner resumes from."""
+    found = find_resumption(directory.checkpoints)
+    for sentence in found.damaged:
+        log.error("%s", sentence)
+    assert found.checkpoint is not None
+    return read_state(found.checkpoint)
+
+
+def open_model(directory: RunDirectory) -> Any:
+    """The model folder, which is prepared again where it is damaged."""
+    prepare_model(load(directory.config_file, environment={}), directory.model)
+    return {p.name: p.read_bytes() for p in directory.model.iterdir() if p.suffix != ".json"}
+
+
+def open_store(directory: RunDirectory) -> Any:
+    """Every row that the stage starts from."""
+    with ReplayStore(directory.store_file) as store:
+        store.payloads(group.row_id for group in trajectories_of(store.load()))
+    with closing(sqlite3.connect(directory.store_file)) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {table: connection.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
+
+
+def trajectories_of(snapshot: Snapshot) -> list[TrajectoryRecord]:
+    slots = [slot for group in snapshot.groups.values() for slot in group.all_slots]
+    return [slot.trajectory for slot in slots if slot.trajectory is not None]
+
+
+OPENERS: dict[str, Opener] = {"checkpoints/": open_checkpoint, "model/": open_model, "replay.sqlite": open_store}
+
+
+def opener_of(file: str) -> Opener | None:
+    return next((opener for start, opener in OPENERS.items() if file.startswith(start)), None)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Warnings and errors that a role would log."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(clean(record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
 def read_facts(directory: RunDirectory) -> Facts:
     with closing(sqlite3.connect(f"{directory.store_file.as_uri()}?mode=ro", uri=True)) as connection:
         rows = connection.execute("SELECT group_number, state, update_number FROM groups").fetchall()
@@ -90,6 +155,8 @@ class Scenario:
     def __init__(self, folder: Path, server: ForkServer) -> None:
         self.folder = folder
         self._server = server
+        self._intact: dict[str, dict[Opener, Any]] = {}
+        """By copy: what its files give when nothing is damaged."""
         self._overrides = [*SMALL, f"run.total_steps={STOPPED + MORE}", "supervisor.restarts_max=3"]
 
     def make(self) -> None:
@@ -120,11 +187,9 @@ class Scenario:
             root = self.folder / base
             for path in sorted(p for p in root.rglob("*") if p.is_file() and not p.is_symlink()):
                 name = str(path.relative_to(root))
-                if (base == "stopped" and is_damaged_here(name, root)) or (
-                    base == "killed" and path.name.endswith(("-wal", "-shm", ".ids", ".pages"))
-                ):
-                    for damage in damages_of(path, self._older(root, name)):
-                        yield base, name, damage
+                of_store = path.name.endswith(("-wal", "-shm", ".ids", ".pages"))
+                if of_store if base == "killed" else is_damaged_here(name, root):
+                    yield from ((base, name, damage) for damage in damages_of(path, self._older(root, name)))
 
     def _older(self, root: Path, name: str) -> Path | None:
         """The older state of a file; of a checkpoint or weights the same file of the one before."""
@@ -136,19 +201,52 @@ class Scenario:
             path = self.folder / "older" / name
         return path if path is not None and path.is_file() else None
 
+    def _copy(self, base: str, file: str, damage: Damage) -> tuple[RunDirectory, bool]:
+        """A damaged copy, and whether a byte of the file has changed."""
+        directory = RunDirectory(self.folder / "case")
+        shutil.rmtree(directory.path, ignore_errors=True)
+        shutil.copytree(self.folder / base, directory.path, symlinks=True)
+        path = directory.path / file
+        before = path.read_bytes()
+        damage.apply(path)
+        return directory, not path.exists() or path.read_bytes() != before
+
+    def open(self, base: str, file: str, damage: Damage) -> Result:
+        """Copy, damage, and do in this process what a role does with the file when it starts."""
+        result, opener = Result(file, damage.name, outcome="goes on"), opener_of(file)
+        assert opener is not None
+        if base not in self._intact:
+            shutil.rmtree(self.folder / "case", ignore_errors=True)
+            shutil.copytree(self.folder / base, self.folder / "case", symlinks=True)
+            self._intact[base] = {each: each(RunDirectory(self.folder / "case")) for each in OPENERS.values()}
+        directory, changed = self._copy(base, file, damage)
+        started = time.monotonic()
+        with told() as lines:
+            try:
+                found = opener(directory)
+                same = found == self._intact[base][opener]
+                if not same and not lines:
+                    result.problems.append("something else is used, and nothing is said")
+                result.said = lines[0] if lines else "" if changed else "(the same bytes)"
+            except (ConfigurationError, FormatMismatch, DamagedFiles) as error:
+                result.outcome, result.said = "one sentence", clean(str(error))
+                if "\n" in str(error):
+                    result.problems.append("more than one line")
+            except Exception as error:
+                result.problems.append(f"{type(error).__name__}: {error}")
+        result.seconds = round(time.monotonic() - started, 1)
+        result.outcome = "FAILED" if result.problems else result.outcome
+        return result
+
     def play(self, base: str, file: str, damage: Damage) -> Result:
         """Copy, damage, continue; afterwards the books must balance."""
         result = Result(file, damage.name)
-        name = "case"
-        directory = RunDirectory(self.folder / name)
-        shutil.rmtree(directory.path, ignore_errors=True)
-        shutil.copytree(self.folder / base, directory.path, symlinks=True)
-        facts = read_facts(directory)
+        facts = read_facts(RunDirectory(self.folder / base))
+        directory, _ = self._copy(base, file, damage)
         for log in directory.logs.glob("*.log*"):
             log.write_bytes(b"")
-        damage.apply(directory.path / file)
         started, wall = time.monotonic(), time.time()
-        with self._start(name) as run:
+        with self._start("case") as run:
             try:
                 code = run.finish(CASE_SECONDS_MAX)
             except AfterplayError:
@@ -177,7 +275,7 @@ class Scenario:
 
     def _audit(self, run: RunHandle, facts: Facts, started: float) -> list[str]:
         directory = run.directory
-        books, lines = Books(), read_lines(directory.metrics_file)
+        lines = read_lines(directory.metrics_file)
         ledger = run.ledger(rows=True)
         problems = ledger.audit()
         if not lines or lines[-1]["step"] != STOPPED + MORE:
@@ -194,7 +292,6 @@ class Scenario:
                 before, made = facts.groups[number]
                 if before == "trained" and made is not None and made < began:
                     problems.append(f"group {number} was trained in update {made} and again in {update}")
-        del books
         return problems
 
 
@@ -228,25 +325,26 @@ def gone(pid: int) -> bool:
 
 
 def play_files(options: argparse.Namespace, server: ForkServer) -> list[Result]:
+    """First everything that a role can open in this process, then runs of the rest and of a sample."""
     folder = options.folder or Path(tempfile.mkdtemp(prefix="afterplay-damage-"))
     scenario = Scenario(folder, server)
     if not (folder / "stopped").exists():
         scenario.make()
+    done = {(r["file"], r["kind"], r["how"]) for r in read_results(options.out)} if options.resume else set()
     cases = [case for case in scenario.cases() if re.search(options.only, f"{case[1]} {case[2].name}")]
-    random.Random(options.seed).shuffle(cases)
-    done = {(r["file"], r["kind"]) for r in read_results(options.out)} if options.resume else set()
-    results = []
+    opened = [case for case in cases if opener_of(case[1]) is not None]
+    rest = [case for case in cases if opener_of(case[1]) is None]
+    sample = random.Random(options.seed).sample(opened, min(options.runs, len(opened)))
+    results: list[Result] = []
     end = time.monotonic() + options.seconds_max
-    for base, file, damage in cases[: options.cases]:
+    plays = [("opened", case) for case in opened] + [("run", case) for case in rest + sample]
+    for how, (base, file, damage) in plays:
         label = f"{file} (killed)" if base == "killed" else file
-        if (label, damage.name) in done:
-            continue
-        if time.monotonic() > end:
-            break
-        result = scenario.play(base, file, damage)
-        result.file = label
-        show(result)
-        results.append(result)
+        if (label, damage.name, how) not in done and time.monotonic() < end:
+            result = (scenario.open if how == "opened" else scenario.play)(base, file, damage)
+            result.file, result.how = label, how
+            show(result)
+            results.append(result)
     return results
 
 
@@ -267,12 +365,12 @@ def play_weights(options: argparse.Namespace, server: ForkServer) -> list[Result
                     results.append(result)
             run.interrupt()
             if problems := run.ledger(rows=True).audit():
-                results.append(Result("the whole run", "all", "FAILED", problems=problems))
+                results.append(Result("the whole run", "all", outcome="FAILED", problems=problems))
     return results
 
 
 def damage_live(run: RunHandle, name: str, kind: str) -> Result:
-    result = Result(f"weights/{name}", kind, "goes on")
+    result = Result(f"weights/{name}", kind, outcome="goes on")
     engine = next(
         s["pid"] for n, s in json.loads(run.directory.processes_file.read_bytes()).items() if n.startswith("engine")
     )
@@ -382,8 +480,8 @@ def main() -> int:
     parser.add_argument("what", choices=("disk", "files", "weights"))
     parser.add_argument("--seconds", default="6,60,600", help="disk: how long it is full")
     parser.add_argument("--only", default="", help="files, weights: regular expression of FILE KIND")
-    parser.add_argument("--cases", type=int, help="files: at most so many, drawn by the seed")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=40, help="files: so many of those that are opened are also run")
+    parser.add_argument("--seed", type=int, default=0, help="draws them")
     parser.add_argument("--seconds-max", type=float, default=float("inf"), help="files: begin no case after that")
     parser.add_argument("--folder", type=Path, help="files: keep the copies of the run here, for another call")
     parser.add_argument("--resume", action="store_true", help="files: leave out what --out has, and add to it")

@@ -2,7 +2,7 @@
 
 SQLite notices flipped bits in its log, not in its pages: a value in a row changes without a trace. The file has the
 CRC-32 of each page, in order; 0 for one that is not covered. Pages of which payloads overflow to are not: the payloads
-have checksums of their own, and are most of the bytes. Costs about 5 µs for each page that a transaction changes.
+have checksums of their own, and are most of the bytes. About 20 µs of CPU for a trajectory of 25 kB.
 
 The digests of a transaction are written after its commit, from the frames of the log, and are durable before the log is
 copied into the database. A kill in between does no harm: pages in the log are compared with nothing.
@@ -27,7 +27,6 @@ CHECKPOINT_FRAMES = 2000
 _LOG_HEADER = 32
 _FRAME = struct.Struct(">II8s8x")
 _FRAME_BYTES = _FRAME.size + PAGE_BYTES
-_READ_FRAMES = 64
 _DIGEST = struct.Struct("=I")
 
 
@@ -116,13 +115,15 @@ class PageDigests:
             if salt != self._salt:
                 self._salt, self._frames, self._tried = salt, 0, 0
             found: dict[int, int] = {}
-            for count, (page, size, data) in enumerate(self._read(log, self._frames), self._frames + 1):
-                if until is not None and count > until:
+            frames = self._frames
+            for page, size, digest in self._read(log, frames):
+                if frames == until:
                     break
-                found[page] = _digest(data)
-                if (size and until is None) or count == until:
+                frames += 1
+                found[page] = digest
+                if (size and until is None) or frames == until:
                     self._unwritten |= found
-                    self._frames = count
+                    self._frames = frames
                     break
         finally:
             os.close(log)
@@ -134,31 +135,36 @@ class PageDigests:
             return {}
         log = os.open(self._log, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return {page: _digest(data) for _, (page, _, data) in zip(range(frames), self._read(log, 0), strict=False)}
+            return {page: digest for _, (page, _, digest) in zip(range(frames), self._read(log, 0), strict=False)}
         finally:
             os.close(log)
 
-    def _read(self, log: int, frame: int) -> Iterator[tuple[int, int, memoryview]]:
-        """Page number, size of the database after a commit (else 0) and page of each frame of this log."""
-        while True:
-            chunk = memoryview(os.pread(log, _READ_FRAMES * _FRAME_BYTES, _LOG_HEADER + frame * _FRAME_BYTES))
-            for at in range(0, len(chunk) - _FRAME_BYTES + 1, _FRAME_BYTES):
-                page, size, salt = _FRAME.unpack_from(chunk, at)
-                if salt != self._salt:
-                    return
-                yield page, size, chunk[at + _FRAME.size : at + _FRAME_BYTES]
-            if len(chunk) < _READ_FRAMES * _FRAME_BYTES:
+    def _read(self, log: int, frame: int) -> Iterator[tuple[int, int, int]]:
+        """Page number, size of the database after a commit (else 0) and digest of each frame of this log. Pages that
+        are not covered are not read."""
+        at = _LOG_HEADER + frame * _FRAME_BYTES
+        while len(head := os.pread(log, _FRAME.size + 1, at)) > _FRAME.size:
+            page, size, salt = _FRAME.unpack_from(head)
+            if salt != self._salt:
                 return
-            frame += _READ_FRAMES
+            digest = _digest(os.pread(log, PAGE_BYTES, at + _FRAME.size)) if head[-1] else 0
+            yield page, size, digest
+            at += _FRAME_BYTES
 
     def _write(self) -> None:
-        while self._unwritten:
-            page, digest = next(iter(self._unwritten.items()))
-            os.pwrite(self._fd, _DIGEST.pack(digest), (page - 1) * _DIGEST.size)
-            del self._unwritten[page]
-            self.known = True
+        """Neighbours at once: most new pages are."""
+        unwritten = self._unwritten
+        pages = sorted(unwritten)
+        first = 0
+        for end in range(1, len(pages) + 1):
+            if end == len(pages) or pages[end] != pages[end - 1] + 1:
+                run = pages[first:end]
+                data = array("I", map(unwritten.__getitem__, run)).tobytes()
+                os.pwrite(self._fd, data, (run[0] - 1) * _DIGEST.size)
+                self.known, first = True, end
+        unwritten.clear()
 
 
-def _digest(page: bytes | memoryview) -> int:
+def _digest(page: bytes) -> int:
     """0 for a page of overflow or of the free list, which begins with the number of another page."""
     return zlib.crc32(page) if page[0] else 0

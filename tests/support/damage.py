@@ -72,7 +72,7 @@ def damages_of(path: Path, older: Path | None) -> Iterator[Damage]:
         yield Damage(name, apply)
     if older is not None:
         yield Damage("replaced by an older one", partial(replace, older))
-    if path.is_file() and path.open("rb").read(len(_HEADER)) == _HEADER:
+    if path.read_bytes().startswith(_HEADER):
         for part, at in database_parts(path).items():
             yield Damage(f"flipped bit in {part}", partial(flip, at=at))
 
