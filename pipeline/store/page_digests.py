@@ -161,7 +161,7 @@ class PageDigests:
                 run = pages[first:end]
                 data = array("I", map(unwritten.__getitem__, run)).tobytes()
                 os.pwrite(self._fd, data, (run[0] - 1) * _DIGEST.size)
-                self.known, first = True, end
+                first = end
         unwritten.clear()
 
 

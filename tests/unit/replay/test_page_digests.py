@@ -116,6 +116,8 @@ def test_a_whole_database_is_never_called_damaged_however_its_process_ended(
                 database.close()
             else:
                 database.digests.close()
+            if rng.random() < 0.3:
+                path.with_name("db.pages").unlink()
             database = Database(path)
             assert database.digests.find_damage(10) == ""
     database.close()
