@@ -1,4 +1,4 @@
-"""Whatever is damaged in a store or beside it: the stage starts from the same rows, or it is told in one sentence."""
+"""Damage to a store and the files beside it: the stage starts from the same rows, or says in one sentence why not."""
 
 from __future__ import annotations
 
