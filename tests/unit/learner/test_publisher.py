@@ -507,7 +507,7 @@ def test_a_killed_write_leaves_no_folder_that_an_engine_could_take(kit, tmp_path
     ],
 )
 def test_load_is_needed_unless_the_engine_surely_has_the_weights(served, initial, known, needed, tmp_path):
-    assert load_needed(served, Target(7, tmp_path, initial), seen=known) is needed
+    assert load_needed(served, Target(7, tmp_path, tmp_path, initial), seen=known) is needed
 
 
 async def test_control_errors_say_what_came(engines):
