@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 EVALUATION_MARGIN_SECONDS = 60.0
 """Added to twice ``evaluation.seconds_max`` to bound the wait for the last evaluation: another may run before it."""
 LOOK_SECONDS = 5.0
-"""Interval at which a wait for rollouts is reported again and damaged weights are looked for."""
+"""Interval at which a wait for rollouts is reported again."""
 CHECKPOINT_SECONDS_MAX = 1800.0
 """Shortest age of the newest checkpoint that is worth an alert; more where the run saves more rarely."""
 ACKNOWLEDGE_SECONDS_MAX = 5.0
@@ -70,12 +70,13 @@ class LivePublisher(Protocol):
     @property
     def probe(self) -> WeightProbe | None: ...
     async def publish(
-        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor] | None,
+        expected: TokenArray | None = None,
+        initial: bool = False,
     ) -> Publication: ...
     async def until_live(self, version: int) -> None: ...
-    @property
-    def damaged(self) -> int | None: ...
-    async def write_again(self, tensors: Mapping[str, Tensor]) -> None: ...
     def live(self, version: int) -> tuple[str, ...]: ...
     def trouble(self) -> dict[str, str]: ...
 
@@ -128,7 +129,7 @@ class LearnerLoop:
             self._clock.lap()
             with self._clock.stage("publish"):
                 await self._acquire_device()
-                await self._start_publication(tasks, None if served else await self._snapshot())
+                await self._start_publication(tasks, await self._snapshot(), served)
             if self._keeps_best(0) and self._trainer.updates == 0:
                 with self._clock.stage("save"):
                     await self._checkpoint()
@@ -192,7 +193,6 @@ class LearnerLoop:
         async with anyio.create_task_group() as waiting:
             waiting.start_soon(take, waiting.cancel_scope)
             while True:
-                await self._repair_weights()
                 p = session.group_progress(update)
                 missing = f"{p.complete} of {p.needed} groups of step {update + 1}"
                 self._report_wait(
@@ -239,8 +239,11 @@ class LearnerLoop:
         async with self._ctx.waiting(RoleState.WAITING_FOR_ENGINES, "the device"):
             await self._device.acquire(lambda why: self._ctx.report(RoleState.WAITING_FOR_ENGINES, why))
 
-    async def _start_publication(self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | None) -> None:
-        """Begin to publish the current version, once the publication before is done."""
+    async def _start_publication(
+        self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor], initial: bool = False
+    ) -> None:
+        """Begin to publish the current version, once the publication before is done. ``initial``: the engines have its
+        weights."""
         expected = await self._expected()
         if not self._publication_done.is_set():
             self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
@@ -248,7 +251,7 @@ class LearnerLoop:
         if self._device is not None:
             await self._device.release()
         self._publication_done = anyio.Event()
-        facts = (self.version, self._trainer.updates, tensors, expected)
+        facts = (self.version, self._trainer.updates, tensors, expected, initial)
         tasks.start_soon(self._publish, *facts, self._publication_done)
 
     async def _expected(self) -> TokenArray | None:
@@ -260,23 +263,17 @@ class LearnerLoop:
         expected = await anyio.to_thread.run_sync(self._trainer.score, [probe.row])
         return expected if bool(np.isfinite(expected).all()) else None
 
-    async def _repair_weights(self) -> None:
-        """Write the files of the newest version again if they were found damaged: an engine that has restarted cannot
-        serve without them. Only while the trainer has these weights."""
-        if self._publisher.damaged == self.version:
-            log.error("the files of version %d are damaged: they are written again", self.version)
-            await self._publisher.write_again(await self._snapshot())
-
     async def _publish(
         self,
         version: int,
         updates: int,
-        tensors: Mapping[str, Tensor] | None,
+        tensors: Mapping[str, Tensor],
         expected: TokenArray | None,
+        initial: bool,
         done: anyio.Event,
     ) -> None:
         try:
-            publication = await self._publisher.publish(version, tensors, expected)
+            publication = await self._publisher.publish(version, tensors, expected, initial)
             if not publication.live:
                 log.warning("no engine serves version %d yet: %s", version, dict(publication.lagging))
                 self._unserved = version
@@ -323,7 +320,6 @@ class LearnerLoop:
                 RoleState.EVALUATING, "rollouts of held-out tasks", step=self._trainer.updates
             ):
                 while not is_evaluated(session.evaluation, self._trainer.updates):
-                    await self._repair_weights()
                     with anyio.move_on_after(LOOK_SECONDS):
                         await session.changed()
         if waiting.cancelled_caught:

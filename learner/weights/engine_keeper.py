@@ -43,10 +43,12 @@ class Target:
     version: int
     folder: Path
     """Hugging Face folder with these weights."""
+    written: Path
+    """Folder in which the learner writes this version; another one only where ``initial``."""
     initial: bool = False
     """True for the weights that the engines were started with: an unstamped engine then needs only the stamp."""
     tensors: Mapping[str, Tensor] | None = None
-    """The same weights in memory, for loaders that do not read files."""
+    """The same weights in memory, for loaders that do not read files, and to write the files again."""
     run: str | None = None
     """``run.id``, which is part of the stamp."""
     expected: TokenArray | None = None
@@ -74,7 +76,7 @@ class WeightLoader(Protocol):
     """Puts the weights of a target into one engine that is paused."""
 
     reads_memory: bool
-    """True where it needs ``Target.tensors``; else they are dropped once they are written."""
+    """True where it needs ``Target.tensors`` and reads no files."""
 
     async def load(self, engine: EngineControl, target: Target) -> None:
         """Raises :class:`pipeline.errors.EngineError`. Cancelled when it takes too long."""
@@ -89,10 +91,14 @@ class WeightPublisher(Protocol):
         ...
 
     async def publish(
-        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor] | None,
+        expected: TokenArray | None = None,
+        initial: bool = False,
     ) -> Publication:
-        """Make ``tensors`` the weights of ``version`` in every engine; None: the initial model. ``expected``: what they
-        give the probe.
+        """Make ``tensors`` the weights of ``version`` in every engine, and keep them until the next version.
+        ``initial``, or None: the engines were started with them. ``expected``: what they give the probe.
 
         Returns when each engine has it or has failed once, at most ``publish.timeout_seconds`` after the weights are
         written.

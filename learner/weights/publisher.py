@@ -65,25 +65,45 @@ class AdapterLoader:
 
 
 class CheckedLoader:
-    """Compares the files of a folder with what was written before ``loader`` has an engine read them. Not during their
-    own publication: then they were written just now, and their digests are being computed."""
+    """Compares the files of a folder with what was written before ``loader`` has an engine read them, and writes them
+    again from memory where they are damaged. Not during their own publication: then they were written just now, and
+    their digests are being computed."""
 
-    def __init__(self, loader: WeightLoader, damaged: Callable[[Target], None]) -> None:
+    def __init__(self, loader: WeightLoader, write: Callable[[Path, Mapping[str, Tensor]], int]) -> None:
         self.publishing: Path | None = None
         """Folder of the publication under way."""
         self.reads_memory = loader.reads_memory
         self._loader = loader
-        self._damaged = damaged
+        self._write = write
+        self._repairing = anyio.Lock()
 
     async def load(self, engine: EngineControl, target: Target) -> None:
-        """Raises :class:`EngineRefused`, before anything has changed, where the files are damaged."""
-        folder = target.folder
-        known = not target.initial or (folder / CONTENTS).exists()
-        checked = known and target.tensors is None and folder != self.publishing
-        if checked and (problem := await anyio.to_thread.run_sync(find_damage, folder)):
-            self._damaged(target)
-            raise EngineRefused(f"the weights in {folder} are damaged ({problem}): the learner writes them again")
+        """Raises :class:`EngineRefused`, before anything has changed, where the files are damaged and their weights are
+        not in memory."""
+        if not self.reads_memory and target.folder != self.publishing and await _damage(target, target.folder):
+            async with self._repairing:
+                target = await self._repaired(target)
         await self._loader.load(engine, target)
+
+    async def _repaired(self, target: Target) -> Target:
+        """The same weights from the folder in which the learner writes them, where another engine may have had them
+        written again just now."""
+        if not await _damage(target, target.written):
+            return replace(target, folder=target.written)
+        what = f"the weights in {target.folder} are damaged ({await _damage(target, target.folder)})"
+        if target.tensors is None:
+            raise EngineRefused(f"{what}, and this process does not have them: the next version takes their place")
+        log.error("%s: version %d is written again", what, target.version)
+        with anyio.CancelScope(shield=True):
+            await _write_version(self._write, target.written, target.version, target.tensors)
+            await anyio.to_thread.run_sync(_write_contents, target.written)
+        return replace(target, folder=target.written)
+
+
+async def _damage(target: Target, folder: Path) -> str:
+    if target.initial and folder == target.folder and not (folder / CONTENTS).exists():
+        return ""  # a model that an older Afterplay prepared
+    return await anyio.to_thread.run_sync(find_damage, folder)
 
 
 class Publisher:
@@ -109,10 +129,7 @@ class Publisher:
         self._directory = directory
         self._config = config
         self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors, config.dtype))
-        self._loader = CheckedLoader(loader or FolderLoader(), self._found_damaged)
-        self._target: Target | None = None
-        self.damaged: int | None = None
-        """The newest version, where its files were found damaged and :meth:`write_again` has not been called since."""
+        self._loader = CheckedLoader(loader or FolderLoader(), self._write)
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession | None = None
         self.device = device
@@ -154,18 +171,26 @@ class Publisher:
                 group.start_soon(keeper.run)
 
     async def publish(
-        self, version: int, tensors: Mapping[str, Tensor] | None, expected: TokenArray | None = None
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor] | None,
+        expected: TokenArray | None = None,
+        initial: bool = False,
     ) -> Publication:
         """See :meth:`learner.weights.engine_keeper.WeightPublisher.publish`; ``run`` must be running."""
         start = time.perf_counter()
-        if tensors is None:
-            target, n_bytes = Target(version, self._directory.model, initial=True, run=self._run, expected=expected), 0
-        else:
-            folder = self._directory.weights(version)
-            write = partial(self._write, folder, tensors)
-            n_bytes = await when_room(write, folder, f"version {version} of the weights", _bytes(tensors))
-            kept = tensors if self._loader.reads_memory else None
-            target = Target(version, folder, tensors=kept, run=self._run, expected=expected)
+        folder, n_bytes = self._directory.weights(version), 0
+        if not initial and tensors is not None:
+            n_bytes = await _write_version(self._write, folder, version, tensors)
+        target = Target(
+            version,
+            self._directory.model if initial or tensors is None else folder,
+            folder,
+            initial=initial or tensors is None,
+            tensors=tensors,
+            run=self._run,
+            expected=expected,
+        )
         responsive = [keeper for keeper in self.keepers.values() if keeper.responsive]
         async with self._digesting(target):
             self._set_target(target)
@@ -178,16 +203,6 @@ class Publisher:
             keeper.state.lagging = keeper.state.attempted < version
         await anyio.to_thread.run_sync(self._delete_old)
         return self._publication(version, time.perf_counter() - start, n_bytes)
-
-    async def write_again(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the newest version once more, from the same weights: its files are damaged."""
-        assert self._target is not None, "nothing was published"
-        folder = self._directory.weights(self._target.version)
-        write = partial(self._write, folder, tensors)
-        await when_room(write, folder, f"version {self._target.version} of the weights", _bytes(tensors))
-        target = replace(self._target, folder=folder, initial=False)
-        async with self._digesting(target):
-            self._set_target(target)
 
     @asynccontextmanager
     async def _digesting(self, target: Target) -> AsyncIterator[None]:
@@ -206,13 +221,8 @@ class Publisher:
             self._loader.publishing = None
 
     def _set_target(self, target: Target) -> None:
-        self._target, self.damaged = target, None
         for keeper in self.keepers.values():
             keeper.set_target(target)
-
-    def _found_damaged(self, target: Target) -> None:
-        if target is self._target:
-            self.damaged = target.version
 
     async def until_live(self, version: int) -> None:
         """Wait until at least one engine serves ``version`` or a newer one. Unbounded: without engines there is
@@ -252,8 +262,11 @@ class Publisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+async def _write_version(
+    write: Callable[[Path, Mapping[str, Tensor]], int], folder: Path, version: int, tensors: Mapping[str, Tensor]
+) -> int:
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    return await when_room(partial(write, folder, tensors), folder, f"version {version} of the weights", n_bytes)
 
 
 def published_versions(directory: RunDirectory) -> list[int]:

@@ -323,7 +323,7 @@ class StageCore:
         if self.dispatch.peer not in (None, peer):
             raise WireError(f"a learner is connected already under the name {self.dispatch.peer!r}: stop it first")
         self.control.up(peer, hello)
-        if self.evaluations.on:
+        if self.evaluations.on and self.dispatch.peer == peer:
             self.journal.effect(Send(peer, Kind.EVALUATION, self.evaluations.header()))
 
     def _refuse(self, peer: str, count: Count, error: Exception, answer: dict[str, Any]) -> None:

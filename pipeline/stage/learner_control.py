@@ -12,6 +12,7 @@ refused for good.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from pipeline.transport.protocol import Kind, WireMessage
 VERSIONS_AHEAD_MAX = 1000
 """Versions that learner processes may have published and not announced before they ended: about one for each start."""
 SESSION_CHARACTERS_MAX = 100
+REPLACED_MAX = 64
+"""Processes that are remembered as replaced before the stage gave them an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,10 @@ class LearnerControl:
         known = meta.get("learner") or {}
         self.session: str | None = known.get("session")
         """The process that is the learner."""
+        self._newest = self.session
+        """The process whose HELLO was let in last; it may not be applied yet."""
+        self._replaced: deque[str] = deque(maxlen=REPLACED_MAX)
+        """Processes in whose place another was let in."""
         self.epoch: int = known.get("epoch", 0)
         """Number of learner processes so far."""
         self.applied: int = known.get("applied", 0)
@@ -105,19 +112,28 @@ class LearnerControl:
         """True once one of its VERSIONs was applied."""
 
     def refuses(self, hello: Mapping[str, Any]) -> str | None:
-        """The reason for which a HELLO is refused for good; None where it may be answered."""
+        """The reason for which a HELLO is refused for good; None where it may be answered. The process is then the
+        newest: others are refused from now on, before its HELLO is applied."""
         if hello.get("role") != "learner":
             return None
         try:
             session, epoch = _session(hello), whole(hello, "epoch", default=0)
         except WireError as error:
             return str(error)
-        if session != self.session and 0 < epoch <= self.epoch:
-            return f"learner process {epoch} was replaced by process {self.epoch}: it must end"
+        if session == self._newest:
+            return None
+        if session in self._replaced or 0 < epoch <= self.epoch:
+            return f"learner process {epoch} was replaced by process {max(self.epoch, epoch + 1)}: it must end"
+        if self._newest is not None:
+            self._replaced.append(self._newest)
+        self._newest = session
         return None
 
     def up(self, name: str, header: Mapping[str, Any]) -> None:
-        """HELLO: agree on what the learner has trained, forget what it lost, repeat what it misses."""
+        """HELLO: agree on what the learner has trained, forget what it lost, repeat what it misses. One of a process in
+        whose place another was let in meanwhile has no answer: the name belongs to the other."""
+        if header.get("session") in self._replaced:
+            return
         if (reason := self.refuses(header)) is not None:
             raise WireError(reason)
         recorded = self._batches.consumed

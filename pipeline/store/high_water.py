@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.errors import StoreError
+from pipeline.errors import DamagedFiles
 from pipeline.runtime.rundir import sync
 
 BLOCK = 4096
@@ -62,7 +62,7 @@ class HighWaterFile:
     """The file of one store. Used by the one process that writes the store, one thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises :class:`StoreError` for a file that is not readable."""
+        """Raises :class:`DamagedFiles` for a file that is not readable."""
         self.path = path
         new = not path.exists()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -72,7 +72,7 @@ class HighWaterFile:
         """The newest record; None in a new file."""
         if self.mark is None and os.fstat(self._fd).st_size:
             os.close(self._fd)
-            raise StoreError(
+            raise DamagedFiles(
                 f"{path} is damaged: it says which ids the store beside it has used. Restore it from a copy; or remove "
                 "it, if you are sure that the store is the newest one of the run"
             )

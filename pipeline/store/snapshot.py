@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.errors import StoreError
+from pipeline.errors import DamagedFiles
 from pipeline.schema import Task
 from pipeline.store.experience_records import Candidate, PoolEntry, TaskRecord
 from pipeline.store.records import (
@@ -74,7 +74,7 @@ class SnapshotRows:
 
 
 def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int], next_row_id: int) -> Snapshot:
-    """Join the rows. Raises :class:`StoreError` when they do not fit together."""
+    """Join the rows. Raises :class:`DamagedFiles` when they do not fit together."""
     try:
         tasks = {row[0]: _task_record(row) for row in rows.tasks}
         pool = [_entry(row, tasks) for row in rows.pool]
@@ -99,7 +99,7 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
         for row in rows.replays:
             found[row[0]].replays.append(_replay(row, found[row[0]].task, pooled))
     except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise StoreError(
+        raise DamagedFiles(
             f"the replay store has inconsistent rows ({type(error).__name__}: {error}): it was changed "
             "by something else. Move it away to start with an empty one"
         ) from error

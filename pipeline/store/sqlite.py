@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import FormatMismatch, StoreError
+from pipeline.errors import DamagedFiles, FormatMismatch, StoreError
 
 BUSY_SECONDS_MAX = 10.0
 """Longest wait of a connection for another process that writes to the same file."""
@@ -45,7 +45,7 @@ class Database:
     def exists(self, path: Path) -> bool:
         """True if ``path`` is one of ours, False if there is nothing yet. Reads 100 bytes and changes nothing.
 
-        Raises :class:`StoreError` that names the remedy when it is anything else.
+        Raises :class:`DamagedFiles` that names the remedy when it is anything else.
         """
         try:
             with path.open("rb") as file:
@@ -58,15 +58,17 @@ class Database:
         logged = log.stat().st_size if log.exists() else 0
         if not header:
             if logged:
-                raise StoreError(
+                raise DamagedFiles(
                     f"{log} belongs to a {self.noun}, but {path} is missing: move it back, or move {log} away too"
                 )
             return False
         if len(header) < _HEADER_BYTES or not header.startswith(b"SQLite format 3\0"):
-            raise StoreError(f"expected {path} to be a {self.noun} (an SQLite file), got something else. {self.remedy}")
+            raise DamagedFiles(
+                f"expected {path} to be a {self.noun} (an SQLite file), got something else. {self.remedy}"
+            )
         version, application = struct.unpack_from(">I", header, 60)[0], struct.unpack_from(">I", header, 68)[0]
         if application != self.application_id:
-            raise StoreError(
+            raise DamagedFiles(
                 f"expected {path} to be a {self.noun} of Afterplay, got that of another program. {self.remedy}"
             )
         if version != self.version:
@@ -78,7 +80,7 @@ class Database:
         page_bytes, pages = struct.unpack_from(">H", header, 16)[0], struct.unpack_from(">I", header, 28)[0]
         expected, size = pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
         if expected > size + logged:
-            raise StoreError(f"{path} is cut off: expected {expected} bytes, got {size}. {self.remedy}")
+            raise DamagedFiles(f"{path} is cut off: expected {expected} bytes, got {size}. {self.remedy}")
         return True
 
     def create(self, path: Path) -> None:

@@ -6,7 +6,8 @@ totals, in the transaction that deletes them.
 
 A store that went back (its ``-wal`` was lost, or it is an older copy) is noticed by the file of
 :mod:`pipeline.store.high_water` beside it: new ids start behind those that may have been used, and
-``Snapshot.transactions_lost`` tells the stage.
+``Snapshot.transactions_lost`` tells the stage. Pages that are not those that were written are noticed by
+:mod:`pipeline.store.page_digests`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
 from pipeline.store.high_water import HighWaterFile, Mark
 from pipeline.store.journal import Changes
+from pipeline.store.page_digests import PageDigests
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Snapshot, SnapshotRows, build
 from pipeline.store.tables import STORE
 from pipeline.transport.protocol import Buffer, Frames
@@ -117,9 +119,14 @@ class ReplayStore:
                     STORE.create(path)
                 self._writer = opened.enter_context(closing(STORE.connect(path, synchronous=synchronous)))
                 self._reader = opened.enter_context(closing(STORE.connect(path, read_only=True)))
-                self._check_bytes()
+                self._writer.execute("PRAGMA wal_autocheckpoint = 0")
+                self._pages = opened.enter_context(closing(PageDigests(path)))
                 self._marks = opened.enter_context(closing(HighWaterFile(marks_path(path))))
-                self._agree()
+                self._pages.open(self._writer)
+                self._check_structure()
+                meta = self._read_meta()
+                self._check_pages(meta)
+                self._agree(meta)
             self._opened = opened.pop_all()
 
     def _check_tables(self) -> None:
@@ -129,7 +136,7 @@ class ReplayStore:
         finally:
             connection.close()
 
-    def _check_bytes(self) -> None:
+    def _check_structure(self) -> None:
         """Raises :class:`DamagedFiles` for pages that do not fit together, and payloads that are not those that came.
         Takes about 5 s for 1 GB; of a large store only a part is checked."""
         deadline = time.monotonic() + CHECK_SECONDS_MAX
@@ -152,36 +159,64 @@ class ReplayStore:
         finally:
             self._reader.set_progress_handler(None, 0)
 
+    def _read_meta(self) -> dict[str, Any]:
+        """Raises :class:`DamagedFiles` for values that cannot be read."""
+        try:
+            meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
+            bytes.fromhex(meta.get("store", ""))
+            for name in ("transactions", "next_group", "next_row_id"):
+                int(meta.get(name, 0))
+        except (ValueError, TypeError) as error:
+            raise self._damaged(f"table meta: {error}") from error
+        return meta
+
+    def _check_pages(self, meta: Mapping[str, Any]) -> None:
+        """Raises :class:`DamagedFiles` for a page that was not written like this. The digests say nothing about a store
+        that went back."""
+        if self._lost(meta) == 0 and self._pages.known:
+            if problem := self._pages.find_damage(CHECK_SECONDS_MAX):
+                changed = f"; if it is a copy that you put back, or you changed it, remove {self._pages.path}"
+                raise self._damaged(problem + changed)
+        else:
+            self._pages.build()
+
+    def _lost(self, meta: Mapping[str, Any]) -> int | None:
+        """Transactions that the store lacks; None where that is not known."""
+        known = self._marks.mark
+        if known is None:
+            return None
+        same = meta.get("store", known.store.hex()) == known.store.hex()
+        return max(0, known.transactions - (int(meta.get("transactions", 0)) if same else 0))
+
     def _damaged(self, what: str) -> DamagedFiles:
         return DamagedFiles(f"the replay store {self.path} is damaged ({what}). Restore a copy of it. {STORE.remedy}")
 
-    def _agree(self) -> None:
+    def _agree(self, meta: Mapping[str, Any]) -> None:
         """Compare the store with the file beside it; from here on no id is used that may have been used before."""
-        meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
         name = bytes.fromhex(meta["store"]) if "store" in meta else None
         self._transactions = int(meta.get("transactions", 0))
         groups, rows = int(meta.get("next_group", 0)), self._next_row_id(meta)
-        known = self._marks.mark
+        known, lost = self._marks.mark, self._lost(meta) or 0
         if known is None:
             if self._transactions:
                 log.warning("%s is missing: whether %s is the newest store of the run cannot be told",
                             self._marks.path, self.path)  # fmt: skip
             known = Mark(name or os.urandom(16), self._transactions, groups, rows)
-        lost = known.transactions - self._transactions if name in (None, known.store) else known.transactions
-        if lost > 0:
+        if lost:
             log.error(
                 "the replay store %s went back: it lacks the last %d transactions of %d (its -wal is lost, or it is an "
                 "older copy). New groups start at g%06d; groups that may have been trained since are given up",
                 self.path, lost, known.transactions, max(groups, known.groups),
             )  # fmt: skip
             self._transactions = known.transactions
-        if name != known.store or lost > 0:
+        if name != known.store or lost:
             groups, rows = max(groups, known.groups), max(rows, known.rows)
             given = {"store": known.store.hex(), "transactions": self._transactions, "next_group": groups}
-            given |= {"next_row_id": rows, LOST: max(lost, 0)}
+            given |= {"next_row_id": rows, LOST: lost}
             self._writer.execute("BEGIN IMMEDIATE")
             self._writer.executemany(_META, ((key, orjson.dumps(value)) for key, value in given.items()))
             self._writer.execute("COMMIT")
+            self._pages.committed(self._writer)
         self._marks.set(replace(known, transactions=self._transactions))
         self._marks.reserve(groups, rows)
 
@@ -249,6 +284,7 @@ class ReplayStore:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
+            self._pages.committed(self._writer)
             self._transactions += 1
             self._marks.written(self._transactions)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from pipeline.errors import StoreError
+from pipeline.errors import DamagedFiles
 from pipeline.runtime.rundir import FileLock
 from pipeline.store.sqlite import Database
 
@@ -58,13 +58,13 @@ STORE = Database("replay store", "store", "replay.store", application_id=0x41465
 
 
 def lock(path: Path) -> FileLock:
-    """Held by the one stage that writes the store. Raises :class:`StoreError` while another one has it."""
+    """Held by the one stage that writes the store. Raises :class:`pipeline.errors.StoreError` while another has it."""
     taken = f"{path} is used by another replay stage: stop that run, or set replay.store to another file"
     return FileLock(path.with_name(path.name + ".lock"), taken)
 
 
 def check_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises :class:`StoreError` when a table lacks a column, has another one, or is missing. Changes nothing."""
+    """Raises :class:`DamagedFiles` when a table lacks a column, has another one, or is missing. Changes nothing."""
     empty = sqlite3.connect(":memory:")
     try:
         empty.executescript(TABLES)
@@ -76,7 +76,7 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
             what = (
                 f"has the columns {', '.join(sorted(c[0] for c in found[table]))}" if table in found else "is not there"
             )
-            raise StoreError(
+            raise DamagedFiles(
                 f"{path} has other tables than this Afterplay writes: expected {table} with "
                 f"{', '.join(sorted(c[0] for c in columns))}, but it {what}: something else changed it. "
                 f"{STORE.remedy}"

@@ -230,8 +230,6 @@ class ShellSimulation:
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._unreachable: dict[str, float] = {}
         self._calm = False
-        self._replaced = False
-        """A learner was replaced. If both greet within one round of the stage, both may end, and a third goes on."""
 
     def play(self) -> float:
         """The virtual time that it took. Raises :class:`Violation`."""
@@ -353,7 +351,7 @@ class ShellSimulation:
                 try:
                     await learner.run(self._link("learner"), self.config.groups)
                 except* AfterplayError as errors:
-                    if not learner.stopped and not self._replaced:
+                    if not learner.stopped:
                         self.unexpected.append(f"learner: {errors.exceptions!r}")
             over.set()
 
@@ -430,7 +428,7 @@ class ShellSimulation:
         """The learner is stopped for a while, another takes its place, and then the first goes on."""
         session = None if self.learner is None else self.learner.session
         if self.learner is not None and session is not None and session.epoch:
-            self.learner.stopped = self._replaced = True
+            self.learner.stopped = True
             self.network.hold("learner", self.rng.uniform(1.0, 3 * SILENCE_SECONDS_MAX))
             self._learner_over.set()
 

@@ -382,8 +382,6 @@ async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_s
 async def test_a_restarted_engine_gets_damaged_weights_written_again_while_the_learner_waits(world, monkeypatch):
     """The engine restarts when everything that could be played is trained: no next version would come."""
     monkeypatch.setattr("learner.weights.engine_keeper.WATCH_SECONDS", 0.02)
-    monkeypatch.setattr("learner.loop.LOOK_SECONDS", 0.02)
-
     handle, send, loaded_again, looks = Engine.handle, MemoryLink.send, anyio.Event(), itertools.count(1)
 
     async def restarting(engine, request):

@@ -19,9 +19,8 @@ from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.contents import find_damage
+from pipeline.runtime.contents import find_damage, write_contents
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.schema.weight_stamp import WITHDRAWN
 from tests.support.damage import DAMAGES
 
 
@@ -390,9 +389,10 @@ async def test_an_engine_that_restarts_gets_the_newest_version(engines, weights,
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "contents.json"])
-async def test_an_engine_is_not_given_damaged_weights_and_has_them_once_they_are_written_again(
-    engines, weights, tmp_path, file, damage
+async def test_an_engine_that_restarts_gets_damaged_weights_written_again_at_once(
+    engines, weights, tmp_path, file, damage, caplog
 ):
+    """Whatever the learner does meanwhile: the publisher has the weights in memory."""
     publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
     async with running(publisher):
         await publisher.publish(1, weights[1])
@@ -400,16 +400,36 @@ async def test_an_engine_is_not_given_damaged_weights_and_has_them_once_they_are
         written = (directory.weights(1) / "model.safetensors").read_bytes()
         DAMAGES[damage](directory.weights(1) / file)
         engine.version = "default"  # as of one that has restarted
-        with anyio.fail_after(10):
-            while not keeper.state.trouble:
-                await keeper._changed.wait()
-            assert f"{directory.weights(1)} are damaged ({file} " in keeper.state.trouble
-            assert (len(engine.loaded), engine.version, publisher.damaged) == (1, WITHDRAWN, 1)
-            await publisher.write_again(weights[1])
-            await keeper.until_served(1)
-    assert (len(engine.loaded), engine.version, publisher.damaged) == (2, "1", None)
+        await until(lambda: len(engine.loaded) == 2 and engine.version == "1")
+        await until(lambda: keeper.state.live == 1)
+    assert f"{directory.weights(1)} are damaged ({file} " in caplog.text
     assert (directory.weights(1) / "model.safetensors").read_bytes() == written
     assert find_damage(directory.weights(1)) == ""
+
+
+async def test_an_engine_whose_initial_weights_are_damaged_gets_those_of_the_learner(engines, weights, tmp_path):
+    publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
+    write_weights(directory.model, weights[0], weights[1], "bfloat16")
+    write_contents(directory.model)
+    DAMAGES["flip"](directory.model / "model.safetensors")
+    engine = engines[0]
+    engine.version = "another"
+    async with running(publisher):
+        await publisher.publish(0, weights[1], initial=True)
+        await until(lambda: engine.version == "0")
+    assert engine.loaded == [str(directory.weights(0).absolute())]
+    assert find_damage(directory.weights(0)) == ""
+
+
+async def test_damaged_weights_that_nobody_has_are_not_given_to_an_engine(engines, weights, tmp_path):
+    publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
+    write_weights(directory.model, weights[0], weights[1], "bfloat16")
+    write_contents(directory.model)
+    DAMAGES["flip"](directory.model / "model.safetensors")
+    engines[0].version = "another"
+    async with running(publisher):
+        assert "are damaged (model.safetensors " in (await publisher.publish(0, None)).lagging[engines[0].url]
+    assert engines[0].loaded == []
 
 
 async def test_an_engine_that_is_still_starting_is_asked_at_short_intervals(engines, weights, tmp_path, monkeypatch):
@@ -487,7 +507,7 @@ def test_a_killed_write_leaves_no_folder_that_an_engine_could_take(kit, tmp_path
     ],
 )
 def test_load_is_needed_unless_the_engine_surely_has_the_weights(served, initial, known, needed, tmp_path):
-    assert load_needed(served, Target(7, tmp_path, initial), seen=known) is needed
+    assert load_needed(served, Target(7, tmp_path, tmp_path, initial), seen=known) is needed
 
 
 async def test_control_errors_say_what_came(engines):

@@ -78,6 +78,33 @@ def test_a_learner_that_another_replaced_is_refused_for_good() -> None:
     assert stage.core.dispatch.peer is None and stage.core.control.session == "t"
 
 
+@pytest.mark.parametrize("first", ["older", "newer"])
+def test_of_two_learners_that_greet_within_one_round_exactly_the_newer_stays(first: str) -> None:
+    """The hub asks about both before the stage applies either."""
+    stage, _ = ready()
+    stage.core.peer_down("learner", left=False)
+    common = {"role": "learner", "schema_version": SCHEMA_VERSION, "updates": 0, "credit_groups": 8, "greeting": 1}
+    hellos = {"older": {**common, "session": "s", "epoch": 1}, "newer": {**common, "session": "t", "epoch": 0}}
+    order = [hellos[first], *(hello for name, hello in hellos.items() if name != first)]
+    let_in = [hello for hello in order if stage.core.control.refuses(hello) is None]
+    assert let_in[-1] is hellos["newer"]
+    for hello in let_in:
+        stage.core.peer_up("learner", hello)
+    told = [(s.kind, s.header.get("epoch")) for s in stage.round() if s.kind in (Kind.WELCOME, Kind.REFUSED)]
+    assert told == [(Kind.WELCOME, 2)], "the answers to both go to the connection that has the name"
+    assert (stage.core.control.session, stage.core.dispatch.peer) == ("t", "learner")
+    assert stage.core.control.refuses(hellos["older"]) is not None
+    assert stage.core.control.refuses(hellos["newer"]) is None
+
+
+def test_of_two_new_learners_the_first_stays_refused() -> None:
+    stage, _ = ready()
+    first, second = ({"role": "learner", "session": name, "epoch": 0} for name in "tu")
+    assert stage.core.control.refuses(first) is None
+    assert stage.core.control.refuses(second) is None
+    assert stage.core.control.refuses(first) is not None
+
+
 def test_welcome_and_refusal_name_the_hello_that_they_answer() -> None:
     stage, _ = ready()
     hello = {"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 1, "holding": []}
