@@ -23,7 +23,7 @@ import anyio.to_thread
 from actors.actor import Actor
 from actors.engine.base import AnswerMemory, PausableTimeout
 from actors.engine.client import EngineClient
-from actors.engine.pool import EnginePool
+from actors.engine.pool import REPORT_SECONDS, EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.rendering.renderer import Renderer, load_tokenizer
@@ -61,6 +61,8 @@ def gc_policy() -> Iterator[None]:
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.5
+READINGS_PER_SECOND = 10
+"""Of one engine's load, by all actors together."""
 FLUSH_SECONDS_MAX = 1.5
 """After the drain: for the acknowledgements of what was finished last."""
 
@@ -97,6 +99,7 @@ async def main(ctx: RoleContext) -> None:
         sessions_max=config.actor.sessions_max,
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
+        report_seconds=max(REPORT_SECONDS, config.actor.replicas / READINGS_PER_SECOND),
         patience=patience,
     )
     lessons = _lesson_source(config.lessons)
@@ -108,6 +111,7 @@ async def main(ctx: RoleContext) -> None:
                 services,
                 link,
                 slots=config.actor.concurrency,
+                slots_min=config.actor.concurrency_min,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
                 limits=limits_of(config),
             )
