@@ -23,7 +23,7 @@ import anyio.to_thread
 from actors.actor import Actor
 from actors.engine.base import AnswerMemory, PausableTimeout
 from actors.engine.client import EngineClient
-from actors.engine.pool import REPORT_SECONDS, EnginePool
+from actors.engine.pool import LOAD_SECONDS, EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.rendering.renderer import Renderer, load_tokenizer
@@ -71,7 +71,7 @@ async def main(ctx: RoleContext) -> None:
     """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for errors that the user can
     fix."""
     config = ctx.config
-    metrics = ActorMetrics(ctx.registry, environments=tuple(config.environments))
+    metrics = ActorMetrics(ctx.registry, tuple(config.environments), config.engine.addresses())
     ctx.report(RoleState.LOADING, "the tokenizer")
     environments = {
         name: EnvironmentHost(name, section, threads_max=config.actor.concurrency)
@@ -99,7 +99,7 @@ async def main(ctx: RoleContext) -> None:
         sessions_max=config.actor.sessions_max,
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
-        report_seconds=max(REPORT_SECONDS, config.actor.replicas / READINGS_PER_SECOND),
+        report_seconds=max(LOAD_SECONDS, config.actor.replicas / READINGS_PER_SECOND),
         patience=patience,
     )
     lessons = _lesson_source(config.lessons)

@@ -46,7 +46,7 @@ class ConcurrencyLimit:
         self.least, self.most = least, most
         self.value = least
         self._waited = self._falling = self._fell = False
-        self._ended = 0
+        self._ended = self._engines = 0
         self._preemptions: float | None = None
         self._then: _Tokens | None = None
 
@@ -54,14 +54,14 @@ class ConcurrencyLimit:
     def constant(self) -> bool:
         return self.least == self.most
 
-    def observe(
-        self, reports: Sequence[EngineReport], playing: int, ended: int, asked: float, known: float
-    ) -> int:
+    def observe(self, reports: Sequence[EngineReport], playing: int, ended: int, asked: float, known: float) -> int:
         """The value from now on; call it each ``LOOK_SECONDS``. ``reports`` of all engines that have reported lately,
         while so many episodes are ``playing`` and ``ended`` have ended. ``asked``: prompt tokens of this actor so far,
         ``known`` those of them that an engine was given before."""
         if self.constant or not reports:
             return self.value
+        if len(reports) != self._engines:
+            self._engines, self._preemptions, self._then = len(reports), None, None
         too_many = self._too_many(reports, asked, known)
         self._falling &= playing > self.value
         if self._falling:

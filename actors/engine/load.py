@@ -44,7 +44,7 @@ class EngineLoad:
     def reported(self, report: EngineReport, own: int, asked_at: float) -> None:
         """The engine answered. ``own``: requests of this actor that were in flight there when it was asked."""
         before, seconds = self.report, asked_at - self._at
-        if before is not None and 0 < seconds and report.sampled >= before.sampled:
+        if before is not None and seconds > 0 and report.sampled >= before.sampled:
             keep = 0.5 ** (seconds / PACE_SECONDS)
             running = (before.running + report.running) / 2
             self._busy = keep * self._busy + seconds * running / (FREE_BATCH + running)

@@ -17,7 +17,15 @@ from contextlib import asynccontextmanager
 import anyio
 
 from actors.engine.base import Engine, EngineReport, PausableTimeout
-from actors.engine.router import SPREAD_SECONDS, STALE_SECONDS, UNSTAMPED, Lease, MoveReason, Placement, Router, RouterStatistics
+from actors.engine.router import (
+    STALE_SECONDS,
+    UNSTAMPED,
+    Lease,
+    MoveReason,
+    Placement,
+    Router,
+    RouterStatistics,
+)
 from pipeline.errors import (
     ConfigurationError,
     EngineBusy,
@@ -33,7 +41,7 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 1.0
 PROBE_SECONDS_MAX = 5.0
 """A probe that takes longer counts as no answer; two in a row mean that the engine is down (one: it was busy)."""
-REPORT_SECONDS = 1.0
+LOAD_SECONDS = 1.0
 """Time between two readings of an engine's load."""
 LOOK_AGAIN_SECONDS = 0.05
 """Time between two probes of engines that may be seen with new weights any moment."""
@@ -54,7 +62,7 @@ class EnginePool:
         wait_seconds_max: float,
         metrics: ActorMetrics,
         probe_seconds: float = PROBE_SECONDS,
-        report_seconds: float = REPORT_SECONDS,
+        report_seconds: float = LOAD_SECONDS,
         patience: PausableTimeout | None = None,
         jitter: random.Random | None = None,
     ) -> None:

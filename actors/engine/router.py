@@ -298,7 +298,14 @@ class Router:
         )
 
     def _sticky(
-        self, entry: _Session, session: str, own: EngineState, version_min: int, now: float, avoid: Set[str], tokens: int
+        self,
+        entry: _Session,
+        session: str,
+        own: EngineState,
+        version_min: int,
+        now: float,
+        avoid: Set[str],
+        tokens: int,
     ) -> Lease:
         """A request of a session whose engine is fit, while another engine is not or came back."""
         if own.name in avoid:

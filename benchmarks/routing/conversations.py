@@ -42,5 +42,6 @@ def recorded(path: Path, groups: int, seed: int) -> list[list[Conversation]]:
     found = json.loads(path.read_text())["conversations"]
     draw = random.Random(seed)
     return [
-        [[Turn(prompt, sampled) for prompt, sampled in rollout] for rollout in draw.choice(found)] for _ in range(groups)
+        [[Turn(prompt, sampled) for prompt, sampled in rollout] for rollout in draw.choice(found)]
+        for _ in range(groups)
     ]

@@ -254,8 +254,8 @@ class Rule(Protocol):
 
 
 class Fixed:
-    """Rules that only count: ``hashing`` draws an engine for a conversation, ``sticky`` gives it the one with the fewest
-    conversations, ``least`` gives each turn the one with the fewest requests."""
+    """Rules that only count: ``hashing`` draws an engine for a conversation, ``sticky`` gives it the one with the
+    fewest conversations, ``least`` gives each turn the one with the fewest requests."""
 
     def __init__(self, kind: str, engines: int, seed: int) -> None:
         self.kind, self._draw = kind, random.Random(seed)

@@ -36,8 +36,10 @@ class ActorMetrics(MetricSet):
 
     prefix = "afterplay_actor_"
 
-    def __init__(self, registry: CollectorRegistry, environments: Sequence[str] = ()) -> None:
-        super().__init__(registry, environments=environments)
+    def __init__(
+        self, registry: CollectorRegistry, environments: Sequence[str] = (), engines: Sequence[str] = ()
+    ) -> None:
+        super().__init__(registry, environments=environments, engines=engines)
 
     policy_version = gauge("Policy version of the weights that generate.")
     trajectories_total = counter(
@@ -81,10 +83,12 @@ class ActorMetrics(MetricSet):
     engines = gauge("Engines; state = fit (takes requests, weights stamped) or unfit.", state=("fit", "unfit"))
     engine_requests = gauge(
         "Requests at an engine, as it reports; state = running (in its batch) or waiting.",
-        engine=(),
+        engine="engines",
         state=("running", "waiting"),
     )
-    engine_kv_used_ratio = gauge("Share of an engine's KV cache that requests hold, as it reports; 0 to 1.", engine=())
+    engine_kv_used_ratio = gauge(
+        "Share of an engine's KV cache that requests hold, as it reports; 0 to 1.", engine="engines"
+    )
     concurrency = gauge("Episodes that the actor plays at once at most.")
     prefix_cache_hit_ratio = gauge("Share of prompt tokens found in prefix caches, as the replies report; 0 to 1.")
     prefix_tokens_total = counter("Prompt tokens by prefix cache; result = hit or miss.", result=("hit", "miss"))

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actors.engine.base import EngineReport
 from actors.engine.pool import EnginePool, NoEngineFit
-from actors.engine.router import SPREAD_SECONDS, Lease, MoveReason, Placement, Router
+from actors.engine.router import Lease, MoveReason, Placement, Router
 from pipeline.errors import ConfigurationError, EngineGone
 from pipeline.metrics.actor import ActorMetrics
 from tests.support.stub_engine import StubEngine
