@@ -102,6 +102,12 @@ class Batching(ContinuousBatchingManager):
         """Requests in the current batch."""
         return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
 
+    def sampled_in_flight(self) -> int:
+        """Tokens sampled so far by the requests in the current batch."""
+        if self.batch_processor is None:
+            return 0
+        return sum(len(state.logprobs) for state in list(self.batch_processor.scheduler.active_requests.values()))
+
     def cache_used(self) -> float:
         """Share of KV blocks that requests in flight hold, 0 to 1; blocks kept for prefix hits count as free."""
         if self.batch_processor is None:

@@ -257,7 +257,7 @@ class EnginePool:
         """Ask one engine after another, each once in ``report_seconds``, without waiting for the answers."""
         async with anyio.create_task_group() as group:
             while True:
-                for engine in self._engines.values():
+                for engine in list(self._engines.values()):
                     if self.router.engines[engine.name].alive and engine.name not in self._reading:
                         group.start_soon(self._read_load, engine)
                     await anyio.sleep(self._report_seconds / len(self._engines))
