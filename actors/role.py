@@ -61,8 +61,10 @@ def gc_policy() -> Iterator[None]:
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.5
-READINGS_PER_SECOND = 10
-"""Of one engine's load, by all actors together."""
+READINGS_MAX = 4
+"""Readings of one engine's load in a second, by all actors together: it writes some 0.2 MB for each."""
+READ_MAX = 16
+"""Readings by one actor in a second, of all engines together."""
 FLUSH_SECONDS_MAX = 1.5
 """After the drain: for the acknowledgements of what was finished last."""
 
@@ -99,7 +101,7 @@ async def main(ctx: RoleContext) -> None:
         sessions_max=config.actor.sessions_max,
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
-        report_seconds=max(LOAD_SECONDS, config.actor.replicas / READINGS_PER_SECOND),
+        report_seconds=_report_seconds(config),
         patience=patience,
     )
     lessons = _lesson_source(config.lessons)
@@ -149,6 +151,11 @@ async def _report(ctx: RoleContext, actor: Actor) -> None:
             unacknowledged=actor.unacknowledged,
         )
         await anyio.sleep(REPORT_SECONDS)
+
+
+def _report_seconds(config: RunConfig) -> float:
+    """Time between two readings of an engine's load."""
+    return max(LOAD_SECONDS, config.actor.replicas / READINGS_MAX, len(config.engine.addresses()) / READ_MAX)
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:
