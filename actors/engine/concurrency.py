@@ -24,17 +24,17 @@ HITS_MIN = 0.8
 LOOK_TOKENS = 20_000
 """Prompt tokens after which that share is looked at."""
 RISE = 1 / 32
-"""Of the upper bound, at each rise."""
+"""Share of the upper bound, at each rise."""
 FALL = 0.75
 
 
 @dataclass(slots=True)
 class _Tokens:
-    """Of prompts, since some moment."""
+    """Prompt tokens, counted since some moment."""
 
     asked: float = 0.0
     known: float = 0.0
-    """Those of the turn before."""
+    """Tokens that the engine was given with the turn before."""
     queries: float = 0.0
     hits: float = 0.0
 

@@ -13,8 +13,6 @@ room in the batch counts for more than one in it, because it waits for the end o
 
 from __future__ import annotations
 
-import math
-
 from actors.engine.base import EngineReport
 
 FREE_BATCH = 22.0
@@ -59,11 +57,11 @@ class EngineLoad:
         """True if the engine was asked at ``since`` or later, and answered."""
         return self._at >= since
 
-    def slowness(self, now: float) -> float | None:
-        """Square root of the pace, in an arbitrary unit; None where it is not known."""
+    def pace(self, now: float) -> float | None:
+        """Seconds of a step for each request in it, ``FREE_BATCH`` included; None where it is not known."""
         if self._sampled <= 0 or self._busy <= 0 or now - self._paced_at > PACE_SECONDS_MAX:
             return None
-        return math.sqrt(self._busy / self._sampled)
+        return self._busy / self._sampled
 
     def requests(self, own: int) -> float:
         """Requests at the engine now, those that wait by what they cost. ``own``: of this actor that are in flight."""

@@ -9,8 +9,8 @@ one. A session moves only
   use;
 * between two turns, to an engine that came back and has less than its share of the sessions, while its own has more.
   The limit of an engine that came back rises to its share over ``RETURN_SECONDS``, for new sessions too;
-* between two turns, to an engine that is less busy, if its next turn takes less time there although that engine first
-  has to read the prefix. One other engine is looked at each time, drawn at random: an engine that has become idle is
+* between two turns, to an engine that is less busy, if its next turn, or the tokens of ``HORIZON_SECONDS``, take less
+  time there although that engine first has to read the prefix. One other engine is looked at each time, drawn at random: an engine that has become idle is
   found by a share of the turns of all actors, and not by all of them at once.
 
 Engines are seen with new weights one after the other. A session whose engine lags, and a new one, wait
@@ -26,6 +26,7 @@ changes nothing; while fitness and load do not change no session moves.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ STALE_SECONDS = 5.0
 """Reports of engines that are older are not believed."""
 MARGIN = 2.0
 """Requests that another engine must have less, beside what the prefix is worth: smaller differences are chance."""
+HORIZON_SECONDS = 10.0
+"""Time for which a difference of load is expected to last; at least one turn. A move is paid for in this time."""
 KV_BLOCK = 128
 """Tokens of a block at most; a cache keeps whole blocks."""
 TURN_TOKENS, TURNS_AVERAGED = 256.0, 64
@@ -153,9 +156,9 @@ class Router:
         self._stale_seconds = stale_seconds
         self._turn_tokens = TURN_TOKENS
         self.prompt_tokens = 0
-        """Of all requests."""
+        """Prompt tokens of all requests."""
         self.known_tokens = 0
-        """Those that the engine was given with the turn before, in whole blocks of its KV cache."""
+        """Prompt tokens that the engine was given with the turn before, in whole blocks of its KV cache."""
         self._newest, self._newest_at = UNSTAMPED, float("-inf")
         self._sessions_max = sessions_max
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -337,25 +340,24 @@ class Router:
         if not (other.breaker.closed and other.version >= version_min):
             return None
         (here, own_requests), (there, requests) = self._loads((own, other), now) or (
-            (1.0, own.in_flight),
-            (1.0, other.in_flight),
+            (None, own.in_flight),
+            (None, other.in_flight),
         )
         unread = entry.prefix if own.version == entry.version else 0
-        stays = here * self._turn_tokens * (FREE_BATCH + own_requests)
-        goes = there * (self._turn_tokens * (FREE_BATCH + requests + MARGIN) + PREFILL_COST * unread)
+        tokens, slower = self._turn_tokens, 1.0
+        if here is not None and there is not None:
+            tokens = max(tokens, HORIZON_SECONDS / (here * (FREE_BATCH + own_requests)))
+            slower = math.sqrt(here / there)
+        stays = slower * tokens * (FREE_BATCH + own_requests)
+        goes = tokens * (FREE_BATCH + requests + MARGIN) + PREFILL_COST * unread
         return other if goes < stays else None
 
-    def _loads(self, states: Sequence[EngineState], now: float) -> list[tuple[float, float]] | None:
-        """(Slowness, requests) of each engine; None where one has not reported lately."""
+    def _loads(self, states: Sequence[EngineState], now: float) -> list[tuple[float | None, float]] | None:
+        """(Pace, requests) of each engine; None where one has not reported lately."""
         since = now - self._stale_seconds
         if not all(state.load.fresh(since) for state in states):
             return None
-        slow = [state.load.slowness(now) for state in states]
-        known = [s for s in slow if s is not None]
-        return [
-            (s if len(known) == len(slow) and s is not None else 1.0, state.load.requests(state.in_flight))
-            for s, state in zip(slow, states, strict=True)
-        ]
+        return [(state.load.pace(now), state.load.requests(state.in_flight)) for state in states]
 
     def _moved(
         self, entry: _Session, session: str, to: EngineState, reason: MoveReason, now: float, tokens: int
@@ -398,7 +400,8 @@ class Router:
         loads = self._loads(fit, now)
         if loads is None:
             return min(fit, key=lambda e: (e.sessions, e.in_flight))
-        times = [slow * (FREE_BATCH + requests) for slow, requests in loads]
+        known = all(pace is not None for pace, _ in loads)
+        times = [(math.sqrt(pace or 1.0) if known else 1.0) * (FREE_BATCH + requests) for pace, requests in loads]
         return min(zip(times, fit, strict=True), key=lambda pair: (pair[0], pair[1].sessions))[1]
 
     def _share(self) -> float:

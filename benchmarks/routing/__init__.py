@@ -13,5 +13,6 @@ may be slower than the others. The seeds were fixed before the first run of a ta
 
 Workloads: ``gpu``: long-tailed synthetic agents on engines with costs that were assumed, not measured (a step of 10 ms
 and 0.05 ms a request, 0.04 ms a prompt token, 400,000 tokens of KV cache). ``cpu``: the same with a quarter of the
-tokens, on costs measured with SmolLM2-135M on vLLM for CPUs. ``recorded``: conversations recorded there.
+tokens, on costs measured with SmolLM2-135M on vLLM for CPUs. ``recorded``: games of 2 to 320 turns with actions of 2
+tokens (:mod:`benchmarks.routing.recording`) on the costs of ``gpu``.
 """

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from actors.engine import router
+from actors.engine import load, router
 from benchmarks.routing import __doc__ as description
 from benchmarks.routing.conversations import recorded, synthetic
 from benchmarks.routing.simulation import Conversation, Costs, Fixed, Routed, Rule, Simulation
@@ -38,7 +39,7 @@ CPU = Costs(first=0.0404, each=0.00183, prompt=0.00103, batch_max=64, kv_tokens=
 WORKLOADS = (
     Workload("gpu", GPU, synthetic, 64, 256),
     Workload("cpu", CPU, lambda groups, seed: synthetic(groups, seed, 0.25), 24, 64),
-    Workload("recorded", CPU, lambda groups, seed: recorded(RECORDED, groups, seed), 64, 64),
+    Workload("recorded", GPU, lambda groups, seed: recorded(RECORDED, groups, seed), 12, 64),
 )
 
 
@@ -108,12 +109,13 @@ def compare_rules(seeds: Sequence[int], workloads: Sequence[Workload]) -> Iterat
 @contextmanager
 def constants(free_batch: float, prefill_cost: float) -> Iterator[None]:
     """The router believes that these are the costs of an engine."""
-    before = router.FREE_BATCH, router.PREFILL_COST
-    router.FREE_BATCH, router.PREFILL_COST = before[0] * free_batch, before[1] * prefill_cost  # type: ignore[misc]
-    try:
+    batch, cost = load.FREE_BATCH * free_batch, load.PREFILL_COST * prefill_cost
+    with (
+        mock.patch.object(load, "FREE_BATCH", batch),
+        mock.patch.object(router, "FREE_BATCH", batch),
+        mock.patch.object(router, "PREFILL_COST", cost),
+    ):
         yield
-    finally:
-        router.FREE_BATCH, router.PREFILL_COST = before  # type: ignore[misc]
 
 
 def wrong_costs(seeds: Sequence[int], workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
@@ -150,7 +152,7 @@ def concurrencies(seeds: Sequence[int], workloads: Sequence[Workload]) -> Iterat
 
 
 def average(rows: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.mean(row[key] for row in rows)
+    return float(statistics.mean(row[key] for row in rows))
 
 
 def spread(rows: Sequence[dict[str, Any]], key: str) -> str:

@@ -38,10 +38,8 @@ def synthetic(groups: int, seed: int, scale: float = 1.0, tail: float = 1.2) -> 
 
 
 def recorded(path: Path, groups: int, seed: int) -> list[list[Conversation]]:
-    """Groups drawn from those of a file that :mod:`benchmarks.routing.engine_costs` wrote."""
+    """Groups drawn from those of a file with ``conversations``: groups of rollouts of turns of (new prompt tokens,
+    sampled tokens, seconds of the environment)."""
     found = json.loads(path.read_text())["conversations"]
     draw = random.Random(seed)
-    return [
-        [[Turn(prompt, sampled) for prompt, sampled in rollout] for rollout in draw.choice(found)]
-        for _ in range(groups)
-    ]
+    return [[[Turn(*turn) for turn in rollout] for rollout in draw.choice(found)] for _ in range(groups)]

@@ -57,7 +57,7 @@ def test_every_turn_is_played_and_nothing_is_left_at_routers_or_engines(seed: in
 
 
 def test_groups_are_not_slower_than_by_hashing_or_by_the_fewest_requests_of_each_turn() -> None:
-    for slow, hashing, least in ((1.0, 1.0, 1.0), (4.0, 0.7, 1.0)):
+    for slow, hashing, least in ((1.0, 1.05, 1.0), (4.0, 0.7, 1.0)):
         mean = {
             kind: sum(played(kind, seed, slow)[1].mean for seed in SEEDS) for kind in ("hashing", "least", "router")
         }

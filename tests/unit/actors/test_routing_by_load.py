@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -119,6 +120,18 @@ def test_slow_engine_gets_fewer_conversations() -> None:
     assert 2 * (FREE_BATCH + b) == pytest.approx(FREE_BATCH + a, abs=2.5)
 
 
+def test_conversation_of_short_turns_leaves_a_slow_engine_that_costs_more_than_its_prefix_in_time() -> None:
+    for slow, leaves in ((1.0, False), (8.0, True)):
+        router = router_of(a=0, b=1)
+        turns(router, "s", 2000, 1)
+        for _ in range(1000):
+            router.sampled(2)
+        for second in range(1, 10):
+            for name, factor in (("a", slow), ("b", 1.0)):
+                router.reported(name, EngineReport(10, sampled=second * 1000 / factor), 0, NOW - 10 + second)
+        assert (turns(router, "s", 2000)[-1] == "b") == leaves
+
+
 class SlowToAnswer(StubEngine):
     """Takes a while to say its version."""
 
@@ -128,7 +141,7 @@ class SlowToAnswer(StubEngine):
         return version
 
 
-def pool_of(engines: list[StubEngine], **more: Any) -> EnginePool:
+def pool_of(engines: Sequence[StubEngine], **more: Any) -> EnginePool:
     metrics = ActorMetrics(CollectorRegistry())
     return EnginePool(engines, sessions_max=1000, wait_seconds_max=60, metrics=metrics, **more)
 
