@@ -10,8 +10,8 @@ one. A session moves only
 * between two turns, to an engine that came back and has less than its share of the sessions, while its own has more.
   The limit of an engine that came back rises to its share over ``RETURN_SECONDS``, for new sessions too;
 * between two turns, to an engine that is less busy, if its next turn, or the tokens of ``HORIZON_SECONDS``, take less
-  time there although that engine first has to read the prefix. One other engine is looked at each time, drawn at random: an engine that has become idle is
-  found by a share of the turns of all actors, and not by all of them at once.
+  time there although that engine first has to read the prefix. One other engine is looked at each time, drawn at
+  random: an engine that has become idle is found by a share of the turns of all actors, and not by all of them at once.
 
 Engines are seen with new weights one after the other. A session whose engine lags, and a new one, wait
 ``SPREAD_SECONDS`` at most for the others, so that not all of them go to the first.
