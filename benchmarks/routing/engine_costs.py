@@ -1,17 +1,15 @@
-"""Costs of one engine that routing weighs, and the sizes of real conversations.
+"""Costs of one engine that routing weighs.
 
 ::
 
-    python -m benchmarks.routing.engine_costs vllm --json vllm.json --conversations 16
+    python -m benchmarks.routing.engine_costs vllm --json vllm.json
     python -m benchmarks.routing.engine_costs embedded --json embedded.json
 
 Starts SmolLM2-135M behind a server and measures
 
 * seconds that a step of ``b`` requests takes, fitted as ``first + each * b``: requests of 8 prompt tokens and
   ``--tokens`` sampled ones, ``b`` at once;
-* seconds of a prompt token that is in no cache, fitted over prompts of several lengths with one sampled token;
-* by ``--conversations``, groups of rollouts that think about a sum aloud and try again until it is right, at most
-  ``TURNS_MAX`` times: new prompt tokens and sampled tokens of each turn.
+* seconds of a prompt token that is in no cache, fitted over prompts of several lengths with one sampled token.
 
 ``free_batch`` is ``first / each``: so many requests share the fixed cost of a step. ``prefill_cost`` is the price of a
 prompt token in sampled tokens of a full batch: seconds of a prompt token over ``each``.
@@ -22,30 +20,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import anyio
 import numpy as np
 
-from actors.engine.base import Sampling
 from actors.engine.client import GENERATE, EngineClient
-from actors.rendering.renderer import Renderer, load_tokenizer
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.schema import Message
 from tests.support.running_engine import running_engine
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 PROMPTS = (128, 256, 512, 1024)
-ROLLOUTS, TURNS_MAX, REPLY_TOKENS_MAX, CONTEXT_MAX = 8, 6, 192, 2048
-AGAIN = "That is not right. Think again, then say the number."
+CONTEXT_MAX = 2048
 
 
 async def request(client: EngineClient, prompt: Sequence[int], tokens: int) -> float:
@@ -95,53 +87,6 @@ async def costs(client: EngineClient, tokens: int, repeats: int, draw: random.Ra
     }
 
 
-async def conversation(client: EngineClient, renderer: Renderer, seed: int) -> list[tuple[int, int]]:
-    """(new prompt tokens, sampled tokens) of each turn."""
-    draw = random.Random(seed)
-    a, b = draw.randrange(2, 10), draw.randrange(2, 10)
-    question = f"What is {a} + {b}? Think step by step, then say the number."
-    state = renderer.start([Message("user", question)])
-    sizes: list[tuple[int, int]] = []
-    known = 0
-    while len(sizes) < TURNS_MAX and len(state.prompt_ids) + REPLY_TOKENS_MAX <= CONTEXT_MAX:
-        sampling = Sampling(REPLY_TOKENS_MAX, stop_token_ids=renderer.end_ids)
-        reply = await client.generate(state.prompt_ids, sampling)
-        ids = reply.token_ids.tolist()
-        sizes.append((len(state.prompt_ids) - known, len(ids)))
-        known = len(state.prompt_ids) + len(ids)
-        said = renderer.completed(ids)
-        numbers = re.findall(r"[0-9]+", said.text)
-        if numbers and int(numbers[-1]) == a + b:
-            break
-        state = renderer.extend(state, ids, said, [Message("user", AGAIN)], append=True)
-    return sizes
-
-
-async def conversations(
-    client: EngineClient, renderer: Renderer, groups: int, seconds_max: float
-) -> list[list[list[tuple[int, int]]]]:
-    """Rollouts of each group that have ended in time."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-
-    async def play(group: int, rollout: int) -> None:
-        found[group, rollout] = await conversation(client, renderer, group)
-
-    with anyio.move_on_after(seconds_max):
-        async with anyio.create_task_group() as tasks:
-            for group in range(groups):
-                for rollout in range(ROLLOUTS):
-                    tasks.start_soon(play, group, rollout)
-    return [[found[key] for key in sorted(found) if key[0] == group] for group in range(groups)]
-
-
-async def stamp(url: str) -> None:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/update_weight_version", json={"new_version": "0"}) as answer,
-    ):
-        answer.raise_for_status()
-
-
 async def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig.model_validate(
@@ -162,21 +107,10 @@ async def main(options: argparse.Namespace) -> None:
         directory = RunDirectory(config.run.path)
         await anyio.to_thread.run_sync(prepare_model, config, directory.model)
         with running_engine(config) as engine:
-            await stamp(engine.url)
             async with EngineClient(engine.url, request_seconds_max=600) as client:
                 found: dict[str, Any] = {"engine": options.engine, "tokens": options.tokens}
-                if options.repeats:
-                    found |= await costs(client, options.tokens, options.repeats, random.Random(0))
-                print(json.dumps(found, indent=1))
-                if options.conversations:
-                    renderer = Renderer(*load_tokenizer(directory.model))
-                    started = time.perf_counter()
-                    played = await conversations(client, renderer, options.conversations, options.seconds)
-                    found |= {"conversations": played, "conversations_seconds": time.perf_counter() - started}
-                    turns = [turn for group in played for rollout in group for turn in rollout]
-                    print(
-                        f"{sum(map(len, played))} conversations, {len(turns)} turns, {sum(s for _, s in turns)} tokens"
-                    )
+                found |= await costs(client, options.tokens, options.repeats, random.Random(0))
+    print(json.dumps(found, indent=1))
     if options.json:
         options.json.write_text(json.dumps(found) + "\n")
 
@@ -185,8 +119,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("vllm", "embedded"))
     parser.add_argument("--tokens", type=int, default=33, help="sampled by each request of a batch")
-    parser.add_argument("--repeats", type=int, default=2, help="of each measurement; 0: none is made")
-    parser.add_argument("--conversations", type=int, default=0, help="groups to play")
-    parser.add_argument("--seconds", type=float, default=180.0, help="for the conversations, at most")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
     anyio.run(main, parser.parse_args())
