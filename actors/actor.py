@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from actors.engine.concurrency import LOOK_SECONDS, ConcurrencyLimit
 from actors.rollout.memory_prompt import MemoryClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
@@ -71,11 +72,13 @@ class OrderQueue:
     """Orders of an actor, from arrival to answer. Pure.
 
     An order is *waiting* until a slot is free, then *in flight* until it is answered or cancelled; each leaves exactly
-    once. At most ``slots`` orders are in flight; others wait in the order of their arrival.
+    once. None is begun while ``slots`` orders or more are in flight; others wait in the order of their arrival.
     """
 
     def __init__(self, slots: int) -> None:
-        self._slots = slots
+        self.slots = slots
+        self.ended = 0
+        """Orders that were begun and are answered or cancelled."""
         self._waiting: OrderedDict[str, Order] = OrderedDict()
         self._in_flight: dict[str, Order] = {}
 
@@ -103,7 +106,7 @@ class OrderQueue:
 
     def begin(self) -> Order | None:
         """The next order, in flight from here on; None when none waits or no slot is free."""
-        if not self._waiting or len(self._in_flight) >= self._slots:
+        if not self._waiting or len(self._in_flight) >= self.slots:
             return None
         order_id, order = self._waiting.popitem(last=False)
         self._in_flight[order_id] = order
@@ -116,6 +119,7 @@ class OrderQueue:
     def finish(self, order_id: str) -> None:
         """The order is answered. Raises KeyError for one that was not in flight."""
         del self._in_flight[order_id]
+        self.ended += 1
 
     def withdraw_all(self) -> list[Order]:
         """Take back everything that is still waiting."""
@@ -133,6 +137,7 @@ class Actor:
         link: Link,
         *,
         slots: int,
+        slots_min: int | None = None,
         outbox_bytes_max: int,
         limits: Limits,
     ) -> None:
@@ -140,8 +145,8 @@ class Actor:
         self._link = link
         self._memory = MemoryClient(link)
         self._limits = limits
-        self.slots = slots
-        self._orders = OrderQueue(slots)
+        self._limit = ConcurrencyLimit(slots if slots_min is None else slots_min, slots)
+        self._orders = OrderQueue(self._limit.value)
         self._outbox: Outbox[str, Frames] = Outbox(outbox_bytes_max)
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._cancelled: set[str] = set()
@@ -149,9 +154,15 @@ class Actor:
         """Monotonic time by which each rollout in flight must have ended."""
         self._draining = False
         self._connected = False
+        self._slots_told = 0
         self._changed = anyio.Event()
         self._group: TaskGroup | None = None
         link.describe(_Hello(self))
+
+    @property
+    def slots(self) -> int:
+        """Rollouts in progress at most."""
+        return self._orders.slots
 
     @property
     def in_flight(self) -> int:
@@ -192,6 +203,8 @@ class Actor:
         async with anyio.create_task_group() as group:
             self._group = group
             group.start_soon(self._send)
+            if not self._limit.constant:
+                group.start_soon(self._follow_engines)
             await self._receive()
 
     async def drain(self, seconds_max: float, flush_seconds_max: float = 1.5) -> bool:
@@ -228,7 +241,7 @@ class Actor:
         message = event.message
         if event.kind is EventKind.CONNECTED:
             assert message is not None
-            self._connected = True
+            self._connected, self._slots_told = True, 0
             self._memory.connected()
             self._outbox.reconnected()
             self._outbox.grant(int(message.header["credit_bytes"]))
@@ -291,6 +304,7 @@ class Actor:
 
     def _gauge(self) -> None:
         self._services.metrics.inflight_episodes.set(self._orders.in_flight)
+        self._services.metrics.concurrency.set(self.slots)
         self._services.metrics.send_queue_trajectories.set(len(self._outbox))
 
     async def _play(self, order: Order, scope: anyio.CancelScope) -> None:
@@ -369,6 +383,19 @@ class Actor:
             trajectory_id, frames = taken
             await self._link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
             blocked.inc(time.perf_counter() - started)
+
+    async def _follow_engines(self) -> None:
+        """Play more or fewer rollouts at once, by the load of the engines, and tell the replay stage."""
+        pool = self._services.pool
+        while True:
+            await anyio.sleep(LOOK_SECONDS)
+            playing, ended = self._orders.in_flight, self._orders.ended
+            known = (pool.router.prompt_tokens, pool.router.known_tokens)
+            self._orders.slots = self._limit.observe(pool.reports(), playing, ended, *known)
+            if self._connected and self.slots != self._slots_told:
+                self._slots_told = self.slots
+                await self._link.send(WireMessage(Kind.SLOTS, {"slots": self.slots}))
+            self._work()
 
     async def _change(self) -> None:
         await self._changed.wait()

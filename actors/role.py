@@ -23,7 +23,7 @@ import anyio.to_thread
 from actors.actor import Actor
 from actors.engine.base import AnswerMemory, PausableTimeout
 from actors.engine.client import EngineClient
-from actors.engine.pool import EnginePool
+from actors.engine.pool import LOAD_SECONDS, EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.rendering.renderer import Renderer, load_tokenizer
@@ -61,6 +61,10 @@ def gc_policy() -> Iterator[None]:
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.5
+READINGS_MAX = 4
+"""Readings of one engine's load in a second, by all actors together: it writes some 0.2 MB for each."""
+READ_MAX = 16
+"""Readings by one actor in a second, of all engines together."""
 FLUSH_SECONDS_MAX = 1.5
 """After the drain: for the acknowledgements of what was finished last."""
 
@@ -69,7 +73,7 @@ async def main(ctx: RoleContext) -> None:
     """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for errors that the user can
     fix."""
     config = ctx.config
-    metrics = ActorMetrics(ctx.registry, environments=tuple(config.environments))
+    metrics = ActorMetrics(ctx.registry, tuple(config.environments), config.engine.addresses())
     ctx.report(RoleState.LOADING, "the tokenizer")
     environments = {
         name: EnvironmentHost(name, section, threads_max=config.actor.concurrency)
@@ -97,6 +101,7 @@ async def main(ctx: RoleContext) -> None:
         sessions_max=config.actor.sessions_max,
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
+        report_seconds=_report_seconds(config),
         patience=patience,
     )
     lessons = _lesson_source(config.lessons)
@@ -108,6 +113,7 @@ async def main(ctx: RoleContext) -> None:
                 services,
                 link,
                 slots=config.actor.concurrency,
+                slots_min=config.actor.concurrency_min,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
                 limits=limits_of(config),
             )
@@ -150,6 +156,11 @@ def _report(ctx: RoleContext, actor: Actor) -> None:
         playing=actor.in_flight,
         unacknowledged=actor.unacknowledged,
     )
+
+
+def _report_seconds(config: RunConfig) -> float:
+    """Time between two readings of an engine's load."""
+    return max(LOAD_SECONDS, config.actor.replicas / READINGS_MAX, len(config.engine.addresses()) / READ_MAX)
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:

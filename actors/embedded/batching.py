@@ -109,6 +109,12 @@ class Batching(ContinuousBatchingManager):
         taken = 0 if scheduler is None else len(scheduler.active_requests) + len(scheduler.waiting_requests)
         return taken + int(self.input_queue.qsize())
 
+    def sampled_in_flight(self) -> int:
+        """Tokens sampled so far by the requests in the current batch."""
+        if self.batch_processor is None:
+            return 0
+        return sum(len(state.logprobs) for state in list(self.batch_processor.scheduler.active_requests.values()))
+
     def cache_used(self) -> float:
         """Share of KV blocks that requests in flight hold, 0 to 1; blocks kept for prefix hits count as free."""
         if self.batch_processor is None:

@@ -89,6 +89,7 @@ class Generator:
         self.versions = VersionRecord()
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self._sampled = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
         self._control = ThreadPoolExecutor(1, thread_name_prefix="control")
@@ -258,12 +259,14 @@ class Generator:
     def statistics(self) -> dict[str, float]:
         """Gauges and counters under vLLM's names, without the prefix."""
         running = self._batching.running()
+        sampled = self.generation_tokens + self._batching.sampled_in_flight()
+        self._sampled = max(self._sampled, sampled)  # a counter: it may not fall between a batch and its delivery
         return {
             "num_requests_running": running,
             "num_requests_waiting": max(0, len(self._waiting) - running),
             "kv_cache_usage_perc": self._batching.cache_used(),
             "prompt_tokens_total": self.prompt_tokens,
-            "generation_tokens_total": self.generation_tokens,
+            "generation_tokens_total": self._sampled,
             "prefix_cache_queries_total": self._batching.prefix_queries,
             "prefix_cache_hits_total": self._batching.prefix_hits,
         }

@@ -24,7 +24,7 @@ _HELP = {
     "num_requests_waiting": "Requests that wait for a slot in the batch.",
     "kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
     "prompt_tokens_total": "Prompt tokens of finished requests.",
-    "generation_tokens_total": "Sampled tokens of finished requests.",
+    "generation_tokens_total": "Sampled tokens.",
     "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
 }

@@ -70,11 +70,23 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixCache:
-    """An engine's own counters since it started, in tokens."""
+class EngineReport:
+    """Load of an engine as it says itself, and its counters since it started."""
 
-    queries: float
-    hits: float
+    running: float = 0.0
+    """Requests in its batch."""
+    waiting: float = 0.0
+    """Requests that wait for room in the batch or in the KV cache."""
+    kv_used: float = 0.0
+    """Share of the KV cache that requests in flight hold, 0 to 1."""
+    preemptions: float = 0.0
+    """Requests that were thrown out of the batch for want of KV cache."""
+    sampled: float = 0.0
+    """Tokens."""
+    prefix_queries: float = 0.0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: float = 0.0
+    """Prompt tokens found there."""
 
 
 class Engine(Protocol):
@@ -105,7 +117,7 @@ class Engine(Protocol):
         """True while it keeps its requests without sampling, because the learner has the device. It is healthy then."""
         ...
 
-    async def prefix_cache(self) -> PrefixCache | None:
+    async def report(self) -> EngineReport | None:
         """None where the engine does not count."""
         ...
 

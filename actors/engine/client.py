@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from actors.engine.base import AnswerMemory, Generation, PausableTimeout, PrefixCache, Sampling
-from actors.engine.responses import read_completion, read_generate, read_prefix_cache, read_version
+from actors.engine.base import AnswerMemory, EngineReport, Generation, PausableTimeout, Sampling
+from actors.engine.responses import read_completion, read_generate, read_report, read_version
 from pipeline.errors import EngineBusy, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import authorization
 
@@ -146,9 +146,9 @@ class EngineClient:
             raise EngineProtocolError(f"engine {self._url}: expected is_sleeping, got {str(state)[:160]}")
         return bool(state["is_sleeping"])
 
-    async def prefix_cache(self) -> PrefixCache | None:
+    async def report(self) -> EngineReport | None:
         status, answer = await self._request("GET", "/metrics", None, self._probe_timeout)
-        return read_prefix_cache(answer.decode("utf-8", "replace")) if status == 200 else None
+        return read_report(answer.decode("utf-8", "replace")) if status == 200 else None
 
     async def _post(self, path: str, body: dict[str, Any], session_id: str, tokens_max: int) -> tuple[int, bytes]:
         headers = {**_JSON_HEADERS, "X-Session-ID": session_id} if session_id else _JSON_HEADERS

@@ -2,7 +2,7 @@
 
 *Consumes* requests for a lease and how they ended; *produces* an engine to send to. *Waits* while no engine is fit, at
 most ``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once
-when a request failed or found only old weights.
+when a request failed or found only old weights. Another task reads each engine's load every ``report_seconds``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from actors.engine.base import Engine, PausableTimeout, PrefixCache
-from actors.engine.router import UNSTAMPED, Lease, MoveReason, Placement, Router, RouterStatistics
+from actors.engine.base import Engine, EngineReport, PausableTimeout
+from actors.engine.router import (
+    STALE_SECONDS,
+    UNSTAMPED,
+    Lease,
+    MoveReason,
+    Placement,
+    Router,
+    RouterStatistics,
+)
 from pipeline.errors import (
     ConfigurationError,
     EngineBusy,
@@ -33,8 +41,10 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 1.0
 PROBE_SECONDS_MAX = 5.0
 """A probe that takes longer counts as no answer; two in a row mean that the engine is down (one: it was busy)."""
-CACHE_PROBE_EVERY = 5
-"""Probes between two readings of the prefix-cache counters."""
+LOAD_SECONDS = 1.0
+"""Time between two readings of an engine's load."""
+LOOK_AGAIN_SECONDS = 0.05
+"""Time between two probes of engines that may be seen with new weights any moment."""
 
 
 class NoEngineFit(EngineUnavailable):
@@ -52,6 +62,7 @@ class EnginePool:
         wait_seconds_max: float,
         metrics: ActorMetrics,
         probe_seconds: float = PROBE_SECONDS,
+        report_seconds: float = LOAD_SECONDS,
         patience: PausableTimeout | None = None,
         jitter: random.Random | None = None,
     ) -> None:
@@ -61,9 +72,10 @@ class EnginePool:
         if len(self._engines) != len(engines):
             raise ConfigurationError(f"engine.urls names an engine twice: {[e.name for e in engines]}")
         self.jitter = jitter or random.Random()
-        self.router = Router(self._engines, sessions_max, self.jitter.random)
+        stale_seconds = max(STALE_SECONDS, 3 * report_seconds)
+        self.router = Router(self._engines, sessions_max, self.jitter.random, stale_seconds)
         self.wait_seconds_max = wait_seconds_max
-        self._probe_seconds = probe_seconds
+        self._probe_seconds, self._report_seconds = probe_seconds, report_seconds
         self.patience = patience or PausableTimeout()
         """Timer for limits that stand still while the engines sleep."""
         self._may_sleep = patience is not None
@@ -73,21 +85,25 @@ class EnginePool:
         self._changed = anyio.Event()
         self._poked = {name: anyio.Event() for name in self._engines}
         self._unanswered = dict.fromkeys(self._engines, 0)
-        self._caches: dict[str, PrefixCache] = {}
+        self._reading: set[str] = set()
+        """Engines that are being asked for their load."""
         self._waiting: Counter[int] = Counter()
         self._evicted = 0
 
     async def watch(self) -> None:
-        """Probe all engines until cancelled."""
+        """Probe all engines and read their load until cancelled."""
         async with anyio.create_task_group() as group:
             for engine in self._engines.values():
                 group.start_soon(self._watch_one, engine)
+            group.start_soon(self._read_loads)
 
     @asynccontextmanager
-    async def lease(self, session: str, version_min: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Engine]:
-        """An engine for one request of ``session``, released however the block ends. An :class:`EngineError` of the
-        block counts against the engine. Raises :class:`NoEngineFit`."""
-        lease = await self._acquire(session, version_min, avoid)
+    async def lease(
+        self, session: str, version_min: int, avoid: Set[str] = frozenset(), tokens: int = 0
+    ) -> AsyncIterator[Engine]:
+        """An engine for one request of ``session``, with a prompt of so many ``tokens``, released however the block
+        ends. An :class:`EngineError` of the block counts against the engine. Raises :class:`NoEngineFit`."""
+        lease = await self._acquire(session, version_min, avoid, tokens)
         self._metrics.inflight_requests.inc()
         try:
             yield self._engines[lease.engine]
@@ -110,9 +126,11 @@ class EnginePool:
         self.router.finish(session)
         self._metrics.sticky_sessions.set(self.router.n_sessions)
 
-    def sampled_with(self, engine: str, version: int) -> None:
-        """A reply bore this policy version: newer knowledge than the last probe's."""
-        if version > self.router.engines[engine].version and self.router.stamped(engine, version):
+    def sampled_with(self, engine: str, version: int, tokens: int = 0) -> None:
+        """A reply of so many ``tokens`` bore this policy version: newer knowledge than the last probe's."""
+        if tokens:
+            self.router.sampled(tokens)
+        if version > self.router.engines[engine].version and self.router.stamped(engine, version, _now()):
             self._announce()
 
     def version_of(self, engine: str) -> int:
@@ -156,24 +174,31 @@ class EnginePool:
                 self._announce()
             self._poked[lease.engine].set()
 
-    async def _acquire(self, session: str, version_min: int, avoid: Set[str]) -> Lease:
-        lease = self.router.acquire(session, version_min, _now(), avoid)
+    def reports(self) -> list[EngineReport]:
+        """The reports of engines that take requests and have reported lately."""
+        return self.router.reports(_now())
+
+    async def _acquire(self, session: str, version_min: int, avoid: Set[str], tokens: int) -> Lease:
+        lease = self.router.acquire(session, version_min, _now(), avoid, tokens)
         if lease is None:
-            lease = await self._wait_for_lease(session, version_min, avoid)
+            lease = await self._wait_for_lease(session, version_min, avoid, tokens)
         self._placements[lease.placement].inc()
         if lease.move is not None:
             self._metrics.sticky_moves_total.labels(reason=lease.move.value).inc()
         return lease
 
-    async def _wait_for_lease(self, session: str, version_min: int, avoid: Set[str]) -> Lease:
-        for poked in self._poked.values():
-            poked.set()
+    async def _wait_for_lease(self, session: str, version_min: int, avoid: Set[str], tokens: int) -> Lease:
         self._waiting[version_min] += 1
         try:
             with self.patience.limit(self.wait_seconds_max):
+                self._poke(version_min)
                 while True:
-                    await self._changed.wait()
-                    lease = self.router.acquire(session, version_min, _now(), avoid)
+                    spreading = self.router.spreading(version_min, _now())
+                    with anyio.move_on_after(LOOK_AGAIN_SECONDS if spreading else float("inf")) as scope:
+                        await self._changed.wait()
+                    if scope.cancelled_caught:
+                        self._poke(version_min)
+                    lease = self.router.acquire(session, version_min, _now(), avoid, tokens)
                     if lease is not None:
                         return lease
         finally:
@@ -185,13 +210,15 @@ class EnginePool:
             f"(actor.engine_wait_seconds_max), got {self.trouble(version_min)}"
         )
 
+    def _poke(self, version_min: int) -> None:
+        """Probe the engines that are not fit at once."""
+        for state in self.router.engines.values():
+            if not state.breaker.closed or state.version < version_min:
+                self._poked[state.name].set()
+
     async def _watch_one(self, engine: Engine) -> None:
-        probes = 0
         while True:
             await self._probe(engine)
-            if probes % CACHE_PROBE_EVERY == 0:
-                await self._read_cache(engine)
-            probes += 1
             with anyio.move_on_after(self._probe_seconds):
                 await self._poked[engine.name].wait()
             self._poked[engine.name] = anyio.Event()
@@ -226,22 +253,40 @@ class EnginePool:
         self._metrics.engines.labels(state="unfit").set(len(self._engines) - fit)
         self._metrics.policy_version.set(max((e.version for e in states if e.alive), default=UNSTAMPED))
 
-    async def _read_cache(self, engine: Engine) -> None:
-        """Add what the engine's counters rose by since the last reading (they restart with the engine)."""
-        now: PrefixCache | None = None
+    async def _read_loads(self) -> None:
+        """Ask one engine after another, each once in ``report_seconds``, without waiting for the answers."""
+        async with anyio.create_task_group() as group:
+            while True:
+                for engine in list(self._engines.values()):
+                    if self.router.engines[engine.name].alive and engine.name not in self._reading:
+                        group.start_soon(self._read_load, engine)
+                    await anyio.sleep(self._report_seconds / len(self._engines))
+
+    async def _read_load(self, engine: Engine) -> None:
+        self._reading.add(engine.name)
+        state, asked_at, report = self.router.engines[engine.name], _now(), None
+        in_flight = state.in_flight
         try:
             with anyio.move_on_after(PROBE_SECONDS_MAX):
-                now = await engine.prefix_cache()
+                report = await engine.report()
         except EngineError:
             return
-        if now is None:
+        finally:
+            self._reading.discard(engine.name)
+        if report is None:
             return
-        before = self._caches.get(engine.name, PrefixCache(0.0, 0.0))
-        self._caches[engine.name] = now
-        if now.queries < before.queries or now.hits < before.hits:
-            before = PrefixCache(0.0, 0.0)
-        queries, hits = now.queries - before.queries, now.hits - before.hits
-        self._metrics.prefix_tokens_total.labels(result="hit").inc(max(0.0, hits))
+        self._count_prefixes(state.load.report, report)
+        self.router.reported(engine.name, report, in_flight, asked_at)
+        for kind, requests in (("running", report.running), ("waiting", report.waiting)):
+            self._metrics.engine_requests.labels(engine=engine.name, state=kind).set(requests)
+        self._metrics.engine_kv_used_ratio.labels(engine=engine.name).set(report.kv_used)
+
+    def _count_prefixes(self, before: EngineReport | None, now: EngineReport) -> None:
+        """Add what an engine's counters rose by since its last report (they restart with the engine)."""
+        if before is None or now.prefix_queries < before.prefix_queries or now.prefix_hits < before.prefix_hits:
+            before = EngineReport()
+        queries, hits = now.prefix_queries - before.prefix_queries, now.prefix_hits - before.prefix_hits
+        self._metrics.prefix_tokens_total.labels(result="hit").inc(hits)
         self._metrics.prefix_tokens_total.labels(result="miss").inc(max(0.0, queries - hits))
         if queries > 0:
             self._metrics.prefix_cache_hit_ratio.set(hits / queries)

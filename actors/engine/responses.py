@@ -10,12 +10,13 @@ version are not routed to, and tokens without one (the engine restarted during t
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.engine.base import Generation, PrefixCache
+from actors.engine.base import EngineReport, Generation
 from pipeline.errors import EngineGone, EngineProtocolError, EngineUnavailable, SchemaError
 from pipeline.schema import FinishReason, VersionSpan
 from pipeline.schema.tokens import LOGPROB_MAX, LOGPROB_MIN
@@ -68,20 +69,31 @@ def read_version(engine: str, label: Any, run: str | None = None) -> int | None:
         raise EngineProtocolError(f"engine {engine}: {error}") from error
 
 
-def read_prefix_cache(text: str) -> PrefixCache | None:
-    """vLLM's counters from the text of ``/metrics``, summed over its label sets."""
-    sums = {"vllm:prefix_cache_queries_total": 0.0, "vllm:prefix_cache_hits_total": 0.0}
-    found = False
-    for line in text.splitlines():
-        if line.startswith("vllm:prefix_cache_"):
-            name = line.partition("{")[0].partition(" ")[0]
-            if name in sums:
-                try:
-                    sums[name] += float(line.rpartition(" ")[2])
-                    found = True
-                except ValueError:
-                    continue
-    return PrefixCache(*sums.values()) if found else None
+_REPORT = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_used",
+    "num_preemptions_total": "preemptions",
+    "generation_tokens_total": "sampled",
+    "prefix_cache_queries_total": "prefix_queries",
+    "prefix_cache_hits_total": "prefix_hits",
+}
+"""vLLM's names (without ``vllm:``) and ours."""
+_REPORTED = re.compile(rf"^vllm:({'|'.join(_REPORT)})(?:{{[^\n]*}})? (\S+)$", re.MULTILINE)
+
+
+def read_report(text: str) -> EngineReport | None:
+    """vLLM's metrics from the text of ``/metrics``, summed over label sets (one for each engine core behind a server);
+    of the KV cache the fullest."""
+    sums: dict[str, float] = {}
+    for name, number in _REPORTED.findall(text):
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        ours = _REPORT[name]
+        sums[ours] = max(sums.get(ours, 0.0), value) if ours == "kv_used" else sums.get(ours, 0.0) + value
+    return EngineReport(**sums) if sums else None
 
 
 def _choice(engine: str, answer: Any) -> dict[str, Any]:

@@ -1,34 +1,56 @@
 """Sticky routing of sessions to engines. A pure state machine: no task, no socket; the caller tells the time.
 
-A session (one conversation) stays on the engine where its prefix cache is. It is placed on the fit engine with the
-fewest sessions. An engine is *fit* for a request when its :class:`Breaker` admits one and its policy version is at
-least the requested one. A session moves only
+A session (one conversation) stays on the engine where its prefix cache is. It is placed where a turn takes least time,
+by the :class:`EngineLoad` of each engine; where an engine has not reported lately, on the one with the fewest sessions.
+An engine is *fit* for a request when its :class:`Breaker` admits one and its policy version is at least the requested
+one. A session moves only
 
 * when its engine is not fit: it is down, too many of its requests fail, or it has older weights than the session may
   use;
 * between two turns, to an engine that came back and has less than its share of the sessions, while its own has more.
-  The limit of an engine that came back rises to its share over ``RETURN_SECONDS``, for new sessions too.
+  The limit of an engine that came back rises to its share over ``RETURN_SECONDS``, for new sessions too;
+* between two turns, to an engine that is less busy, if its next turn, or the tokens of ``HORIZON_SECONDS``, take less
+  time there although that engine first has to read the prefix. One other engine is looked at each time, drawn at
+  random: an engine that has become idle is found by a share of the turns of all actors, and not by all of them at once.
+
+Engines are seen with new weights one after the other. A session whose engine lags, and a new one, wait
+``SPREAD_SECONDS`` at most for the others, so that not all of them go to the first.
 
 A request that failed is made again elsewhere while its session keeps its engine. So does a request that tries a
 half-open engine.
 
 Invariants, property-tested: the in-flight count of an engine equals its unreleased leases; a session with a lease in
 flight is never forgotten; at most ``sessions_max`` idle sessions are remembered; releasing twice or after ``finish``
-changes nothing; without a change of fitness no session moves.
+changes nothing; while fitness and load do not change no session moves.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from actors.engine.base import EngineReport
 from actors.engine.breaker import Breaker
+from actors.engine.load import FREE_BATCH, PREFILL_COST, EngineLoad
 
 UNSTAMPED = -1
 RETURN_SECONDS = 10.0
 """Time over which an engine that came back gets its share of the sessions."""
+SPREAD_SECONDS = 0.5
+"""Time that requests for a new policy version wait for further engines, once the first was seen with it."""
+STALE_SECONDS = 5.0
+"""Reports of engines that are older are not believed."""
+MARGIN = 2.0
+"""Requests that another engine must have less, beside what the prefix is worth: smaller differences are chance."""
+HORIZON_SECONDS = 10.0
+"""Time for which a difference of load is expected to last; at least one turn. A move is paid for in this time."""
+KV_BLOCK = 128
+"""Tokens of a block at most; a cache keeps whole blocks."""
+TURN_TOKENS, TURNS_AVERAGED = 256.0, 64
+"""Tokens of a turn before the first was seen; turns that the average is over."""
 
 
 class Placement(StrEnum):
@@ -49,6 +71,8 @@ class MoveReason(StrEnum):
     """Its engine had older weights than requested."""
     RETURNED = "returned"
     """To an engine that came back and had less than its share."""
+    BUSIER = "busier"
+    """Its engine was busier than another, by more than its prefix is worth."""
     EVICTED = "evicted"
     """Forgotten because the table was full."""
 
@@ -64,6 +88,7 @@ class EngineState:
     sessions: int = 0
     returned_at: float | None = None
     """Time at which it came back, until it has its share of the sessions."""
+    load: EngineLoad = field(default_factory=EngineLoad)
     was_up: bool = False
     """True once it has been up: the first time is no return, and moves no conversation."""
 
@@ -85,6 +110,9 @@ class EngineState:
 class _Session:
     engine: str
     in_flight: int = 0
+    prefix: int = 0
+    """Prompt tokens of its last request, which its engine keeps in its cache while its version is ``version``."""
+    version: int = UNSTAMPED
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +140,26 @@ class RouterStatistics:
 
 
 class Router:
-    """Places sessions on engines (see the module). ``jitter`` draws from ``[0, 1)``."""
+    """Places sessions on engines (see the module). ``jitter`` draws from ``[0, 1)``. Reports of engines that are older
+    than ``stale_seconds`` are not believed."""
 
-    def __init__(self, engines: Iterable[str], sessions_max: int, jitter: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engines: Iterable[str],
+        sessions_max: int,
+        jitter: Callable[[], float],
+        stale_seconds: float = STALE_SECONDS,
+    ) -> None:
         self.engines = {name: EngineState(name, Breaker(jitter)) for name in engines}
+        self._states = list(self.engines.values())
+        self._jitter = jitter
+        self._stale_seconds = stale_seconds
+        self._turn_tokens = TURN_TOKENS
+        self.prompt_tokens = 0
+        """Prompt tokens of all requests."""
+        self.known_tokens = 0
+        """Prompt tokens that the engine was given with the turn before, in whole blocks of its KV cache."""
+        self._newest, self._newest_at = UNSTAMPED, float("-inf")
         self._sessions_max = sessions_max
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._placements: Counter[Placement] = Counter()
@@ -123,8 +167,11 @@ class Router:
         self._steady = False
         """Every engine takes requests and has its share of the sessions: nothing to try, nobody to move."""
 
-    def acquire(self, session: str, version_min: int, now: float, avoid: Set[str] = frozenset()) -> Lease | None:
-        """Assign a request to an engine; None when no engine is fit.
+    def acquire(
+        self, session: str, version_min: int, now: float, avoid: Set[str] = frozenset(), tokens: int = 0
+    ) -> Lease | None:
+        """Assign a request with a prompt of ``tokens`` to an engine; None when no engine is fit, or while others may
+        become fit at once (:meth:`spreading`).
 
         ``avoid`` names engines that failed this request before: others are preferred, but one of them is better than
         none."""
@@ -132,19 +179,44 @@ class Router:
         own = None if entry is None else self.engines[entry.engine]
         if entry is not None and own is not None and own.fit(version_min, now):
             if self._steady and own.name not in avoid:
-                return self._lease(entry, session, own, Placement.STICKY, now)
-            return self._sticky(entry, session, own, version_min, now, avoid)
+                other = self._less_busy(entry, own, version_min, now)
+                if other is not None:
+                    return self._moved(entry, session, other, MoveReason.BUSIER, now, tokens)
+                return self._lease(entry, session, own, Placement.STICKY, now, tokens)
+            return self._sticky(entry, session, own, version_min, now, avoid, tokens)
+        if self.spreading(version_min, now):
+            return None
         chosen = self._least_loaded(version_min, now, avoid)
         if chosen is None:
             return None
         if entry is None or own is None:
             entry = self._sessions[session] = _Session(chosen.name)
             chosen.sessions += 1
-            lease = self._lease(entry, session, chosen, Placement.FIRST, now)
+            lease = self._lease(entry, session, chosen, Placement.FIRST, now, tokens)
             self._evict()
             return lease
         reason = MoveReason.LAGGING if own.breaker.closed else MoveReason.DIED
-        return self._moved(entry, session, chosen, reason, now)
+        return self._moved(entry, session, chosen, reason, now, tokens)
+
+    def spreading(self, version_min: int, now: float) -> bool:
+        """True while an engine that takes requests may be seen with ``version_min`` any moment, as another was."""
+        if not (version_min <= self._newest and now - self._newest_at < SPREAD_SECONDS):
+            return False
+        return any(e.breaker.closed and e.version < version_min for e in self._states)
+
+    def reported(self, engine: str, report: EngineReport, in_flight: int, asked_at: float) -> None:
+        """The engine said how busy it is. ``in_flight``: requests there, of this actor, when it was asked."""
+        self.engines[engine].load.reported(report, in_flight, asked_at)
+
+    def reports(self, now: float) -> list[EngineReport]:
+        """The reports of engines that take requests and have reported lately."""
+        since = now - self._stale_seconds
+        loads = [state.load for state in self._states if state.breaker.closed]
+        return [load.report for load in loads if load.report is not None and load.fresh(since)]
+
+    def sampled(self, tokens: int) -> None:
+        """A request has sampled so many tokens."""
+        self._turn_tokens += (tokens - self._turn_tokens) / TURNS_AVERAGED
 
     def answered(self, lease: Lease, now: float) -> bool:
         """The engine answered. True if requests may be sent there again."""
@@ -191,13 +263,15 @@ class Router:
             state.breaker.came_up()
         else:
             state.breaker.went_down(problem)
-        changed = version is not None and self.stamped(engine, version)
+        changed = version is not None and self.stamped(engine, version, now)
         return self._noticed(state, closed, now) or changed
 
-    def stamped(self, engine: str, version: int) -> bool:
+    def stamped(self, engine: str, version: int, now: float = float("-inf")) -> bool:
         """The engine has this policy version. True if it had another."""
         state = self.engines[engine]
         changed, state.version = state.version != version, version
+        if version > self._newest:
+            self._newest, self._newest_at = version, now
         return changed
 
     def other_fit(self, version_min: int, now: float, avoid: Set[str]) -> bool:
@@ -227,29 +301,72 @@ class Router:
         )
 
     def _sticky(
-        self, entry: _Session, session: str, own: EngineState, version_min: int, now: float, avoid: Set[str]
+        self,
+        entry: _Session,
+        session: str,
+        own: EngineState,
+        version_min: int,
+        now: float,
+        avoid: Set[str],
+        tokens: int,
     ) -> Lease:
         """A request of a session whose engine is fit, while another engine is not or came back."""
         if own.name in avoid:
             other = self._least_loaded(version_min, now, avoid)
             if other is not None and other.name not in avoid:
-                return self._lease(entry, session, other, Placement.ELSEWHERE, now)
-            return self._lease(entry, session, own, Placement.STICKY, now)
-        for state in self.engines.values():
+                return self._lease(entry, session, other, Placement.ELSEWHERE, now, tokens)
+            return self._lease(entry, session, own, Placement.STICKY, now, tokens)
+        for state in self._states:
             if state is own or state.name in avoid or not state.fit(version_min, now):
                 continue
             if not state.breaker.closed:
-                return self._lease(entry, session, state, Placement.ELSEWHERE, now)
+                return self._lease(entry, session, state, Placement.ELSEWHERE, now, tokens)
             if entry.in_flight == 0 and own.sessions > self._share() and self._takes(state, now):
-                return self._moved(entry, session, state, MoveReason.RETURNED, now)
-        return self._lease(entry, session, own, Placement.STICKY, now)
+                return self._moved(entry, session, state, MoveReason.RETURNED, now, tokens)
+        less_busy = self._less_busy(entry, own, version_min, now, avoid)
+        if less_busy is not None:
+            return self._moved(entry, session, less_busy, MoveReason.BUSIER, now, tokens)
+        return self._lease(entry, session, own, Placement.STICKY, now, tokens)
 
-    def _moved(self, entry: _Session, session: str, to: EngineState, reason: MoveReason, now: float) -> Lease:
+    def _less_busy(
+        self, entry: _Session, own: EngineState, version_min: int, now: float, avoid: Set[str] = frozenset()
+    ) -> EngineState | None:
+        """Another engine, drawn at random, where the next turn of a session takes less time than at its own."""
+        if entry.in_flight or len(self._states) == 1:
+            return None
+        other = self._states[int(self._jitter() * len(self._states))]
+        if other is own or other.name in avoid or other.returned_at is not None:
+            return None
+        if not (other.breaker.closed and other.version >= version_min):
+            return None
+        (here, own_requests), (there, requests) = self._loads((own, other), now) or (
+            (None, own.in_flight),
+            (None, other.in_flight),
+        )
+        unread = entry.prefix if own.version == entry.version else 0
+        tokens, slower = self._turn_tokens, 1.0
+        if here is not None and there is not None:
+            tokens = max(tokens, HORIZON_SECONDS / (here * (FREE_BATCH + own_requests)))
+            slower = math.sqrt(here / there)
+        stays = slower * tokens * (FREE_BATCH + own_requests)
+        goes = tokens * (FREE_BATCH + requests + MARGIN) + PREFILL_COST * unread
+        return other if goes < stays else None
+
+    def _loads(self, states: Sequence[EngineState], now: float) -> list[tuple[float | None, float]] | None:
+        """(Pace, requests) of each engine; None where one has not reported lately."""
+        since = now - self._stale_seconds
+        if not all(state.load.fresh(since) for state in states):
+            return None
+        return [(state.load.pace(now), state.load.requests(state.in_flight)) for state in states]
+
+    def _moved(
+        self, entry: _Session, session: str, to: EngineState, reason: MoveReason, now: float, tokens: int
+    ) -> Lease:
         self._moves[reason] += 1
         self.engines[entry.engine].sessions -= 1
         to.sessions += 1
         entry.engine = to.name
-        return self._lease(entry, session, to, Placement.MOVED, now, reason)
+        return self._lease(entry, session, to, Placement.MOVED, now, tokens, reason)
 
     def _lease(
         self,
@@ -258,21 +375,34 @@ class Router:
         engine: EngineState,
         placement: Placement,
         now: float,
+        tokens: int,
         move: MoveReason | None = None,
     ) -> Lease:
         self._sessions.move_to_end(session)
         entry.in_flight += 1
+        if engine.name == entry.engine:
+            self.prompt_tokens += tokens
+            if placement is Placement.STICKY and entry.version == engine.version:
+                self.known_tokens += max(0, min(entry.prefix, tokens) - KV_BLOCK)
+            entry.prefix, entry.version = tokens, engine.version
         engine.in_flight += 1
         self._placements[placement] += 1
         return Lease(session, engine.name, placement, move, engine.breaker.sent(now), owner=entry)
 
     def _least_loaded(self, version_min: int, now: float, avoid: Set[str]) -> EngineState | None:
         """An engine that takes requests, rather than one that is tried or that has come back a moment ago."""
-        fit = [e for e in self.engines.values() if e.fit(version_min, now)]
+        fit = [e for e in self._states if e.fit(version_min, now)]
         fit = [e for e in fit if e.name not in avoid] or fit
         fit = [e for e in fit if e.breaker.closed] or fit
         fit = [e for e in fit if e.returned_at is None or self._takes(e, now)] or fit
-        return min(fit, key=lambda e: (e.sessions, e.in_flight), default=None)
+        if len(fit) < 2:
+            return fit[0] if fit else None
+        loads = self._loads(fit, now)
+        if loads is None:
+            return min(fit, key=lambda e: (e.sessions, e.in_flight))
+        known = all(pace is not None for pace, _ in loads)
+        times = [(math.sqrt(pace or 1.0) if known else 1.0) * (FREE_BATCH + requests) for pace, requests in loads]
+        return min(zip(times, fit, strict=True), key=lambda pair: (pair[0], pair[1].sessions))[1]
 
     def _share(self) -> float:
         """Sessions of each engine that takes requests, were they equal."""

@@ -115,7 +115,7 @@ class Policy:
         while True:
             asked = ""
             try:
-                async with self._pool.lease(self._session, version_min, avoid) as engine:
+                async with self._pool.lease(self._session, version_min, avoid, len(prompt_ids)) as engine:
                     asked = engine.name
                     return await self._request(engine, prompt_ids, sampling, version_min)
             except EngineError as error:
@@ -160,7 +160,7 @@ class Policy:
             raise EngineGone(
                 f"engine {engine.name}: expected policy version {version_min} or newer, got tokens of version {oldest}"
             )
-        self._pool.sampled_with(engine.name, generation.newest_version)
+        self._pool.sampled_with(engine.name, generation.newest_version, len(generation.token_ids))
         self._metrics.tokens_total.labels(kind="generated").inc(len(generation.token_ids))
         if engine.name not in self.engines[-1:]:
             self.engines.append(engine.name)

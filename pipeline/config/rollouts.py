@@ -234,7 +234,11 @@ class ActorConfig(Section):
     replicas: int = Field(1, ge=1, le=4096)
     """Actor processes to start."""
     concurrency: int = Field(64, ge=1, le=100_000)
-    """Episodes that one actor runs at the same time."""
+    """Episodes that one actor runs at the same time; at most, with ``concurrency_min``."""
+    concurrency_min: int | None = Field(None, ge=1, le=100_000)
+    """Fewest episodes at the same time. The number then begins here, rises to ``concurrency`` while the engines keep
+    up, and falls when requests wait there, KV caches are full, or prefixes are lost from them. None: always
+    ``concurrency``."""
     outbox_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
     """Memory for finished trajectories that wait for their acknowledgement, in bytes. When it is full, the actor takes
     no new orders."""
@@ -252,6 +256,14 @@ class ActorConfig(Section):
     drain_seconds_max: float = Field(5.0, ge=0)
     """Seconds that running episodes have to finish after SIGTERM. The others are aborted, and their orders are issued
     again."""
+
+    @model_validator(mode="after")
+    def _bounds_of_concurrency(self) -> ActorConfig:
+        if self.concurrency_min is not None and self.concurrency_min > self.concurrency:
+            raise ValueError(
+                f"concurrency_min must be at most concurrency ({self.concurrency}), got {self.concurrency_min}"
+            )
+        return self
 
 
 RESERVE = 0.05

@@ -11,7 +11,7 @@ TOKEN_KINDS = ("prompt", "generated", "discarded")
 SEND_FAILURES = ("timeout", "rejected", "disconnected")
 BACKENDS = ("vllm", "embedded")
 PLACEMENTS = ("first", "sticky", "moved", "elsewhere")
-MOVES = ("died", "lagging", "returned", "evicted")
+MOVES = ("died", "lagging", "returned", "busier", "evicted")
 ENGINE_ERRORS = ("unavailable", "busy", "refused", "protocol")
 LESSON_SEARCHES = ("found", "none", "timeout", "error", "no_room")
 GUIDED = ("yes", "no")
@@ -36,8 +36,10 @@ class ActorMetrics(MetricSet):
 
     prefix = "afterplay_actor_"
 
-    def __init__(self, registry: CollectorRegistry, environments: Sequence[str] = ()) -> None:
-        super().__init__(registry, environments=environments)
+    def __init__(
+        self, registry: CollectorRegistry, environments: Sequence[str] = (), engines: Sequence[str] = ()
+    ) -> None:
+        super().__init__(registry, environments=environments, engines=engines)
 
     policy_version = gauge("Policy version of the weights that generate.")
     trajectories_total = counter(
@@ -73,11 +75,21 @@ class ActorMetrics(MetricSet):
     )
     sticky_moves_total = counter(
         "Sessions that changed or lost their engine; reason = died (down, or too many failures), lagging (old "
-        "weights), returned (to an engine that came back) or evicted (session table full).",
+        "weights), returned (to an engine that came back), busier (than another engine, by more than the prefix is "
+        "worth) or evicted (session table full).",
         reason=MOVES,
     )
     sticky_sessions = gauge("Sessions that are bound to an engine.")
     engines = gauge("Engines; state = fit (takes requests, weights stamped) or unfit.", state=("fit", "unfit"))
+    engine_requests = gauge(
+        "Requests at an engine, as it reports; state = running (in its batch) or waiting.",
+        engine="engines",
+        state=("running", "waiting"),
+    )
+    engine_kv_used_ratio = gauge(
+        "Share of an engine's KV cache that requests hold, as it reports; 0 to 1.", engine="engines"
+    )
+    concurrency = gauge("Episodes that the actor plays at once at most.")
     prefix_cache_hit_ratio = gauge("Share of prompt tokens found in prefix caches, as the replies report; 0 to 1.")
     prefix_tokens_total = counter("Prompt tokens by prefix cache; result = hit or miss.", result=("hit", "miss"))
 

@@ -195,6 +195,8 @@ class StageCore:
                 self.control.message(peer, message)
             elif message.kind is Kind.TRAJECTORY and peer in self.leases.actors:
                 self.ingest.accept(peer, header.get("trajectory_id"), message.frames)
+            elif message.kind is Kind.SLOTS and peer in self.leases.actors:
+                self.leases.actors[peer].slots = self._slots(header)
             else:
                 raise WireError(f"{message.kind.value} from {peer} came before its HELLO")
         except (WireError, KeyError, TypeError, ValueError) as error:
@@ -300,12 +302,15 @@ class StageCore:
                     self.dispatch.forget(group)
 
     def _actor_up(self, peer: str, hello: Mapping[str, Any]) -> None:
-        slots = whole(hello, "slots", 1, SLOTS_FACTOR_MAX * self.config.actor.concurrency)
+        slots = self._slots(hello)
         holding = [str(i) for i in hello["holding"]]
         self._learn(peer, decode_splits(hello.get("splits") or {}))
         header = {"credit_bytes": self.config.transport.credit_bytes, "policy_version": self.batches.policy_version}
         self.journal.effect(Send(peer, Kind.WELCOME, {**header, "greeting": hello.get("greeting")}))
         self.leases.up(peer, slots, holding)
+
+    def _slots(self, header: Mapping[str, Any]) -> int:
+        return whole(header, "slots", 1, SLOTS_FACTOR_MAX * self.config.actor.concurrency)
 
     def _learn(self, peer: str, splits: dict[str, dict[str, Seeds]]) -> None:
         """The first actor says which seeds its environments hold out; nothing is drawn before."""

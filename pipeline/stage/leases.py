@@ -33,6 +33,7 @@ class Actor:
 
     name: str
     slots: int
+    """Orders that it takes; fewer than it has, when it has lowered the number."""
     down_since: float | None = None
     leases: dict[OrderKey, OrderRecord] = field(default_factory=dict)
 

@@ -34,6 +34,8 @@ class Kind(StrEnum):
     """r → a: order ids to abandon. r → l: group ids that will not be completed, with a reason."""
     TRAJECTORY = "trajectory"
     """a → r. One trajectory as payload frames; header: trajectory_id."""
+    SLOTS = "slots"
+    """a → r. The actor plays so many episodes at once from now on; header: slots."""
     ACK = "ack"
     """r → a: trajectory ids that are durable (or refused for ever, with a reason). r → l: the number of the last
     control message that was applied; CONSUMED, VERSION and CHECKPOINTED are numbered

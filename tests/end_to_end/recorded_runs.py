@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.engine.base import PrefixCache
-from actors.engine.responses import read_prefix_cache
+from actors.engine.base import EngineReport
+from actors.engine.responses import read_report
 from actors.servers.vllm import vllm_available
 from pipeline.config.load import load
 from pipeline.runtime.rundir import RunDirectory
@@ -184,7 +184,7 @@ def two_engines_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEng
     """To its last step, with one engine killed on the way."""
     with played(tmp_path_factory, "two_engines", "two_engines", TWO_ENGINES) as run:
         before = run.until("two steps and trained rollouts of both engines", lambda: both_played(run), 900)
-        hits = sum(cache.hits for cache in caches(run))
+        hits = sum(report.prefix_hits for report in reports(run))
         os.kill(engine_process(run).pid, signal.SIGKILL)
         yield TwoEnginesRun(run, hits, before, run.finish(900))
 
@@ -198,15 +198,15 @@ def both_played(run: RunHandle) -> list[Trajectory] | None:
     return trained if len({t.engine.engine_ids for t in trained}) == 2 else None
 
 
-def caches(run: RunHandle) -> list[PrefixCache]:
-    """The engines' own prefix-cache counters."""
+def reports(run: RunHandle) -> list[EngineReport]:
+    """The engines' own counters."""
     config = load(run.directory.config_file, environment={})
     found = []
     for url in config.engine.addresses():
         with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
-            cache = read_prefix_cache(answer.read().decode())
-        assert cache is not None
-        found.append(cache)
+            report = read_report(answer.read().decode())
+        assert report is not None
+        found.append(report)
     return found
 
 

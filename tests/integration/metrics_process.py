@@ -40,7 +40,7 @@ def children(metric: Any) -> list[Any]:
 
 class Actor:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.m = ActorMetrics(registry, [ENV])
+        self.m = ActorMetrics(registry, [ENV], ["http://127.0.0.1:8100"])
         self.m.tool_calls_total.labels(tool="calculator", outcome="ok")
         self.m.tool_duration_seconds.labels(tool="calculator")
 

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from actors.engine.base import Generation, PrefixCache, Sampling
+from actors.engine.base import EngineReport, Generation, Sampling
 from pipeline.errors import EngineGone, EngineRefused
 from pipeline.schema import FinishReason, VersionSpan
 
@@ -63,6 +63,8 @@ class StubEngine:
         """(session id, prompt ids) of each request."""
         self._rest: dict[tuple[int, ...], Sequence[int]] = {}
         """Rest of a completion that was cut, by the prompt that continues it."""
+        self.reported: EngineReport | None = None
+        """What it says of its load."""
         self.keep_requests = True
         self.n_requests = 0
         self.in_flight = 0
@@ -127,8 +129,8 @@ class StubEngine:
         await self.health()
         return self.sleeping
 
-    async def prefix_cache(self) -> PrefixCache | None:
-        return None
+    async def report(self) -> EngineReport | None:
+        return self.reported
 
     async def close(self) -> None:
         return None

@@ -26,6 +26,7 @@ class Stage:
         self.trajectories: dict[str, Trajectory] = {}
         self.hellos: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
+        self.slots: list[int] = []
         self.changed = anyio.Event()
 
     async def serve(self) -> None:
@@ -39,6 +40,8 @@ class Stage:
                         await self.hub.send(event.peer, WireMessage(Kind.WELCOME, welcome))
                     case EventKind.MESSAGE if event.message.kind is Kind.RECALL:
                         await self._recall(event.peer, dict(event.message.header))
+                    case EventKind.MESSAGE if event.message.kind is Kind.SLOTS:
+                        self.slots.append(event.message.header["slots"])
                     case EventKind.MESSAGE:
                         await self._keep(decode_trajectory(event.message.frames))
             self.changed.set()

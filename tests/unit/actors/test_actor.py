@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from actors.actor import OVERDUE_SECONDS, Actor
+from actors.engine.base import EngineReport
 from actors.rollout.services import Services
 from pipeline.schema import Order, TrajectoryStatus
 from pipeline.schema.state import RoleState
@@ -18,6 +19,7 @@ from pipeline.transport.codec import encode_order
 from pipeline.transport.protocol import Kind, Limits, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
 from tests.support.stub_engine import StubEngine
+from tests.support.virtual_time import run_virtually
 from tests.unit.actors.stage import Stage
 
 MakeServices = Callable[..., Services]
@@ -26,13 +28,20 @@ MakeOrder = Callable[..., Order]
 
 @asynccontextmanager
 async def running_actor(
-    services: Services, *, slots: int = 8, credit_bytes: int = 10**6, limits: Limits | None = None, outbox: int = 10**7
+    services: Services,
+    *,
+    slots: int = 8,
+    slots_min: int | None = None,
+    credit_bytes: int = 10**6,
+    limits: Limits | None = None,
+    outbox: int = 10**7,
 ) -> AsyncIterator[tuple[Stage, Actor, MemoryNetwork]]:
     stage = Stage(credit_bytes=credit_bytes)
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:
         group.start_soon(stage.serve)
-        actor = Actor(services, link, slots=slots, outbox_bytes_max=outbox, limits=limits or Limits())
+        limits = limits or Limits()
+        actor = Actor(services, link, slots=slots, slots_min=slots_min, outbox_bytes_max=outbox, limits=limits)
         group.start_soon(services.pool.watch)
         group.start_soon(actor.run)
         await stage.until(lambda: bool(stage.hellos))
@@ -88,6 +97,33 @@ async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
         for n in range(1, 5):
             await stage.acknowledge(*stage.received)
             await stage.until(lambda n=n: len(stage.received) == n + 1)
+
+
+def test_rollouts_in_flight_follow_the_load_of_the_engines_and_the_stage_is_told(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    async def main() -> None:
+        engine = StubEngine(latency_seconds=2.0)
+        engine.reported = EngineReport(running=4)
+        services = make_services([engine])
+        async with running_actor(services, slots=16, slots_min=4) as (stage, actor, network):
+            assert stage.hellos[0]["slots"] == 4
+            await stage.order(*(make_order(seed) for seed in range(160)))
+            await stage.until(lambda: stage.slots[-2:] == [8, 16])
+            assert engine.in_flight_max <= 16
+            network.disconnect("actor-0")
+            await stage.until(lambda: len(stage.hellos) == 2)
+            assert stage.hellos[1]["slots"] == 16, "and told again after a reconnection"
+            engine.reported = EngineReport(running=16, waiting=20)
+            await stage.until(lambda: stage.slots[-1] == 12)
+            engine.reported = None
+            await stage.until(lambda: actor.in_flight <= 12)
+            engine.in_flight_max = 0
+            answered = len(stage.received)
+            await stage.until(lambda: len(stage.received) >= answered + 24)
+            assert engine.in_flight_max == 12
+
+    run_virtually(main)
 
 
 async def test_cancelled_orders_send_nothing(make_services: MakeServices, make_order: MakeOrder) -> None:

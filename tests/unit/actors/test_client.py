@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from actors.engine.base import AnswerMemory, PrefixCache, Sampling
+from actors.engine.base import AnswerMemory, EngineReport, Sampling
 from actors.engine.client import HEAD_BYTES_MAX, TOKEN_BYTES_MAX, EngineClient
 from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.schema import FinishReason, VersionSpan
@@ -312,15 +312,21 @@ async def test_version_that_changed_under_a_completion_is_counted_as_the_older()
             await client.generate([1], SAMPLING)
 
 
-async def test_prefix_cache_counters_are_summed_and_absent_ones_are_none() -> None:
+async def test_what_an_engine_reports_is_summed_over_its_cores_and_nothing_is_none() -> None:
     async with StubServer() as server, EngineClient(server.url) as client:
-        assert await client.prefix_cache() is None
+        assert await client.report() is None
         server.metrics_text = (
             "# HELP vllm:prefix_cache_queries_total x\n"
             'vllm:prefix_cache_queries_total{engine="0"} 100.0\nvllm:prefix_cache_queries_total{engine="1"} 20.0\n'
             'vllm:prefix_cache_hits_total{engine="0"} 90.0\nvllm:prefix_cache_queries_created{engine="0"} 1.7e9\n'
+            'vllm:num_requests_running{engine="0"} 4.0\nvllm:num_requests_running{engine="1"} 5.0\n'
+            'vllm:num_requests_waiting{engine="0"} 3.0\nvllm:num_requests_waiting_by_reason{reason="capacity"} 3.0\n'
+            'vllm:kv_cache_usage_perc{engine="0"} 0.2\nvllm:kv_cache_usage_perc{engine="1"} 0.9\n'
+            "vllm:num_preemptions_total 2.0\nvllm:generation_tokens_total 1.7e3\nvllm:generation_tokens_total x\n"
         )
-        assert await client.prefix_cache() == PrefixCache(120.0, 90.0)
+        assert await client.report() == EngineReport(
+            running=9, waiting=3, kv_used=0.9, preemptions=2, sampled=1700, prefix_queries=120, prefix_hits=90
+        )
 
 
 async def test_sick_engine_is_unavailable() -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from actors.engine.base import EngineReport
 from actors.engine.pool import EnginePool, NoEngineFit
 from actors.engine.router import Lease, MoveReason, Placement, Router
 from pipeline.errors import ConfigurationError, EngineGone
@@ -28,7 +29,7 @@ def still() -> float:
 class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(ENGINES, SESSIONS_MAX, still)
+        self.router = Router(ENGINES, SESSIONS_MAX, random.Random(0).random)
         self.leases: list[Lease] = []
         self.now = 0.0
 
@@ -40,15 +41,31 @@ class RouterMachine(RuleBasedStateMachine):
     def probe(self, engine: str, healthy: bool, version: int) -> None:
         self.router.probed(engine, self.now, healthy=healthy, version=version, problem="" if healthy else "no")
 
-    @rule(session=st.sampled_from("stuvwxyz"), version=st.integers(0, 3), avoid=st.sets(st.sampled_from(ENGINES)))
-    def acquire(self, session: str, version: int, avoid: set[str]) -> None:
+    @rule(
+        engine=st.sampled_from(ENGINES),
+        running=st.integers(0, 200),
+        waiting=st.sampled_from([0, 0, 50]),
+        sampled=st.integers(0, 10**6),
+    )
+    def report(self, engine: str, running: int, waiting: int, sampled: int) -> None:
+        own = self.router.engines[engine].in_flight
+        self.router.reported(engine, EngineReport(running, waiting, sampled=sampled), own, self.now)
+
+    @rule(
+        session=st.sampled_from("stuvwxyz"),
+        version=st.integers(0, 3),
+        avoid=st.sets(st.sampled_from(ENGINES)),
+        tokens=st.integers(0, 5000),
+    )
+    def acquire(self, session: str, version: int, avoid: set[str], tokens: int) -> None:
         before = self.router.engine_of(session)
         busy = any(lease.session == session for lease in self.leases)
         fit = {e.name for e in self.router.engines.values() if e.fit(version, self.now)}
         sessions = {name: state.sessions for name, state in self.router.engines.items()}
         closed = {e.name for e in self.router.engines.values() if e.breaker.closed}
-        lease = self.router.acquire(session, version, self.now, avoid)
-        assert (lease is None) == (not fit)
+        spreading = self.router.spreading(version, self.now) and before not in fit
+        lease = self.router.acquire(session, version, self.now, avoid, tokens)
+        assert (lease is None) == (not fit or spreading)
         if lease is None:
             return
         self.leases.append(lease)
@@ -62,6 +79,9 @@ class RouterMachine(RuleBasedStateMachine):
         elif lease.move is MoveReason.RETURNED:
             assert not busy, "a session comes back between two turns"
             assert sessions[lease.engine] < sessions[before], "and only for balance"
+        elif lease.move is MoveReason.BUSIER:
+            assert not busy, "a session moves between two turns"
+            assert before not in avoid and lease.engine in closed - avoid - {before}
         else:
             assert after == before, "what happens to one request moves no session"
             assert lease.placement is (Placement.STICKY if lease.engine == before else Placement.ELSEWHERE)
@@ -141,7 +161,7 @@ def test_session_moves_when_its_engine_lags_and_stays_moved() -> None:
     assert first is not None
     router.release(first)
     other = "b" if first.engine == "a" else "a"
-    router.stamped(other, 4)
+    router.stamped(other, 4, -10.0)
     second = router.acquire("s", 4, 0.0)
     assert second is not None and (second.engine, second.move) == (other, MoveReason.LAGGING)
     router.release(second)

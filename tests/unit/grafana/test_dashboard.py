@@ -36,7 +36,8 @@ def registry() -> CollectorRegistry:
     """All metrics of our processes."""
     registry = CollectorRegistry()
     ProcessMetrics(registry, "run", "grpo", "tiny")
-    for metrics in (ActorMetrics, ReplayMetrics, LearnerMetrics):
+    ActorMetrics(registry, environments=("arithmetic",), engines=("http://127.0.0.1:8100",))
+    for metrics in (ReplayMetrics, LearnerMetrics):
         metrics(registry, environments=("arithmetic",))
     return registry
 

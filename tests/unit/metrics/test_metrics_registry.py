@@ -35,7 +35,9 @@ FORBIDDEN_LABELS = {"policy_version", "task_id", "trajectory_id", "group_id", "r
 def exposition() -> str:
     registry = CollectorRegistry()
     ProcessMetrics(registry, "run", "grpo", "tiny")
-    ActorMetrics(registry, ("arithmetic", "guess")).tool_duration_seconds.labels("calculator")
+    ActorMetrics(registry, ("arithmetic", "guess"), ("http://127.0.0.1:8100",)).tool_duration_seconds.labels(
+        "calculator"
+    )
     ReplayMetrics(registry, ("arithmetic", "guess"))
     LearnerMetrics(registry, ("arithmetic", "guess"))
     return generate_latest(registry).decode()

@@ -1,0 +1,18 @@
+"""Routing of conversations to engines: times of groups in a simulation, against hashing, sticky and least loaded.
+
+::
+
+    python -m benchmarks.routing rules --json raw.json         # 2 minutes
+    python -m benchmarks.routing costs                         # how far the router's two constants may be wrong
+    python -m benchmarks.routing concurrency                   # fixed numbers of episodes against the adaptive one
+    python -m benchmarks.routing.engine_costs vllm             # measures what the simulation is given
+
+Four engines and four actors play groups of eight conversations, a fixed number of conversations at a time; every 300 s
+new weights empty the prefix caches. A group takes from its first rollout's begin to its last rollout's end. One engine
+may be slower than the others. The seeds were fixed before the first run of a table; the rules were developed on others.
+
+Workloads: ``gpu``: long-tailed synthetic agents on engines with costs that were assumed, not measured (a step of 10 ms
+and 0.05 ms a request, 0.04 ms a prompt token, 400,000 tokens of KV cache). ``cpu``: the same with a quarter of the
+tokens, on costs measured with SmolLM2-135M on vLLM for CPUs. ``recorded``: games of 2 to 320 turns with actions of 2
+tokens (:mod:`benchmarks.routing.recording`) on the costs of ``gpu``.
+"""

@@ -1,0 +1,45 @@
+"""Sizes of conversations: synthetic ones with long tails, and recorded ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+from benchmarks.routing.simulation import Conversation, Turn
+
+ROLLOUTS = 8
+
+
+def synthetic(groups: int, seed: int, scale: float = 1.0, tail: float = 1.2) -> list[list[Conversation]]:
+    """Agents with tools: a prompt of 1,000 tokens, 1 to 40 turns (8 on average, by task), replies of 250 tokens in the
+    middle and at most 8,192, results of tools of 200 in the middle and at most 4,000, environments of 1 s in the middle
+    and at most 60. ``tail``: standard deviation of the logarithm of a reply's length. ``scale``: of all tokens."""
+    draw = random.Random(seed)
+
+    def size(middle: float, deviation: float, most: float) -> int:
+        return max(1, round(scale * min(most, middle * math.exp(draw.gauss(0.0, deviation)))))
+
+    made: list[list[Conversation]] = []
+    for _ in range(groups):
+        ends = min(0.9, max(0.03, 0.125 * math.exp(draw.gauss(0.0, 0.5))))
+        group: list[Conversation] = []
+        for _ in range(ROLLOUTS):
+            turns = min(40, 1 + int(math.log(1 - draw.random()) / math.log(1 - ends)))
+            conversation = []
+            for number in range(turns):
+                prompt = size(1000, 0.3, 4000) if number == 0 else size(200, 1.0, 4000)
+                seconds = min(60.0, math.exp(draw.gauss(0.0, 1.2)))
+                conversation.append(Turn(prompt, size(250, tail, 8192), seconds))
+            group.append(conversation)
+        made.append(group)
+    return made
+
+
+def recorded(path: Path, groups: int, seed: int) -> list[list[Conversation]]:
+    """Groups drawn from those of a file with ``conversations``: groups of rollouts of turns of (new prompt tokens,
+    sampled tokens, seconds of the environment)."""
+    found = json.loads(path.read_text())["conversations"]
+    draw = random.Random(seed)
+    return [[[Turn(*turn) for turn in rollout] for rollout in draw.choice(found)] for _ in range(groups)]

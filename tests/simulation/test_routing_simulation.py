@@ -1,0 +1,78 @@
+"""The real router before simulated engines: no conversation is lost, and groups are not slower than by simple rules.
+
+Long tables: ``python -m benchmarks.routing``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.routing.conversations import synthetic
+from benchmarks.routing.simulation import Costs, Fixed, Result, Routed, Rule, Simulation
+
+COSTS = Costs(first=0.04, each=0.002, prompt=0.001, batch_max=64, kv_tokens=46_000)
+ACTORS, GROUPS, SEEDS = 2, 8, (0, 1)
+
+
+def rules_of(kind: str, seed: int) -> list[Rule]:
+    if kind == "router":
+        return [Routed(4, 10 * seed + actor) for actor in range(ACTORS)]
+    return [Fixed(kind, 4, 10 * seed + actor) for actor in range(ACTORS)]
+
+
+def played(
+    kind: str,
+    seed: int,
+    slow: float = 1.0,
+    *,
+    costs: Costs = COSTS,
+    groups: int = GROUPS,
+    concurrency: int = 32,
+    concurrency_min: int | None = None,
+) -> tuple[Simulation, Result]:
+    simulation = Simulation(
+        synthetic(groups, seed, 0.1),
+        [costs] * 3 + [costs.slower(slow)],
+        rules_of(kind, seed),
+        concurrency=concurrency,
+        concurrency_min=concurrency_min,
+        update_seconds=100.0,
+        seed=seed,
+    )
+    return simulation, simulation.run()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_turn_is_played_and_nothing_is_left_at_routers_or_engines(seed: int) -> None:
+    groups = synthetic(GROUPS, seed, 0.1)
+    for slow in (1.0, 4.0):
+        simulation, result = played("router", seed, slow)
+        assert len(result.groups) == GROUPS
+        assert result.turns == sum(len(rollout) for group in groups for rollout in group)
+        assert not any(engine.in_flight for engine in simulation.engines)
+        for rule in simulation.rules:
+            assert isinstance(rule, Routed)
+            assert rule.router.statistics().in_flight == rule.router.n_sessions == 0
+
+
+def test_groups_are_not_slower_than_by_hashing_or_by_the_fewest_requests_of_each_turn() -> None:
+    for slow, hashing, least in ((1.0, 1.05, 1.0), (4.0, 0.7, 1.0)):
+        mean = {
+            kind: sum(played(kind, seed, slow)[1].mean for seed in SEEDS) for kind in ("hashing", "least", "router")
+        }
+        assert mean["router"] < hashing * mean["hashing"] and mean["router"] < least * mean["least"], (slow, mean)
+
+
+def test_one_slow_engine_of_four_makes_the_tail_of_groups_at_most_1_3_times_as_long() -> None:
+    tails = {slow: sum(played("router", seed, slow)[1].quantile(0.9) for seed in SEEDS) for slow in (1.0, 2.0)}
+    assert tails[2.0] <= 1.3 * tails[1.0], tails
+
+
+def test_adaptive_concurrency_loses_fewer_prefixes_than_too_many_episodes_and_is_as_fast() -> None:
+    small = replace(COSTS, kv_tokens=6000)
+    constant = played("router", 0, costs=small, groups=40, concurrency=256)[1]
+    adaptive = played("router", 0, costs=small, groups=40, concurrency=256, concurrency_min=16)[1]
+    assert min(adaptive.concurrency) >= 16 // ACTORS and max(adaptive.concurrency) <= 256 // ACTORS
+    assert adaptive.hits > 1.2 * constant.hits
+    assert adaptive.seconds < constant.seconds and adaptive.mean < constant.mean
