@@ -1,4 +1,4 @@
-"""The plan of a run: no GPU has two owners, every process has a place or a sentence, and the same input the same plan."""
+"""Plans: no GPU has two owners, every process has a place or a sentence, and the same input gives the same plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, load, loads
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.process import ExitCode
 from pipeline.supervisor.division import choose_counts, place_engines, place_ranks
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 from pipeline.supervisor.plan import Plan, Wish, plan
@@ -340,7 +339,3 @@ def test_metrics_and_engines_have_ports_of_their_own() -> None:
 def test_a_section_that_contradicts_itself_is_refused(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         RunConfig.model_validate(sections)
-
-
-def test_the_exit_code_of_a_plan_that_does_not_fit_is_that_of_a_wrong_run_file() -> None:
-    assert ExitCode.CONFIGURATION == 2
