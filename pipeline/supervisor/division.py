@@ -267,7 +267,8 @@ def _problems(
     config: RunConfig, inventory: Inventory, engines: int, ranks: int, has_learner: bool, placed: int
 ) -> tuple[str, ...]:
     """A sentence if something has no GPUs."""
-    size, total = config.placement.gpus_per_engine, inventory.gpus
+    placement, total = config.placement, inventory.gpus
+    size = placement.gpus_per_engine
     if any(node.has_mig for node in inventory.nodes) and (size > 1 or ranks > 1):
         return (
             f"expected whole GPUs for engines of {size} GPUs and {ranks} ranks, found MIG devices, of which CUDA shows "
@@ -277,10 +278,11 @@ def _problems(
         return ()
     parts = []
     if ranks:
-        parts.append(f"{ranks} for the learner ({'placement.learner_gpus' if _given(config, 0) else 'learner.ranks'})")
+        key = "learner.ranks" if placement.learner_gpus is None else "placement.learner_gpus"
+        parts.append(f"{ranks} for the learner ({key})")
     if engines:
         each = f" of {size}" if size > 1 else ""
-        key = "placement.engine_gpus" if _given(config, 1) else "engine.replicas"
+        key = "engine.replicas" if placement.engine_gpus is None else "placement.engine_gpus"
         parts.append(f"{engines * size} for {_count(engines, 'engine')}{each} ({key})")
     need = ranks + engines * size
     if need > total:
@@ -293,10 +295,6 @@ def _problems(
     if total == ranks == engines == size == 1:
         remedy += ", or share one GPU (engine.colocate: sleep or split)"
     return (f"expected {need} GPUs, {' and '.join(parts)}, {found}: {remedy}",)
-
-
-def _given(config: RunConfig, which: int) -> bool:
-    return (config.placement.learner_gpus, config.placement.engine_gpus)[which] is not None
 
 
 def _reasons(config: RunConfig, inventory: Inventory, engines: int, ranks: int) -> list[str]:

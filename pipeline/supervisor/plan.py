@@ -175,13 +175,14 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
     """One place, or one for each node with ranks."""
     if division.learner_on_gpu and not division.learner:
         return
-    ranks, threads = config.learner.ranks if role == "learner" else 1, config.learner.threads or 1
+    on_cpus, threads = config.learner.ranks if role == "learner" else 1, config.learner.threads or 1
     shares = division.learner or (Share(head, ()),)
+    size = sum(len(share.gpus) for share in shares)
     first = 0
     for i, share in enumerate(shares):
         name = role_name(role, i)
-        count = len(share.gpus) or ranks
-        gang = Gang(i, len(shares), first, count, ranks, shares[0].node.address) if len(shares) > 1 else None
+        count = len(share.gpus) or on_cpus
+        gang = Gang(i, len(shares), first, count, size, shares[0].node.address) if len(shares) > 1 else None
         first += count
         yield Place(
             role,
