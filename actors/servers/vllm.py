@@ -13,6 +13,7 @@ from actors.servers.progress import MIDDLEWARE as PROGRESS
 from actors.servers.progress import limits_environment
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
+from pipeline.config.placement import PlacementConfig
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import module_command
@@ -75,6 +76,11 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         raise ConfigurationError(
             f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU set it to files"
         )
+    if on_cpu and config.placement.gpus_per_engine > 1:
+        raise ConfigurationError(
+            f"an engine of {config.placement.gpus_per_engine} GPUs needs vLLM for GPUs, which is not installed here: "
+            "set placement.tensor_parallel and data_parallel to 1"
+        )
     if on_cpu and engine.block_size is not None and engine.block_size % CPU_BLOCK_TOKENS:
         raise ConfigurationError(
             f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, "
@@ -98,7 +104,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
         arguments += ["--distributed-executor-backend", "uni"]
     else:
-        arguments += _device_arguments(engine)
+        arguments += [*_device_arguments(engine), *_parallel_arguments(config.placement)]
     if engine.weight_transfer != "files":
         arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']
     arguments += engine.args
@@ -109,6 +115,11 @@ def _device_arguments(engine: EngineConfig) -> list[str]:
     """Share of the GPU's memory, and sleep mode. A CPU build has neither: there ``/sleep`` only stops sampling."""
     share = [] if engine.memory_share is None else ["--gpu-memory-utilization", f"{engine.memory_share:g}"]
     return [*share, *(["--enable-sleep-mode"] if engine.colocate == "sleep" else [])]
+
+
+def _parallel_arguments(placement: PlacementConfig) -> list[str]:
+    sizes = {"--tensor-parallel-size": placement.tensor_parallel, "--data-parallel-size": placement.data_parallel}
+    return [text for name, size in sizes.items() if size > 1 for text in (name, str(size))]
 
 
 def _adapter_arguments(lora: LoraConfig) -> list[str]:

@@ -15,6 +15,7 @@ import typer
 from pipeline.cli.env import app as env_app
 from pipeline.cli.experience import START
 from pipeline.cli.experience import app as replay_app
+from pipeline.cli.plan import show_plan
 from pipeline.cli.show import show
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
@@ -69,6 +70,7 @@ app = typer.Typer(
 
   afterplay run configs/tiny.yaml             train a tiny random model with all processes (one minute)
   afterplay run configs/quickstart.yaml       train a pretrained model with a vLLM server
+  afterplay plan configs/gpu.yaml --gpus 8    show the processes and their GPUs, before anything starts
   afterplay status runs/tiny                  processes, newest step, and the state of every order
   afterplay plot runs/tiny                    draw the curves
   afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
@@ -108,6 +110,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show i
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(replay_app, name="replay")
+app.command("plan")(show_plan)
 app.command()(show)
 app.command("eval")(evaluate)
 
@@ -122,7 +125,25 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value, for example run.seed=3. May be repeated."),
 ]
-Index = Annotated[int, typer.Option("--index", "-i", min=0, help="Index of this replica, starting at 0.")]
+
+
+def _index(value: str | int) -> int:
+    from pipeline.runtime.process import parse_index
+
+    return parse_index(str(value))
+
+
+Index = Annotated[
+    int,
+    typer.Option(
+        "--index",
+        "-i",
+        metavar="N|VARIABLE",
+        parser=_index,
+        help="Index of this replica, starting at 0, or a variable that ends with it: SLURM_PROCID, or HOSTNAME in a "
+        "StatefulSet.",
+    ),
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")]
 
 
@@ -218,7 +239,7 @@ def actor(
         bool,
         typer.Option(
             "--free-index",
-            help="Take the first index that no other actor with this option holds. Every replica listens on the "
+            help="Take the first index that no other actor of the run directory holds. Every replica listens on the "
             "metrics port of index 0.",
         ),
     ] = False,
@@ -228,12 +249,16 @@ def actor(
     afterplay actor runs/tiny/config.yaml --index 1
     afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
-    if not free_index:
-        _role("actor", index, "actors.role:main", file, sets)
+    from functools import partial
+
+    from pipeline.runtime.disk_wait import wait_for_room
     from pipeline.runtime.rundir import RunDirectory, take_index
 
-    found, _lock = take_index(RunDirectory(_load(file, sets).run.path), "actor")
-    _role("actor", found, "actors.role:main", file, sets, port_index=0)
+    config = _load(file, sets)
+    directory = RunDirectory(config.run.path)
+    take = partial(take_index, directory, "actor", None if free_index else index)
+    found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
+    _role("actor", found, "actors.role:main", config, port_index=0 if free_index else None)
 
 
 @replay_app.command(START)
@@ -244,7 +269,7 @@ def replay(file: File, sets: Sets = None) -> None:
 
     afterplay replay configs/tiny.yaml
     """
-    _role("replay", 0, "pipeline.stage.role:main", file, sets)
+    _role("replay", 0, "pipeline.stage.role:main", _load(file, sets))
 
 
 @app.command()
@@ -259,13 +284,13 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         _follow(file, sets)
-    _role("learner", index, "learner.role:main", file, sets)
+    _role("learner", index, "learner.role:main", _load(file, sets))
 
 
 @app.command(hidden=True)
 def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Run instead of the learner in `afterplay eval`: set the version of the engines and wait for the result."""
-    _role("evaluator", index, "learner.evaluator:main", file, sets)
+    _role("evaluator", index, "learner.evaluator:main", _load(file, sets))
 
 
 @app.command()
@@ -386,13 +411,10 @@ def _load(file: Path, sets: list[str] | None) -> RunConfig:
     return load(file, sets or [])
 
 
-def _role(
-    role: str, index: int, main: str, file: Path, sets: list[str] | None, port_index: int | None = None
-) -> NoReturn:
+def _role(role: str, index: int, main: str, config: RunConfig, port_index: int | None = None) -> NoReturn:
     """``port_index``: the index by which the metrics port is chosen; None: ``index``."""
     from pipeline.runtime.process import load_main, role_name, run_role
 
-    config = _load(file, sets)
     code = run_role(role_name(role, index), index if port_index is None else port_index, config, load_main(main))
     logging.shutdown()
     sys.stdout.flush()

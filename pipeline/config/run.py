@@ -12,6 +12,7 @@ from pipeline.config.base import Section
 from pipeline.config.estimators import COMPARING, PassAtK
 from pipeline.config.evaluation import EvaluationConfig, TracesConfig
 from pipeline.config.learner import CheckpointConfig, GroupsConfig, LearnerConfig, PublishConfig, StalenessConfig
+from pipeline.config.placement import PlacementConfig, check_placement
 from pipeline.config.replay import LessonsConfig, ReplayConfig
 from pipeline.config.rewards import ScorerConfig
 from pipeline.config.rollouts import (
@@ -123,6 +124,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    placement: PlacementConfig = PlacementConfig()
     sampling: SamplingConfig = SamplingConfig()
     environments: dict[str, EnvironmentConfig] = Field(default_factory=lambda: {"arithmetic": EnvironmentConfig()})
     """Environments by name. The name is ``Task.environment`` and the ``env`` label of metrics."""
@@ -169,6 +171,7 @@ class RunConfig(Section):
         self._check_rewards()
         self._check_demonstrations()
         check_colocation(self.engine, self.learner, self.publish)
+        check_placement(self.placement, self.engine, self.learner)
         self._check_evaluation()
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -207,6 +207,24 @@ class RoleContext:
 def role_name(role: str, index: int) -> str:
     """``actor-0``, ``actor-1`` …; ``learner`` and ``replay`` alone need no number."""
     return f"{role}-{index}" if role in ("actor", "engine") or index else role
+
+
+def parse_index(text: str, environment: Mapping[str, str] | None = None) -> int:
+    """The index of a replica: a number, or the name of an environment variable that ends with it, as ``SLURM_PROCID``
+    (``3``) and the ``HOSTNAME`` of a pod of a StatefulSet (``actor-3``). Raises :class:`ConfigurationError`.
+
+    >>> parse_index("3"), parse_index("HOSTNAME", {"HOSTNAME": "run-actor-12"})
+    (3, 12)
+    """
+    if text.isdigit():
+        return int(text)
+    value = (os.environ if environment is None else environment).get(text)
+    if value is None:
+        raise ConfigurationError(f"--index: expected a number from 0, or the name of a variable, got {text!r}")
+    digits = value[len(value.rstrip("0123456789")) :]
+    if not digits:
+        raise ConfigurationError(f"--index {text}: expected a variable that ends with a number, got {text}={value!r}")
+    return int(digits)
 
 
 def metrics_port(name: str, index: int, base: int) -> int:

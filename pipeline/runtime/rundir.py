@@ -26,6 +26,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -46,6 +47,9 @@ PREPARE_SECONDS_MAX = 3600.0
 """Longest preparation of a model: it may be downloaded."""
 AWAIT_MODEL = "AFTERPLAY_AWAIT_MODEL_SECONDS"
 """Environment variable: how long an engine waits for its model folder."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
 
 log = logging.getLogger("afterplay.rundir")
 
@@ -221,28 +225,49 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def take_index(directory: RunDirectory, role: str) -> tuple[int, FileLock]:
-    """The first index that no other ``role`` of the run holds, which is ours until the lock is released."""
+def take_index(directory: RunDirectory, role: str, index: int | None = None) -> tuple[int, FileLock | None]:
+    """``index``, or the first that no other ``role`` of the run holds. It is ours until the lock is released. On a file
+    system without locks ``index`` is taken without one.
+
+    Raises :class:`StoreError` if another process holds ``index``.
+    """
     directory.processes.mkdir(parents=True, exist_ok=True)
-    for index in count():
+
+    def take(index: int) -> FileLock:
+        return FileLock(
+            directory.processes / f"{role}-{index}.lock",
+            f"{role}-{index} of the run {directory.path} is alive in another process: expected an --index of its own",
+        )
+
+    if index is not None:
+        try:
+            return index, take(index)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return index, None
+    for free in count():
         with suppress(StoreError):
-            return index, FileLock(directory.processes / f"{role}-{index}.lock", "taken")
+            return free, take(free)
     raise AssertionError
 
 
 class FileLock:
     """Exclusive lock on ``file``, which is created if missing and never removed. It ends with the process.
 
-    Raises :class:`StoreError` with the message ``taken`` when another process holds it.
+    Raises :class:`StoreError` with the message ``taken`` when another process holds it, else :class:`OSError`.
     """
 
     def __init__(self, file: Path, taken: str) -> None:
         self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             os.close(self.descriptor)
             raise StoreError(taken) from error
+        except OSError:
+            os.close(self.descriptor)
+            raise
 
     def release(self) -> None:
         os.close(self.descriptor)

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from pipeline.cli.viewer.progress import Line, Pace, describe, facts, step_of
 from pipeline.schema.state import RoleState
-from pipeline.supervisor.processes import PREPARE, HealthAnswer
+from pipeline.supervisor.plan import PREPARE
+from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Phase, Process
 
 _STYLE = {

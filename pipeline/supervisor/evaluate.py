@@ -21,6 +21,8 @@ from pipeline.runtime.contents import find_damage
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 from pipeline.store.evaluation_results import read_results
+from pipeline.supervisor.inventory import local_inventory
+from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import specs_of
 from pipeline.supervisor.run import run_lock, supervise
 
@@ -68,9 +70,10 @@ def evaluate_checkpoint(
             f"--checkpoint: {weights.name} in {run.checkpoints} is damaged ({problem}): name another one of "
             f"{_there(run)}"
         )
-    directory = _folder(run, weights)
+    directory, inventory = _folder(run, weights), local_inventory()
     try:
         config = evaluation_config(config, weights, request, directory)
+        config = plan(config, inventory, EVALUATOR).fitting().config
     except ConfigurationError:
         directory.path.rmdir()
         raise
@@ -80,7 +83,7 @@ def evaluate_checkpoint(
         write_bytes_atomically(directory.config_file, dump(config).encode())
         about = {"updates": weights.updates, "policy_version": weights.policy_version, "checkpoint": weights.name}
         write_json_atomically(directory.evaluated_file, about)
-        specs = specs_of(config, directory, center=EVALUATOR)
+        specs = specs_of(plan(config, inventory, EVALUATOR).places, config, directory)
         code = supervise(config, specs, directory, reaper, console, lambda: bool(_results(directory)))
     results = _results(directory)
     for file in directory.model.rglob("*.safetensors"):  # the tokenizer stays for afterplay show

@@ -1,27 +1,22 @@
-"""The processes of a run, from its run file, and their health checks."""
+"""The processes of a run on this machine, and their health checks."""
 
 from __future__ import annotations
 
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
-from pipeline.runtime.children import module_command
 from pipeline.runtime.engine_keys import key_environments, make_actor_key
-from pipeline.runtime.process import role_name
-from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, read_json
+from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.supervisor.plan import Place
 from pipeline.supervisor.restarts import Rule
-
-ACTORS, LEARNER, REPLAY, ENGINES = range(4)
-"""Stages of the drain."""
-PREPARE = "prepare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,54 +36,21 @@ class ProcessSpec:
         return self.rule.name
 
 
-def specs_of(config: RunConfig, directory: RunDirectory, center: str = "learner") -> list[ProcessSpec]:
-    """Preparation, engines, replay stage, learner, actors. Everything reads the resolved file in ``directory``.
-    ``center``: the role in place of the learner; the run ends with it.
-
-    Engines and learner spend most of their start on imports, so they start beside the preparation of the model and
-    wait for it afterwards.
-    """
-    stuck = config.supervisor.stuck_seconds_max
-    central = Rule(center, LEARNER, depends=("replay",), awaits=(PREPARE,), ends_run=True, stuck_seconds_max=stuck)
-    specs = [
-        _spec(
-            PREPARE,
-            0,
-            directory,
-            Rule(PREPARE, ENGINES, once=True, start_seconds_max=PREPARE_SECONDS_MAX),
-            probed=False,
-        ),
-        _spec("replay", 0, directory, Rule("replay", REPLAY, stuck_seconds_max=stuck)),
-        _spec(center, 0, directory, central),
-    ]
-    if config.engine.kind != "external":
-        for i, url in enumerate(config.engine.addresses()):
-            rule = Rule(
-                role_name("engine", i),
-                ENGINES,
-                awaits=(PREPARE,),
-                stateless=True,
-                start_seconds_max=config.engine.start_seconds_max,
-                stuck_seconds_max=stuck,
-            )
-            specs.append(_spec("engine", i, directory, rule, health_url=f"{url}/health"))
-    for i in range(config.actor.replicas):
-        rule = Rule(role_name("actor", i), ACTORS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck)
-        specs.append(_spec("actor", i, directory, rule))
+def specs_of(places: Iterable[Place], config: RunConfig, directory: RunDirectory) -> list[ProcessSpec]:
+    """The places of a plan as processes of this machine. Everything reads the resolved file in ``directory``, which
+    has ``config``; each process gets the keys of its role."""
     make_actor_key(config.engine, directory.path)
-    keys = key_environments(config.engine)
-    return [replace(spec, environment=keys.get(spec.name.split("-")[0], keys["other"])) for spec in specs]
-
-
-def _spec(
-    role: str, index: int, directory: RunDirectory, rule: Rule, health_url: str | None = None, probed: bool = True
-) -> ProcessSpec:
-    command = module_command("pipeline.cli.app", role, str(directory.config_file))
-    if role in ("actor", "engine"):
-        command += ["--index", str(index)]
-    if role == "engine":
-        command.append("--await-model")
-    return ProcessSpec(rule, command, health_url, probed)
+    keys, file = key_environments(config.engine), str(directory.config_file)
+    return [
+        ProcessSpec(
+            place.rule,
+            place.command(file),
+            f"{config.engine.addresses()[place.index]}/health" if place.role == "engine" else None,
+            probed=not place.rule.once,
+            environment={**place.environment, **keys.get(place.role, keys["other"])},
+        )
+        for place in places
+    ]
 
 
 def child_environment(extra: dict[str, str]) -> dict[str, str]:

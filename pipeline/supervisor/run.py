@@ -36,6 +36,8 @@ from pipeline.store.ledger import read_ledger
 from pipeline.store.store import store_path
 from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
+from pipeline.supervisor.inventory import local_inventory
+from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
@@ -110,6 +112,10 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
     """Run to the end. Raises :class:`ConfigurationError`; other failures are printed and give the exit code."""
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
+    inventory = local_inventory()
+    chosen = plan(config, inventory).fitting()
+    for sentence in chosen.reasons:
+        console.print(sentence, soft_wrap=True)
     try:
         with run_lock(directory) as lock:
             remove_socket_folder(directory.path)
@@ -122,13 +128,14 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
                 )
                 return ExitCode(finished["exit_code"])
             directory.finished_file.unlink(missing_ok=True)
-            config = resolve(config)
+            config = resolve(chosen.config)
             wait_for_room(directory.create, directory.path, "the run directory")
             config = with_keys(config, directory)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
             wait_for_room(write, directory.config_file, "the run file")
             with OrphanReaper(keep_open=(lock,)) as reaper:
-                code = supervise(config, specs_of(config, directory), directory, reaper, console)
+                specs = specs_of(plan(config, inventory).places, config, directory)
+                code = supervise(config, specs, directory, reaper, console)
             remove_socket_folder(directory.path)
             return code
     except RunIsAlive as error:

@@ -17,7 +17,9 @@ from pipeline.config.rollouts import LEARNER_KEY, EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.engine_keys import find_key, make_key_files
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.processes import specs_of
+from pipeline.supervisor.inventory import Inventory, Node
+from pipeline.supervisor.plan import plan
+from pipeline.supervisor.processes import ProcessSpec, specs_of
 
 ACTOR, LEARNER = "a" * 43, "b" * 43
 DIGEST_PAIR = " ".join(sha256(key.encode()).hexdigest() for key in (ACTOR, LEARNER))
@@ -145,10 +147,15 @@ def run_config(directory: Path, **engine: Any) -> RunConfig:
     )
 
 
+def specs_on_cpus(config: RunConfig, directory: RunDirectory) -> dict[str, ProcessSpec]:
+    places = plan(config, Inventory((Node("laptop"),))).places
+    return {spec.name: spec for spec in specs_of(places, config, directory)}
+
+
 def test_a_run_gives_each_process_the_keys_of_its_role_alone(tmp_path: Path) -> None:
     config = resolve(run_config(tmp_path))
     directory = RunDirectory(config.run.path).create()
-    specs = {spec.name: spec for spec in specs_of(config, directory)}
+    specs = specs_on_cpus(config, directory)
     variable = LEARNER_KEY.removeprefix("env:")
     key = specs["learner"].environment[variable]
     assert len(key) > 40
@@ -163,7 +170,7 @@ def test_a_run_gives_each_process_the_keys_of_its_role_alone(tmp_path: Path) -> 
     assert file.stat().st_mode & 0o777 == 0o600
     assert find_key(config.engine, "actor_key") == file.read_text() != key
     assert not any(key in path.read_text() for path in directory.path.rglob("*") if path.is_file())
-    again = {spec.name: spec for spec in specs_of(config, directory)}
+    again = specs_on_cpus(config, directory)
     assert again["learner"].environment[variable] != key
 
 
@@ -173,9 +180,9 @@ def test_keys_of_external_engines_are_taken_from_where_the_run_file_says(
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     place = {"actor_key": "env:SERVER_KEY", "learner_key": "env:SERVER_KEY"}
     config = resolve(run_config(tmp_path, kind="external", urls=["http://127.0.0.1:1"], **place))
-    specs = {spec.name: spec.environment for spec in specs_of(config, RunDirectory(tmp_path))}
-    assert specs["actor-0"] == specs["learner"] == {"SERVER_KEY": "s3cret"}
-    assert specs["replay"] == {"SERVER_KEY": ""}
+    specs = specs_on_cpus(config, RunDirectory(tmp_path))
+    assert specs["actor-0"].environment == specs["learner"].environment == {"SERVER_KEY": "s3cret"}
+    assert specs["replay"].environment == {"SERVER_KEY": ""}
     assert find_key(config.engine, "learner_key") == "s3cret"
 
 

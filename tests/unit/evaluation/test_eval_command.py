@@ -25,7 +25,8 @@ from pipeline.supervisor.evaluate import (
     find_weights,
     print_result,
 )
-from pipeline.supervisor.processes import specs_of
+from pipeline.supervisor.inventory import Inventory, Node
+from pipeline.supervisor.plan import plan
 from tests.support.damage import DAMAGES
 
 
@@ -94,7 +95,7 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
     assert made.metrics.port == 0 and made.engine.port == 0
     assert made.model.source == str(weights.model)
     assert loads(dump(made), "config.yaml", (), {}) == made, "it goes through its file"
-    names = [spec.name for spec in specs_of(made, folder, center="evaluator")]
+    names = [place.name for place in plan(made, Inventory((Node("laptop"),)), center="evaluator").places]
     assert "evaluator" in names and "learner" not in names
 
 

@@ -1,6 +1,8 @@
 """The life of a role, as a real process."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import signal
@@ -17,9 +19,9 @@ import orjson
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, StoreError
 from pipeline.metrics.server import MetricsServer
-from pipeline.runtime.process import ExitCode, RoleContext, metrics_port, role_name
+from pipeline.runtime.process import ExitCode, RoleContext, metrics_port, parse_index, role_name
 from pipeline.runtime.rundir import RunDirectory, read_json, take_index, write_json_atomically
 from pipeline.schema.state import RoleState
 
@@ -249,3 +251,33 @@ def test_each_replica_holds_an_index_of_its_own_and_a_free_one_is_taken_again(tm
     assert (again, third) == (0, 2)
     for held in (lock, other, last):
         held.release()
+
+
+def test_an_index_belongs_to_one_process_whoever_gives_it(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path)
+    index, lock = take_index(directory, "actor", parse_index("HOSTNAME", {"HOSTNAME": "run-actor-0"}))
+    assert index == 0
+    with pytest.raises(StoreError, match=r"actor-0 of the run .* alive in another process"):
+        take_index(directory, "actor", parse_index("SLURM_PROCID", {"SLURM_PROCID": "0"}))
+    free, other = take_index(directory, "actor")
+    assert free == 1, "a free index is none that was given"
+    lock.release()
+    assert take_index(directory, "actor", 0)[0] == 0
+    other.release()
+
+    def without_locks(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    assert take_index(directory, "actor", 7) == (7, None)
+    with pytest.raises(OSError, match="No locks"):
+        take_index(directory, "actor")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("-1", "a number from 0"), ("NONE", "name of a variable, got 'NONE'"), ("HOSTNAME", "HOSTNAME='laptop'")],
+)
+def test_an_index_that_cannot_be_found_is_refused_with_what_came(text, words):
+    with pytest.raises(ConfigurationError, match=words):
+        parse_index(text, {"HOSTNAME": "laptop"})

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.processes import specs_of
+from pipeline.supervisor.inventory import Inventory, Node
+from pipeline.supervisor.plan import plan
+from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import Machine, SendSignal, Start
 
 CONFIG = RunConfig.model_validate({"engine": {"kind": "external", "urls": ["http://127.0.0.1:1"]}})
@@ -15,8 +17,12 @@ CONFIG = RunConfig.model_validate({"engine": {"kind": "external", "urls": ["http
 EMBEDDED = RunConfig.model_validate({"engine": {"kind": "embedded", "port": 8100}})
 
 
+def specs_on_cpus(config: RunConfig, folder: Path) -> list[ProcessSpec]:
+    return specs_of(plan(config, Inventory((Node("laptop"),))).places, config, RunDirectory(folder))
+
+
 def test_learner_and_actors_wait_for_the_replay_stage(tmp_path: Path) -> None:
-    specs = {spec.name: spec for spec in specs_of(CONFIG, RunDirectory(tmp_path))}
+    specs = {spec.name: spec for spec in specs_on_cpus(CONFIG, tmp_path)}
     assert list(specs) == ["prepare", "replay", "learner", "actor-0"]
     assert specs["learner"].rule.depends == ("replay",)
     assert set(specs["actor-0"].rule.depends) == {"prepare", "replay"}
@@ -25,7 +31,7 @@ def test_learner_and_actors_wait_for_the_replay_stage(tmp_path: Path) -> None:
 
 
 def test_engine_and_learner_start_while_the_model_is_prepared(tmp_path: Path) -> None:
-    specs = {spec.name: spec for spec in specs_of(EMBEDDED, RunDirectory(tmp_path))}
+    specs = {spec.name: spec for spec in specs_on_cpus(EMBEDDED, tmp_path)}
     machine = Machine([spec.rule for spec in specs.values()])
     assert set(machine.begin(0)) == {Start("prepare"), Start("replay"), Start("engine-0")}
     assert machine.healthy("replay", 1) == [Start("learner")]
@@ -34,7 +40,7 @@ def test_engine_and_learner_start_while_the_model_is_prepared(tmp_path: Path) ->
 
 
 def test_the_replay_stage_restarts_alone_and_drains_after_the_learner(tmp_path: Path) -> None:
-    machine = Machine([spec.rule for spec in specs_of(CONFIG, RunDirectory(tmp_path))])
+    machine = Machine([spec.rule for spec in specs_on_cpus(CONFIG, tmp_path)])
     machine.begin(0)
     assert machine.healthy("replay", 1) == [Start("learner")]
     assert machine.exited("prepare", 0, 2) == [Start("actor-0")]

@@ -1,0 +1,124 @@
+"""``afterplay plan FILE``: the processes of a run and what does not fit, before anything starts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pipeline.supervisor.inventory import Inventory
+    from pipeline.supervisor.plan import Place, Plan
+    from pipeline.supervisor.restarts import Rule
+
+COLUMNS = 160
+"""Width of the table where it is not printed to a terminal."""
+
+
+def show_plan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example configs/gpu.yaml.")],
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=0, help="Plan for this number of GPUs, on each node, instead of ours.")
+    ] = None,
+    nodes: Annotated[
+        str, typer.Option("--nodes", metavar="N|NAME:GPUS,…", help="Plan for several nodes instead of this machine.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value. May be repeated."),
+    ] = None,
+) -> None:
+    """Show the processes of FILE with their node, GPUs, cores, ports and environment, without starting them.
+
+    GPUs are divided as the section `placement` says. The exit code is 0 if everything fits, else 2.
+
+      afterplay plan configs/gpu.yaml
+      afterplay plan configs/gpu.yaml --gpus 8
+      afterplay plan configs/gpu.yaml --nodes head:8,worker:8 --set placement.tensor_parallel=4
+    """
+    from pipeline.config.load import load
+    from pipeline.runtime.process import ExitCode
+    from pipeline.supervisor.inventory import given_inventory, local_inventory
+    from pipeline.supervisor.plan import plan
+
+    config = load(file, sets or [])
+    inventory = given_inventory(gpus, nodes, local_inventory())
+    found = plan(config, inventory)
+    if as_json:
+        import orjson
+
+        typer.echo(orjson.dumps(describe(found, inventory), option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print(found, inventory)
+    raise typer.Exit(ExitCode.CONFIGURATION if found.problems else ExitCode.FINISHED)
+
+
+def describe(plan: Plan, inventory: Inventory) -> dict[str, Any]:
+    """The plan as JSON values. ``FILE`` in a command stands for the run file, ``python`` for the interpreter."""
+    return {
+        "nodes": [asdict(node) for node in inventory.nodes],
+        "places": [
+            {"name": place.name, **asdict(place), "command": place.command("FILE", "python")} for place in plan.places
+        ],
+        "changes": {
+            "placement": plan.config.placement.model_dump(),
+            "engine": {key: getattr(plan.config.engine, key) for key in ("replicas", "colocate", "weight_transfer")},
+            "learner": {key: getattr(plan.config.learner, key) for key in ("ranks", "offload")},
+        },
+        "reasons": plan.reasons,
+        "problems": plan.problems,
+    }
+
+
+def _print(plan: Plan, inventory: Inventory) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = COLUMNS
+    many = len(inventory.nodes) > 1
+    columns = ["process", *(["node"] if many else []), "GPUs", "cores", "ports", "waits for", "restarts"]
+    table = Table(*columns, Column("environment", overflow="fold"), box=None, header_style="dim")
+    for place in plan.places:
+        table.add_row(
+            _name(place), *([place.node] if many else []), ",".join(place.gpus) or "-", str(place.cpus),
+            " ".join(f"{use} {port or 'any'}" for use, port in place.ports.items()),
+            " ".join((*place.rule.depends, *place.rule.awaits)), _restarts(place.rule),
+            " ".join(f"{key}={value}" for key, value in place.environment.items()),
+        )  # fmt: skip
+    console.print(table)
+    for sentence in (*plan.reasons, *_busy(plan, inventory)):
+        console.print(sentence, markup=False, soft_wrap=True)
+    for sentence in plan.problems:
+        console.print(f"does not fit: {sentence}", style="red", markup=False, soft_wrap=True)
+
+
+def _name(place: Place) -> str:
+    """The name, with the ranks of a learner of several."""
+    if place.gang is not None:
+        return f"{place.name} (ranks {place.gang.first}-{place.gang.first + place.gang.count - 1})"
+    return f"{place.name} ({len(place.gpus)} ranks)" if place.role == "learner" and len(place.gpus) > 1 else place.name
+
+
+def _restarts(rule: Rule) -> str:
+    if rule.once:
+        return "never"
+    return "yes, ends the run" if rule.ends_run else "yes"
+
+
+def _busy(plan: Plan, inventory: Inventory) -> list[str]:
+    """A sentence for each node with more busy cores than it has."""
+    wanted: dict[str, int] = defaultdict(int)
+    for place in plan.places:
+        if not place.rule.once:
+            wanted[place.node] += place.cpus
+    return [
+        f"the processes on {node.name} share its cores: {wanted[node.name]} would be busy, it has {node.cpus}"
+        for node in inventory.nodes
+        if node.cpus is not None and wanted[node.name] > node.cpus
+    ]

@@ -1,0 +1,85 @@
+"""Section ``placement``: the division of GPUs between engines and learner."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from pipeline.config.base import Section
+from pipeline.config.learner import LearnerConfig
+from pipeline.config.rollouts import EngineConfig
+
+
+def _gpus(value: Any) -> Any:
+    if value in (None, "auto") or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1024):
+        return value
+    raise ValueError(f"expected a number of GPUs from 1 to 1024, auto or null, got {value!r}")
+
+
+Gpus = Annotated[int | Literal["auto"] | None, BeforeValidator(_gpus)]
+
+
+class PlacementConfig(Section):
+    """GPUs of engines and learner (``afterplay plan FILE`` shows the result). Every GPU belongs to one process, unless
+    ``engine.colocate`` shares it. Without GPUs, and for roles that you start yourself, only ``tensor_parallel`` and
+    ``data_parallel`` have an effect."""
+
+    engine_gpus: Gpus = None
+    """GPUs of all engines together. A number sets ``engine.replicas``. ``auto``: three quarters of the GPUs, or what
+    ``learner_gpus`` leaves; with one GPU engine and learner take turns on it. None: as ``engine.replicas`` says."""
+    learner_gpus: Gpus = None
+    """GPUs of the learner. A number sets ``learner.ranks``. ``auto``: what the engines leave. None: as
+    ``learner.ranks`` says."""
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """GPUs among which vLLM divides each copy of the model (``--tensor-parallel-size``)."""
+    data_parallel: int = Field(1, ge=1, le=64)
+    """Copies of the model behind the port of one engine (``--data-parallel-size``). An engine has ``tensor_parallel``
+    times ``data_parallel`` GPUs, all on one machine."""
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs of one engine."""
+        return self.tensor_parallel * self.data_parallel
+
+
+_ARGUMENTS = {
+    "--tensor-parallel-size": "tensor_parallel",
+    "-tp": "tensor_parallel",
+    "--data-parallel-size": "data_parallel",
+    "-dp": "data_parallel",
+}
+
+
+def check_placement(placement: PlacementConfig, engine: EngineConfig, learner: LearnerConfig) -> None:
+    """Raises :class:`ValueError` with the remedy if the numbers of GPUs, engines and ranks contradict each other."""
+    size, gpus = placement.gpus_per_engine, placement.engine_gpus
+    for argument in engine.args:
+        if key := _ARGUMENTS.get(argument.split("=")[0]):
+            raise ValueError(f"engine.args has {argument}: set placement.{key} instead")
+    if size > 1 and engine.kind != "vllm":
+        raise ValueError(
+            f"placement.tensor_parallel and data_parallel are for engine.kind: vllm, got {engine.kind}: omit them"
+        )
+    if size > 1 and engine.colocate != "none":
+        raise ValueError(
+            f"an engine of {size} GPUs (placement.tensor_parallel, data_parallel) cannot share one with the learner: "
+            "set engine.colocate: none"
+        )
+    if isinstance(gpus, int) and gpus % size:
+        raise ValueError(f"placement.engine_gpus ({gpus}) must be a multiple of the {size} GPUs of one engine")
+    if isinstance(gpus, int) and engine.urls and gpus != size * len(engine.urls):
+        raise ValueError(f"placement.engine_gpus is {gpus}, but engine.urls lists {len(engine.urls)}: omit engine_gpus")
+    _check_count("placement.engine_gpus", gpus, "engine.replicas", engine.replicas, size)
+    _check_count("placement.learner_gpus", placement.learner_gpus, "learner.ranks", learner.ranks, 1)
+    if engine.colocate != "none" and not {gpus, placement.learner_gpus} <= {None, "auto", 1}:
+        raise ValueError(
+            f"engine.colocate is {engine.colocate}, where engine and learner share one GPU: omit placement.engine_gpus "
+            "and learner_gpus, or set colocate: none"
+        )
+
+
+def _check_count(key: str, gpus: int | Literal["auto"] | None, other: str, count: int, size: int) -> None:
+    """Refuse a count of processes that the number of GPUs contradicts; 1 is the default of both."""
+    if gpus is not None and count not in (1, gpus if gpus == "auto" else gpus // size):
+        raise ValueError(f"{key} is {gpus}, but {other} is {count}: omit one of them")

@@ -1,0 +1,337 @@
+"""Division of the GPUs of an inventory between the learner and the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.config import RunConfig
+from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
+
+LEARNER_SHARE = 4
+"""With ``auto`` one GPU of so many is the learner's. A rule of thumb: most of the time of a run is generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """GPUs of one node that belong to one process."""
+
+    node: Node
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """GPUs of the learner and of each engine."""
+
+    config: RunConfig
+    """With the numbers of engines and ranks that were chosen, and how they share a GPU."""
+    learner: tuple[Share, ...] = ()
+    """One for each node with ranks; empty without GPUs."""
+    engines: tuple[Share, ...] = ()
+    """One for each engine that has its GPUs, in order; empty without GPUs."""
+    learner_on_gpu: bool = False
+    engines_on_gpu: bool = False
+    reasons: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def divide(config: RunConfig, inventory: Inventory, trains: bool = True) -> Division:
+    """Give each process its GPUs. ``trains``: there is a learner.
+
+    A device of ``auto`` is a GPU if the inventory has one. Without GPUs the configuration is left as it is.
+    """
+    engine, placement = config.engine, config.placement
+    asked = isinstance(placement.engine_gpus, int) or placement.gpus_per_engine > 1
+    on_gpu = {
+        "engine": engine.kind != "external" and _on_gpu(engine.device, inventory, asked),
+        "learner": trains and _on_gpu(config.learner.device, inventory, isinstance(placement.learner_gpus, int)),
+    }
+    if not any(on_gpu.values()):
+        return Division(_decided(config, None, None))
+    if not inventory.gpus:
+        return _without_places(config, on_gpu, _no_gpu(config, inventory, on_gpu))
+    if on_gpu["engine"] and VISIBLE in engine.env:
+        problem = f"engine.env sets {VISIBLE}, which the placement sets for each engine: omit it there"
+        return _without_places(config, on_gpu, problem)
+    if engine.colocate != "none":
+        return _shared(config, inventory, on_gpu)
+    if all(on_gpu.values()) and inventory.gpus == 1 and _may_take_turns(config):
+        return _taking_turns(config, inventory)
+    return _divided(config, inventory, on_gpu)
+
+
+def _on_gpu(device: str, inventory: Inventory, asked: bool) -> bool:
+    return device == "cuda" or (device == "auto" and (asked or inventory.gpus > 0))
+
+
+def _without_places(config: RunConfig, on_gpu: Mapping[str, bool], problem: str) -> Division:
+    """Nothing that needs a GPU has one."""
+    return Division(config, learner_on_gpu=on_gpu["learner"], engines_on_gpu=on_gpu["engine"], problems=(problem,))
+
+
+def _no_gpu(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> str:
+    placement = config.placement
+    keys = {
+        "engine.device": config.engine.device if on_gpu["engine"] else None,
+        "learner.device": config.learner.device if on_gpu["learner"] else None,
+        "placement.engine_gpus": placement.engine_gpus,
+        "placement.learner_gpus": placement.learner_gpus,
+        "placement.tensor_parallel": placement.tensor_parallel if placement.tensor_parallel > 1 else None,
+        "placement.data_parallel": placement.data_parallel if placement.data_parallel > 1 else None,
+    }
+    asking = ", ".join(f"{key}: {value}" for key, value in keys.items() if value not in (None, "auto", "cpu"))
+    return (
+        f"expected a GPU ({asking}), found none on {inventory.where}: {inventory.lack}. Run it where there is one, or "
+        "set engine.device and learner.device to cpu and omit placement"
+    )
+
+
+def _shared(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> Division:
+    """Engine and learner on the first GPU (``engine.colocate``)."""
+    node = next(node for node in inventory.nodes if node.gpus)
+    share = (Share(node, node.gpus[:1]),)
+    reason = f"engine.colocate is {config.engine.colocate}: engine and learner share GPU {node.gpus[0]}"
+    return Division(
+        _decided(config, 1, 1),
+        share if on_gpu["learner"] else (),
+        share if on_gpu["engine"] else (),
+        on_gpu["learner"],
+        on_gpu["engine"],
+        (reason, *_idle(inventory, share)),
+    )
+
+
+def _may_take_turns(config: RunConfig) -> bool:
+    """True if one engine and one rank may share a GPU that nobody asked for by number."""
+    placement = config.placement
+    chosen = placement.engine_gpus == placement.learner_gpus == "auto"
+    unnamed = config.engine.device == config.learner.device == "auto"
+    return (
+        (chosen or unnamed)
+        and not {placement.engine_gpus, placement.learner_gpus} - {None, "auto"}
+        and placement.gpus_per_engine == len(config.engine.addresses()) == config.learner.ranks == 1
+    )
+
+
+def _taking_turns(config: RunConfig, inventory: Inventory) -> Division:
+    raw = _decided(config, 1, 1).model_dump()
+    raw["engine"] |= {"colocate": "sleep", "weight_transfer": "files"}
+    raw["learner"] |= {"offload": True}
+    try:
+        turns = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        problem = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
+        sentence = f"one GPU, on which engine and learner would take turns: {problem}"
+        return _without_places(config, {"engine": True, "learner": True}, sentence)
+    found = _shared(turns, inventory, {"engine": True, "learner": True})
+    changed = [
+        "engine.colocate: sleep",
+        *(["engine.weight_transfer: files"] if config.engine.weight_transfer != "files" else []),
+        "learner.offload: true",
+    ]
+    reason = (
+        f"one GPU: engine and learner take turns on it ({', '.join(changed)}). If both fit into its memory, "
+        "engine.colocate: split lets them work at the same time"
+    )
+    return Division(found.config, found.learner, found.engines, True, True, (reason,))
+
+
+def _divided(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> Division:
+    """Each process with GPUs of its own."""
+    placement, nodes = config.placement, inventory.nodes
+    size, gpus = placement.gpus_per_engine, [len(node.gpus) for node in nodes]
+    engines, ranks = _engines(config, on_gpu["engine"]), _ranks(config, on_gpu["learner"])
+    one_rank = any(node.has_mig for node in nodes) or _for_one_rank(config)
+    wanted_engines, wanted_ranks = choose_counts(gpus, engines, ranks, size, 1 if one_rank else sum(gpus))
+    taken = place_ranks(gpus, wanted_ranks, size)
+    placed = place_engines(gpus, taken or [0] * len(gpus), wanted_engines, size)
+    learner = tuple(Share(node, node.gpus[:n]) for node, n in zip(nodes, taken or (), strict=False) if n)
+    shares = tuple(Share(nodes[i], nodes[i].gpus[start : start + size]) for i, start in placed)
+    problems = _problems(config, inventory, wanted_engines, wanted_ranks, taken is not None, len(shares))
+    decided = config
+    if not problems:
+        decided = _decided(
+            config,
+            wanted_engines * size if on_gpu["engine"] else None,
+            wanted_ranks if on_gpu["learner"] else None,
+        )
+    reasons = (*_reasons(config, inventory, wanted_engines, wanted_ranks), *_idle(inventory, (*learner, *shares)))
+    return Division(
+        decided, learner, shares, on_gpu["learner"], on_gpu["engine"], () if problems else reasons, problems
+    )
+
+
+def _engines(config: RunConfig, on_gpu: bool) -> int | None:
+    """Engines that need GPUs; None: to be chosen."""
+    gpus = config.placement.engine_gpus
+    if not on_gpu:
+        return 0
+    if config.engine.urls or gpus is None:
+        return len(config.engine.addresses())
+    return gpus // config.placement.gpus_per_engine if isinstance(gpus, int) else None
+
+
+def _ranks(config: RunConfig, on_gpu: bool) -> int | None:
+    """Ranks that need GPUs; None: to be chosen."""
+    gpus = config.placement.learner_gpus
+    if not on_gpu:
+        return 0
+    return config.learner.ranks if gpus is None else None if gpus == "auto" else gpus
+
+
+def _for_one_rank(config: RunConfig) -> bool:
+    """True for what a learner of several ranks refuses (``learner/build.py``)."""
+    learner = config.learner
+    return learner.optimizer == "adamw_8bit" or bool(learner.lora.rank and learner.reference.refresh_every)
+
+
+def choose_counts(
+    gpus: Sequence[int], engines: int | None, ranks: int | None, size: int, ranks_max: int
+) -> tuple[int, int]:
+    """Numbers of engines and ranks for nodes with so many ``gpus``; given numbers stay as they are.
+
+    Without either, a quarter of the GPUs is the learner's and the others are for engines of ``size`` GPUs. The learner
+    gets what no engine can use.
+    """
+    most = min(sum(gpus), ranks_max)
+
+    def room(ranks: int) -> int:
+        taken = place_ranks(gpus, ranks, size)
+        return -1 if taken is None else sum((n - t) // size for n, t in zip(gpus, taken, strict=True))
+
+    if ranks is None:
+        if engines is None:
+            quarter = min(most, max(1, sum(gpus) // LEARNER_SHARE))
+            engines = max(1, room(next((n for n in range(quarter, 0, -1) if room(n) > 0), 1)))
+        ranks = next((n for n in range(most, 0, -1) if room(n) >= engines), 1)
+    return max(1, room(ranks)) if engines is None else engines, ranks
+
+
+def place_ranks(gpus: Sequence[int], ranks: int, size: int) -> list[int] | None:
+    """GPUs of each node that the learner takes; None if there are too few.
+
+    All ranks on one node if they fit: on the one where they cost the fewest engines of ``size`` GPUs. Otherwise whole
+    nodes, the largest first.
+    """
+    taken = [0] * len(gpus)
+    while ranks > 0:
+        free = [n - t for n, t in zip(gpus, taken, strict=True)]
+        fitting = [i for i, n in enumerate(free) if n >= ranks]
+        if fitting:
+            best = min(fitting, key=lambda i: (free[i] // size - (free[i] - ranks) // size, i))
+        else:
+            best = max(range(len(free)), key=lambda i: (free[i], -i))
+        if not free[best]:
+            return None
+        taken[best] += min(ranks, free[best])
+        ranks -= min(ranks, free[best])
+    return taken
+
+
+def place_engines(gpus: Sequence[int], taken: Sequence[int], engines: int, size: int) -> list[tuple[int, int]]:
+    """Node and first GPU of each engine that fits, each within one node, behind the ``taken`` GPUs.
+
+    Engines of several GPUs begin at a multiple of their size where that costs none of them: such GPUs are often the
+    ones with the fastest links.
+    """
+    places: list[tuple[int, int]] = []
+    for i, (n, t) in enumerate(zip(gpus, taken, strict=True)):
+        aligned = -(-t // size) * size
+        begin = aligned if (n - aligned) // size == (n - t) // size else t
+        places += [(i, start) for start in range(begin, n - size + 1, size)]
+    return places[:engines]
+
+
+def _decided(config: RunConfig, engine_gpus: int | None, ranks: int | None) -> RunConfig:
+    """``config`` with numbers in place of ``auto``, and engines and ranks that agree with them. None: on CPUs."""
+    placement, engine, learner = config.placement, config.engine, config.learner
+    changes: dict[str, Any] = {}
+    if placement.engine_gpus is not None:
+        changes["engine_gpus"] = engine_gpus
+        if engine_gpus is not None and not engine.urls:
+            engine = engine.model_copy(update={"replicas": engine_gpus // placement.gpus_per_engine})
+    if placement.learner_gpus is not None:
+        changes["learner_gpus"] = ranks
+        learner = learner.model_copy(update={"ranks": ranks or learner.ranks})
+    if not changes:
+        return config
+    placement = placement.model_copy(update=changes)
+    return config.model_copy(update={"placement": placement, "engine": engine, "learner": learner})
+
+
+def _problems(
+    config: RunConfig, inventory: Inventory, engines: int, ranks: int, has_learner: bool, placed: int
+) -> tuple[str, ...]:
+    """A sentence if something has no GPUs."""
+    placement, total = config.placement, inventory.gpus
+    size = placement.gpus_per_engine
+    if any(node.has_mig for node in inventory.nodes) and (size > 1 or ranks > 1):
+        return (
+            f"expected whole GPUs for engines of {size} GPUs and {ranks} ranks, found MIG devices, of which CUDA shows "
+            "a process only one: set placement.tensor_parallel, data_parallel and learner.ranks to 1",
+        )
+    if has_learner and placed >= engines:
+        return ()
+    parts = []
+    if ranks:
+        key = "learner.ranks" if placement.learner_gpus is None else "placement.learner_gpus"
+        parts.append(f"{ranks} for the learner ({key})")
+    if engines:
+        each = f" of {size}" if size > 1 else ""
+        key = "engine.replicas" if placement.engine_gpus is None else "placement.engine_gpus"
+        parts.append(f"{engines * size} for {_count(engines, 'engine')}{each} ({key})")
+    need = ranks + engines * size
+    if need > total:
+        found = f"found {total} on {inventory.where}"
+    else:
+        found = f"found no node with {size} free for engine-{placed} on {inventory.where}"
+    remedy = "lower these numbers, or omit them and set placement.engine_gpus and learner_gpus to auto"
+    if size > 1:
+        remedy = f"lower placement.tensor_parallel or data_parallel, or {remedy}"
+    if total == ranks == engines == size == 1:
+        remedy += ", or share one GPU (engine.colocate: sleep or split)"
+    return (f"expected {need} GPUs, {' and '.join(parts)}, {found}: {remedy}",)
+
+
+def _reasons(config: RunConfig, inventory: Inventory, engines: int, ranks: int) -> list[str]:
+    """A sentence about what was chosen; none where the run file names the numbers."""
+    placement = config.placement
+    if "auto" not in (placement.engine_gpus, placement.learner_gpus):
+        return []
+    size = placement.gpus_per_engine
+    parts = []
+    if ranks:
+        parts.append(f"{ranks} for the learner")
+    if engines:
+        parts.append(f"{engines * size} for {_count(engines, 'engine')}" + (f" of {size}" if size > 1 else ""))
+    if not ranks or not engines:
+        why = "nothing else needs one"
+    elif placement.engine_gpus == placement.learner_gpus:
+        why = "most of the time goes into generation, so a quarter is for the learner, at least one"
+        if ranks > max(1, inventory.gpus // LEARNER_SHARE):
+            why += ", and what no engine can use"
+    elif placement.engine_gpus == "auto":
+        why = "engines get what placement.learner_gpus or learner.ranks leaves"
+    else:
+        why = "the learner gets what the engines leave"
+    return [f"{_count(inventory.gpus, 'GPU')} on {inventory.where}: {' and '.join(parts)}; {why}"]
+
+
+def _idle(inventory: Inventory, shares: Sequence[Share]) -> list[str]:
+    """A sentence about GPUs without a process."""
+    used = {(share.node.name, gpu) for share in shares for gpu in share.gpus}
+    idle = [
+        gpu if len(inventory.nodes) == 1 else f"{node.name}:{gpu}"
+        for node in inventory.nodes
+        for gpu in node.gpus
+        if (node.name, gpu) not in used
+    ]
+    return [f"without a process: GPU {', '.join(idle)}"] if idle else []
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

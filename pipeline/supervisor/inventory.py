@@ -1,0 +1,178 @@
+"""Nodes that a run may use, with their cores, memory and GPUs: found on this machine, or given by options."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.errors import ConfigurationError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LIST_SECONDS_MAX = 5.0
+"""For ``nvidia-smi -L``, which takes a fraction of a second unless the driver hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine."""
+
+    name: str
+    gpus: tuple[str, ...] = ()
+    """Names for ``CUDA_VISIBLE_DEVICES`` on this machine: numbers, UUIDs or MIG devices."""
+    cpus: int | None = None
+    """Cores; None: unknown."""
+    memory_bytes: int | None = None
+    address: str = "127.0.0.1"
+    """Address at which the other nodes reach it."""
+
+    @property
+    def has_mig(self) -> bool:
+        """True if its GPUs are MIG devices, of which CUDA shows a process only one."""
+        return any(name.startswith("MIG-") for name in self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The nodes of a run; the first has the disk of the replay stage."""
+
+    nodes: tuple[Node, ...]
+    lack: str = ""
+    """Reason for which no GPU was found."""
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if not names or len(set(names)) < len(names):
+            raise ConfigurationError(f"expected nodes with different names, got {', '.join(names) or 'none'}")
+
+    @property
+    def gpus(self) -> int:
+        return sum(len(node.gpus) for node in self.nodes)
+
+    @property
+    def where(self) -> str:
+        """The nodes, for sentences."""
+        return self.nodes[0].name if len(self.nodes) == 1 else f"{len(self.nodes)} nodes"
+
+
+def local_inventory(environment: Mapping[str, str] | None = None, torch_has_cuda: bool | None = None) -> Inventory:
+    """This machine. Imports no torch: GPUs are those of ``nvidia-smi -L`` that ``CUDA_VISIBLE_DEVICES`` leaves, and
+    none where PyTorch is a build for CPUs."""
+    environment = os.environ if environment is None else environment
+    node = Node("this machine", cpus=_cores(), memory_bytes=_memory())
+    if not (_builds_for_cuda() if torch_has_cuda is None else torch_has_cuda):
+        return Inventory((node,), "PyTorch in this environment is a build for CPUs")
+    listed, lack = list_gpus(environment.get("PATH"))
+    gpus = visible_gpus(listed, environment.get(VISIBLE))
+    if listed and not gpus:
+        lack = f"{VISIBLE}={environment[VISIBLE]} leaves none of {len(listed)}"
+    return Inventory((replace(node, gpus=gpus),), lack)
+
+
+def given_inventory(gpus: int | None, nodes: str, here: Inventory) -> Inventory:
+    """The inventory of ``--gpus N`` and ``--nodes``: a number of nodes, or ``NAME:GPUS,NAME:GPUS``. Each node has
+    ``gpus`` GPUs unless ``nodes`` says otherwise; cores and memory are unknown. Raises :class:`ConfigurationError`."""
+    if not nodes:
+        return here if gpus is None else Inventory((Node("a machine", _numbered(gpus)),), "--gpus is 0")
+    parts = [f"node-{i}" for i in range(int(nodes))] if nodes.isdigit() else nodes.split(",")
+    found = []
+    for part in parts:
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)(?::(\d+))?", part.strip())
+        if match is None:
+            raise ConfigurationError(f"--nodes: expected a number, or NAME:GPUS,NAME:GPUS, got {nodes!r}")
+        number = int(match[2]) if match[2] else gpus or 0
+        found.append(Node(match[1], _numbered(number), address=match[1]))
+    return Inventory(tuple(found), "--nodes and --gpus give none")
+
+
+def _numbered(gpus: int) -> tuple[str, ...]:
+    return tuple(map(str, range(gpus)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """One line of ``nvidia-smi -L``, with the MIG devices below it."""
+
+    uuid: str
+    """Empty if unknown."""
+    mig: tuple[str, ...] = ()
+
+
+def list_gpus(path: str | None = None) -> tuple[tuple[_Gpu, ...], str]:
+    """The GPUs of the driver, and a reason if there are none. ``path``: where programs are looked for."""
+    program = shutil.which("nvidia-smi", path=path)
+    if program is None:
+        devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
+        return tuple(_Gpu("") for _ in devices), "" if devices else "no NVIDIA driver was found"
+    try:
+        done = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=LIST_SECONDS_MAX, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return (), f"nvidia-smi -L failed: {error}"
+    if done.returncode:
+        return (), f"nvidia-smi -L failed: {(done.stdout + done.stderr).strip()[:200]}"
+    found = parse_list(done.stdout)
+    return found, "" if found else "nvidia-smi -L lists none"
+
+
+def parse_list(text: str) -> tuple[_Gpu, ...]:
+    """GPUs from the output of ``nvidia-smi -L``."""
+    found: list[_Gpu] = []
+    for line in text.splitlines():
+        if match := re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", line):
+            found.append(_Gpu(match[1]))
+        elif found and (match := re.match(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)", line)):
+            found[-1] = _Gpu(found[-1].uuid, (*found[-1].mig, match[1]))
+    return tuple(found)
+
+
+def visible_gpus(there: Sequence[_Gpu], setting: str | None) -> tuple[str, ...]:
+    """Names of the GPUs that processes may use. As CUDA reads it, ``setting`` ends at its first name that does not
+    exist. GPUs have numbers, but UUIDs where one of them is divided into MIG devices."""
+    if setting is None:
+        if any(gpu.mig for gpu in there):
+            return tuple(name for gpu in there for name in gpu.mig or (gpu.uuid,))
+        return _numbered(len(there))
+    uuids = [name for gpu in there for name in (gpu.uuid, *gpu.mig) if name]
+    found: list[str] = []
+    for name in (part.strip() for part in setting.split(",")):
+        if name.isdigit():
+            exists = int(name) < len(there)
+        else:
+            exists = name.startswith(("GPU-", "MIG-")) and (not uuids or any(uuid.startswith(name) for uuid in uuids))
+        if not exists or not there:
+            break
+        found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def _builds_for_cuda() -> bool:
+    """False if PyTorch is installed as a build for CPUs. Reads its ``version.py`` and imports nothing."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return True
+    return re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) is None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> int:
+    """Bytes of the machine, or of the container where it has less."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return there
+    return min(there, int(limit)) if limit.isdigit() else there

@@ -1,0 +1,250 @@
+"""Plan of a run: its processes, and the node, GPUs, command and environment of each.
+
+:func:`plan` is pure: the same configuration and inventory always give the same plan. ``afterplay plan FILE`` shows it,
+and the supervisor starts it. A launcher for several machines starts the same places: it adds where the run file is, the
+keys of the engines, and the addresses at which the processes reach each other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import cycle
+
+from pipeline.config import RunConfig
+from pipeline.config.explain import split_address
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.process import metrics_port, role_name
+from pipeline.runtime.rundir import PREPARE_SECONDS_MAX
+from pipeline.supervisor.division import Division, Share, divide
+from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
+from pipeline.supervisor.restarts import Rule
+
+ACTORS, LEARNER, REPLAY, ENGINES = range(4)
+"""Stages of the drain."""
+PREPARE = "prepare"
+RENDEZVOUS_PORT = 29500
+"""Port at which the learner's ranks of several nodes meet, on the first of them."""
+
+
+class Wish(StrEnum):
+    """Preference for the nodes of the places of one role."""
+
+    PACK = "pack"
+    """On one node, or on as few as possible: they exchange gradients."""
+    SPREAD = "spread"
+    """On different nodes, so that one lost node does not stop all."""
+    ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """The ranks of a learner on one of several nodes. They start, fail and resume together with those of the others."""
+
+    node: int
+    """Number of this node among those of the gang."""
+    nodes: int
+    first: int
+    """First rank on this node."""
+    count: int
+    """Ranks on this node."""
+    size: int
+    """Ranks of all nodes."""
+    address: str
+    """Address of the first node."""
+
+    @property
+    def launcher(self) -> list[str]:
+        """Arguments of Python that start the ranks of this node, before those of the program."""
+        return [
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={self.nodes}",
+            f"--node-rank={self.node}",
+            f"--nproc-per-node={self.count}",
+            f"--master-addr={self.address}",
+            f"--master-port={RENDEZVOUS_PORT}",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process of a run, with the processes that it starts itself (ranks of a learner, workers of vLLM)."""
+
+    role: str
+    """Subcommand of ``afterplay``."""
+    index: int
+    """Number among those of the role, from 0."""
+    node: str
+    rule: Rule
+    """Dependencies, restarts, time limits and order of the drain."""
+    gpus: tuple[str, ...] = ()
+    cpus: int = 1
+    """Cores that it keeps busy. A scheduler should reserve them; on one machine processes share them."""
+    memory_bytes: int = 0
+    """Most bytes of the buffers that the run file bounds. Libraries and weights of the model come on top."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that it needs besides those of its parent and the keys of the engines."""
+    ports: dict[str, int] = field(default_factory=dict)
+    """Ports that it binds, by use; 0: any free port."""
+    needs_disk: bool = False
+    """True if it can only be started where its files are."""
+    wish: Wish = Wish.ANY
+    gang: Gang | None = None
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def command(self, file: str, python: str = sys.executable) -> list[str]:
+        """Its command for the run file ``file``. ``-P``: see :func:`pipeline.runtime.children.module_command`."""
+        launcher = [] if self.gang is None else self.gang.launcher
+        command = [python, "-P", *launcher, "-m", "pipeline.cli.app", self.role, file]
+        if self.role in ("actor", "engine"):
+            command += ["--index", str(self.index)]
+        if self.role == "engine":
+            command.append("--await-model")
+        return command
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The places of a run."""
+
+    config: RunConfig
+    """The configuration with the numbers of engines and ranks that were chosen, which every process must read."""
+    places: tuple[Place, ...]
+    reasons: tuple[str, ...]
+    """Sentences about what was chosen."""
+    problems: tuple[str, ...]
+    """Sentences about what does not fit, and has no place."""
+
+    def fitting(self) -> Plan:
+        """This plan. Raises :class:`ConfigurationError` if something does not fit."""
+        if self.problems:
+            raise ConfigurationError("\n".join(self.problems))
+        return self
+
+
+def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Plan:
+    """Place preparation, replay stage, learner, engines and actors. ``center``: the role in place of the learner; the
+    run ends with it.
+
+    Engines and learner spend most of their start on imports, so they start beside the preparation of the model and
+    wait for it afterwards.
+    """
+    division = divide(config, inventory, trains=center == "learner")
+    config, head = division.config, inventory.nodes[0]
+    stuck = config.supervisor.stuck_seconds_max
+    rule = Rule(PREPARE, ENGINES, once=True, start_seconds_max=PREPARE_SECONDS_MAX)
+    places = [
+        Place(PREPARE, 0, head.name, rule, environment=_environment(head)),
+        Place(
+            "replay",
+            0,
+            head.name,
+            Rule("replay", REPLAY, stuck_seconds_max=stuck),
+            cpus=2,
+            memory_bytes=config.replay.cache_bytes + config.transport.credit_bytes * config.actor.replicas,
+            environment=_environment(head),
+            ports=_replay_ports(config),
+            needs_disk=True,
+        ),
+        *_learner(config, division, head, center),
+        *_engines(config, division, inventory),
+    ]
+    actor = config.actor
+    for i, node in zip(range(actor.replicas), cycle(inventory.nodes), strict=False):
+        place = Place(
+            "actor",
+            i,
+            node.name,
+            Rule(role_name("actor", i), ACTORS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck),
+            memory_bytes=actor.outbox_bytes_max + actor.answers_bytes_max,
+            environment=_environment(node),
+            ports={"metrics": metrics_port("actor", i, config.metrics.port)},
+            wish=Wish.SPREAD,
+        )
+        places.append(place)
+    return Plan(config, tuple(places), division.reasons, division.problems)
+
+
+def _learner(config: RunConfig, division: Division, head: Node, role: str) -> Iterator[Place]:
+    """One place, or one for each node with ranks."""
+    if division.learner_on_gpu and not division.learner:
+        return
+    on_cpus, threads = config.learner.ranks if role == "learner" else 1, config.learner.threads or 1
+    shares = division.learner or (Share(head, ()),)
+    size = sum(len(share.gpus) for share in shares)
+    first = 0
+    for i, share in enumerate(shares):
+        name = role_name(role, i)
+        count = len(share.gpus) or on_cpus
+        gang = Gang(i, len(shares), first, count, size, shares[0].node.address) if len(shares) > 1 else None
+        first += count
+        yield Place(
+            role,
+            i,
+            share.node.name,
+            Rule(
+                name,
+                LEARNER,
+                depends=("replay",),
+                awaits=(PREPARE,),
+                ends_run=i == 0,
+                stuck_seconds_max=config.supervisor.stuck_seconds_max,
+            ),
+            gpus=share.gpus,
+            cpus=1 + count * threads,
+            environment=_environment(share.node, share.gpus),
+            ports=({"metrics": metrics_port("learner", 0, config.metrics.port)} if i == 0 else {})
+            | ({"ranks": RENDEZVOUS_PORT} if gang is not None and i == 0 else {}),
+            wish=Wish.PACK,
+            gang=gang,
+        )
+
+
+def _engines(config: RunConfig, division: Division, inventory: Inventory) -> Iterator[Place]:
+    """Engines that the run starts, without those that have no GPUs."""
+    engine, placement = config.engine, config.placement
+    if engine.kind == "external":
+        return
+    shares = division.engines
+    if not division.engines_on_gpu:
+        shares = tuple(Share(node, ()) for _, node in zip(engine.addresses(), cycle(inventory.nodes), strict=False))
+    for i, share in enumerate(shares):
+        on_gpu = bool(share.gpus)
+        yield Place(
+            "engine",
+            i,
+            share.node.name,
+            Rule(
+                role_name("engine", i),
+                ENGINES,
+                awaits=(PREPARE,),
+                stateless=True,
+                start_seconds_max=engine.start_seconds_max,
+                stuck_seconds_max=config.supervisor.stuck_seconds_max,
+            ),
+            gpus=share.gpus,
+            # vLLM on GPUs: the server, an engine core for each copy, a worker for each GPU.
+            cpus=1 + placement.data_parallel + len(share.gpus) if on_gpu else engine.threads or 1,
+            memory_bytes=0 if on_gpu else int(engine.kv_cache_gib * 2**30),
+            environment=_environment(share.node, share.gpus),
+            ports={"http": engine.port + i if engine.port else 0},
+            wish=Wish.SPREAD,
+        )
+
+
+def _environment(node: Node, gpus: tuple[str, ...] = ()) -> dict[str, str]:
+    """Visible GPUs of a process; nothing on a node without GPUs."""
+    return {VISIBLE: ",".join(gpus)} if node.gpus else {}
+
+
+def _replay_ports(config: RunConfig) -> dict[str, int]:
+    ports = {"metrics": metrics_port("replay", 0, config.metrics.port)}
+    if config.replay.address.startswith("tcp://"):
+        ports["zeromq"] = split_address(config.replay.address)[1]
+    return ports
