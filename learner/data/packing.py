@@ -11,10 +11,12 @@ a row's hidden states are what they are alone. A row's last token is not laid: n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from learner.data.cost import PassCost
 
 IntArray = npt.NDArray[np.int64]
 SHARED_TOKENS_MIN = 16
@@ -32,6 +34,8 @@ class Form:
     packed: bool = False
     shared_min: int | None = None
     """Tokens that rows must have in common for these to be laid once. None: each row is laid whole."""
+    cost: PassCost = field(default=PassCost(), compare=False)
+    """Cost of a pass of the model that takes the rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,12 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from learner.distributed.ranks import ALONE, Ranks
+from learner.models.loading import is_empty
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError, StoreError
 
@@ -51,7 +53,7 @@ class Adapters:
             bias="none",
             task_type="CAUSAL_LM",
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _adapters_stay(is_empty(model)):
             warnings.simplefilter("ignore")  # peft warns of tied weights although the output layer gets no adapter
             self._peft: PeftModel = get_peft_model(model, options)
         self._deltas: dict[str, Any] = {
@@ -110,6 +112,18 @@ class Adapters:
                 f"the adapters in {folder} belong to another model, rank or choice of layers: choose another run.name"
             )
         set_peft_model_state_dict(self._peft, saved, adapter_name=_NAME)
+
+
+@contextmanager
+def _adapters_stay(empty: bool) -> Iterator[None]:
+    """Keep the values of new adapters, which peft moves to the device of the layer, for an ``empty`` one to nowhere."""
+    move = BaseTunerLayer._move_adapter_to_device_of_base_layer
+    if empty:
+        BaseTunerLayer._move_adapter_to_device_of_base_layer = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        BaseTunerLayer._move_adapter_to_device_of_base_layer = move
 
 
 def _targets(model: Any, ends: tuple[str, ...]) -> set[str]:

@@ -58,12 +58,16 @@ def microbatches(
     ranks: Ranks,
 ) -> list[MicroBatch | None]:
     """Micro-batches of this rank; None: one without rows, because another rank has more. ``weights`` and ``offsets`` of
-    each row are as :func:`learner.data.microbatch.collate` takes them. Collective."""
-    mine = ranks.mine(rows)
+    each row are as :func:`learner.data.microbatch.collate` takes them. Several ranks wait for each other in each layer,
+    so they compute costly ones first. Collective."""
+    mine = ranks.mine(rows, form)
     plans = [[mine[i] for i in chosen] for chosen in plan_rows([rows[i] for i in mine], tokens_max, form)]
-    return ranks.padded(
-        [collate([rows[i] for i in p], [weights[i] for i in p], [int(offsets[i]) for i in p], form=form) for p in plans]
-    )
+    parts = [
+        collate([rows[i] for i in p], [weights[i] for i in p], [int(offsets[i]) for i in p], form=form) for p in plans
+    ]
+    if ranks.size > 1:
+        parts.sort(key=lambda part: -part.operations)
+    return ranks.padded(parts)
 
 
 def idle_part(form: Form) -> MicroBatch:
