@@ -23,12 +23,10 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from learner.distributed.ranks import ALONE, Ranks
-from learner.models.loading import is_empty
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError, StoreError
 
@@ -53,7 +51,7 @@ class Adapters:
             bias="none",
             task_type="CAUSAL_LM",
         )
-        with warnings.catch_warnings(), _adapters_stay(is_empty(model)):
+        with warnings.catch_warnings(), _placeholders(model):
             warnings.simplefilter("ignore")  # peft warns of tied weights although the output layer gets no adapter
             self._peft: PeftModel = get_peft_model(model, options)
         self._deltas: dict[str, Any] = {
@@ -115,15 +113,18 @@ class Adapters:
 
 
 @contextmanager
-def _adapters_stay(empty: bool) -> Iterator[None]:
-    """Keep the values of new adapters, which peft moves to the device of the layer, for an ``empty`` one to nowhere."""
-    move = BaseTunerLayer._move_adapter_to_device_of_base_layer
-    if empty:
-        BaseTunerLayer._move_adapter_to_device_of_base_layer = lambda *_, **__: None
+def _placeholders(model: torch.nn.Module) -> Iterator[None]:
+    """Weights without memory on the CPU in place of those on the meta device: peft moves new adapters to the device of
+    the layer, where they would lose their values."""
+    empty = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None and p.is_meta]
+    for module, name, parameter in empty:
+        nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module._parameters[name] = torch.nn.Parameter(nothing, requires_grad=False)
     try:
         yield
     finally:
-        BaseTunerLayer._move_adapter_to_device_of_base_layer = move
+        for module, name, parameter in empty:
+            module._parameters[name] = parameter.requires_grad_(False)
 
 
 def _targets(model: Any, ends: tuple[str, ...]) -> set[str]:
