@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
-from learner.distributed.ranks import resolve_device
+from learner.distributed.ranks import ALONE, resolve_device
 from learner.models.loading import ModelFolder
 from learner.policy.backbone import DTYPES, Backbone
 from learner.policy.logprobs import Head, sampled_logprobs
@@ -110,7 +110,7 @@ class Policy(Backbone):
         seen: dict[tuple[int, int], str] = {}
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
-            divided = self.ranks.size > 1 and name in parameters
+            divided = self.ranks is not ALONE and name in parameters
             storage = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
             if tensor.numel() and storage in seen:
                 continue
