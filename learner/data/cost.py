@@ -24,6 +24,13 @@ class PassCost:
     """Of attention, for each key that a token attends to, itself included."""
     sampled: int = 0
     """Of the output layer, for each sampled token."""
+    backward: int = 2
+    """The backward pass in forward passes: 1 where the weights are frozen under adapters."""
+
+    @property
+    def learning(self) -> int:
+        """Forward and backward pass in forward passes. What checkpointing computes again is not counted."""
+        return 1 + self.backward
 
     def beginning(self, n: Count) -> Count:
         """Operations for the first ``n`` tokens of a row, without the output layer."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,15 @@ class Form:
     packed: bool = False
     shared_min: int | None = None
     """Tokens that rows must have in common for these to be laid once. None: each row is laid whole."""
+    padded_because: Literal["", "configured", "device", "model", "trial"] = field(default="", compare=False)
+    """Reason for padded rows: ``learner.packing``, no variable-length attention on the device, the model's attention,
+    or a trial whose values differed."""
     cost: PassCost = field(default=PassCost(), compare=False)
     """Cost of a pass of the model that takes the rows."""
+
+    @property
+    def name(self) -> Literal["padded", "packed", "shared"]:
+        return "padded" if not self.packed else "packed" if self.shared_min is None else "shared"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -206,22 +206,24 @@ def choose_form(
     Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed`` and the model does not allow it.
     """
     if config.packing == "padded":
-        return Form()
+        return Form(padded_because="configured")
     if config.packing == "auto" and device.type == "cuda" and not varlen:
-        return Form()
+        return Form(padded_because="device")
     reason = _unsupported(model)
+    kind: Literal["model", "trial"] = "model"
     if reason is None:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         reason = _probe(_trial_model(model, device), device, autocast, compute, varlen)
         if reason is not None:
             model.set_attn_implementation(before)
+            kind = "trial"
     if reason is None:
         return Form(packed=True, shared_min=SHARED_TOKENS_MIN if config.share_prefixes else None)
     if config.packing == "packed":
         raise ConfigurationError(f"learner.packing is packed, but {reason}: set it to padded")
     log.info("rows are padded, not packed: %s", reason)
-    return Form()
+    return Form(padded_because=kind)
 
 
 def _unsupported(model: Any) -> str | None:

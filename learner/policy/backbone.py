@@ -18,7 +18,7 @@ from learner.data.microbatch import MicroBatch
 from learner.distributed.ranks import ALONE, Ranks
 from learner.models.loading import is_empty
 from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
-from learner.policy.flops import pass_cost
+from learner.policy.flops import pass_cost, peak_flops
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import Interrupted
 
@@ -61,6 +61,7 @@ class Backbone:
         form = choose_form(self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen)
         self.form = replace(form, cost=pass_cost(self.model))
         """Form of the rows that :meth:`hidden` takes."""
+        self.peak_flops = peak_flops(device, self._compute)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

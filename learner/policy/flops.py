@@ -8,6 +8,25 @@ import torch
 
 from learner.data.cost import PassCost
 
+PEAK_TERAFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "RTX 4090": 165.0,
+    "MI300X": 1307.0,
+}
+"""Data sheets: bfloat16, dense, by the first name here that a device's name contains."""
+
 
 def pass_cost(model: Any) -> PassCost:
     """Operations of the matrix products and of attention. Of experts those count that a token is sent to."""
@@ -27,7 +46,24 @@ def pass_cost(model: Any) -> PassCost:
         token=max(1, int(2 * weights)),
         pair=4 * layers * heads * size,
         sampled=0 if output is None else 2 * output.weight.numel(),
+        backward=2 if all(p.requires_grad for p in model.parameters()) else 1,
     )
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations per second of a chip's dense matrix products in 16 bits; None for a CPU, for other types, and for a
+    chip that is not in the table."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(chip: str) -> float | None:
+    """
+    >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA A100-SXM4-40GB"), peak_of("Tesla K80")
+    (989000000000000.0, 312000000000000.0, None)
+    """
+    return next((1e12 * teraflops for name, teraflops in PEAK_TERAFLOPS.items() if name in chip), None)
 
 
 def _active_experts(config: Any) -> float:

@@ -46,6 +46,7 @@ def token_pass(
             for output, values in zip(outputs, score(part or idle_part(form)), strict=True):
                 if part is not None:
                     output[part.token_index_S] = values.float().cpu().numpy()
+    watch.operations += ranks.summed([sum(part.operations for part in parts if part is not None)])[0]
     return ranks.merged(outputs)
 
 
