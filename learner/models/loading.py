@@ -17,7 +17,8 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -136,11 +137,18 @@ def _filled(empty: Any, read: Callable[[slice], Tensor], device: torch.device) -
     if not isinstance(empty, DTensor):
         whole = torch.empty(empty.shape, dtype=empty.dtype, device=device).copy_(read(slice(None)))
         return torch.nn.Parameter(whole, requires_grad=empty.requires_grad)
-    rows = -(-empty.shape[0] // empty.device_mesh.size())
-    first = min(empty.device_mesh.get_local_rank() * rows, empty.shape[0])
     local = torch.empty(empty.to_local().shape, dtype=empty.dtype, device=device)
-    local.copy_(read(slice(first, first + len(local))))
-    divided = DTensor.from_local(
-        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
-    )
-    return torch.nn.Parameter(divided, requires_grad=empty.requires_grad)
+    local.copy_(read(own_rows(empty.shape[0], empty.device_mesh)))
+    return torch.nn.Parameter(divided(local, empty, empty.device_mesh), requires_grad=empty.requires_grad)
+
+
+def own_rows(rows: int, mesh: DeviceMesh) -> slice:
+    """Rows of this rank of a tensor that is divided by its first dimension."""
+    share = -(-rows // mesh.size())
+    first = min(mesh.get_local_rank() * share, rows)
+    return slice(first, min(first + share, rows))
+
+
+def divided(local: Tensor, whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor with the shape of ``whole``, of which this rank holds ``local``."""
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())

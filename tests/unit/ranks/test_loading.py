@@ -1,15 +1,20 @@
 """Models that are loaded by shards, in a group of one rank, against the ordinary load."""
 
 import threading
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from learner.build import make_critic, make_policy
+from learner.build import make_critic, make_policy, make_trainer
+from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.microbatch import collate
+from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup
 from learner.models.loading import ModelFolder
 from learner.policy.fsdp import norms_of
@@ -105,6 +110,32 @@ def test_adapters_over_shards_begin_as_over_the_whole_model(kit, tmp_path, group
     assert [n for n, _ in divided.named_parameters] == [n for n, _ in alone.named_parameters]
     part = collate(kit.make_rows(3), [1.0] * 3, [0] * 3, form=alone.form)
     assert torch.equal(divided.score(part)[0], alone.score(part)[0])
+
+
+def test_a_checkpoint_of_one_process_is_resumed_into_shards(kit, tmp_path, group):
+    """Weights, moments, critic, average and reference: the next update is that of a learner that was never stopped."""
+    folder = written(tmp_path / "model", CONFIGS["qwen2"])
+    options = {"ema_decay": 0.5, "reference": {"refresh_every": 1}}
+    config = kit.run_config(options, advantage={"estimator": "gae"}, loss={"kl": "loss"})
+
+    def update(trainer):
+        rows = kit.make_rows(4, seed=trainer.updates)
+        scores = trainer.token_scores(rows)
+        scores = replace(scores, returns=np.sin(np.arange(len(scores.values))).astype(np.float32))
+        return trainer.step(Batch(trainer.updates, (), rows), 0, scores)
+
+    whole = make_trainer(config, folder, None)
+    update(whole)
+    path = save_checkpoint(tmp_path / "saved", whole, CheckpointState(1, 0, {}), folder, keep=1)
+    resumed = make_trainer(config, folder, path, group)
+    restore_training(path, resumed)
+    mapped = (path / "training.pt").stat()
+    assert f"{mapped.st_ino} " not in Path("/proc/self/maps").read_text(), "the file is let go"
+    expected, report = update(whole), update(resumed)
+    assert (report.loss, report.critic.loss) == pytest.approx((expected.loss, expected.critic.loss), rel=1e-6)
+    served = resumed.policy.snapshot("float32")
+    for name, tensor in whole.policy.snapshot("float32").items():
+        torch.testing.assert_close(served[name], tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_the_critic_s_backbone_is_filled_from_the_same_folder(kit, tmp_path, group):
