@@ -14,7 +14,7 @@ from learner.checkpoints.checkpoint import CheckpointState, adapter_folder, rest
 from learner.data.demonstrations import load_demonstrations
 from learner.distributed.collectives import RankGroup
 from learner.distributed.ranks import resolve_device
-from learner.models.loading import ModelFolder
+from learner.models.model_folder import ModelFolder
 from learner.policy.backbone import DTYPES, Backbone
 from learner.policy.fsdp import shard
 from learner.policy.policy import Policy

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import zeros as divided_zeros
 
 from learner.distributed.collectives import RankGroup
-from learner.models import loading
-from learner.models.loading import own_rows
+from learner.models import model_folder
+from learner.models.model_folder import own_rows
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
 
     def divided(tensor: Tensor) -> Tensor:
         local = tensor[own_rows(len(tensor), group.mesh)].to(trainer.policy.device, copy=True)
-        return loading.divided(local, tensor, group.mesh)
+        return model_folder.divided(local, tensor, group.mesh)
 
     def divided_optimizer(value: Any, shapes: list[torch.Size]) -> Any:
         """State of an optimizer with its moments divided; they have the shape of their parameter."""

@@ -19,11 +19,11 @@ class PassCost:
     """Operations of one forward pass by what causes them. Whole numbers, so that all ranks compute the same sums."""
 
     token: int = 1
-    """Of the layers' weights, for each token laid."""
+    """Operations of the layers' weights for each token laid."""
     pair: int = 0
-    """Of attention, for each key that a token attends to, itself included."""
+    """Operations of attention for each key that a token attends to, itself included."""
     sampled: int = 0
-    """Of the output layer, for each sampled token."""
+    """Operations of the output layer for each sampled token."""
     backward: int = 2
     """The backward pass in forward passes: 1 where the weights are frozen under adapters."""
 
@@ -32,7 +32,7 @@ class PassCost:
         """Forward and backward pass in forward passes. What checkpointing computes again is not counted."""
         return 1 + self.backward
 
-    def beginning(self, n: Count) -> Count:
+    def prefix(self, n: Count) -> Count:
         """Operations for the first ``n`` tokens of a row, without the output layer."""
         return self.token * n + self.pair * (n * (n + 1) // 2)
 

@@ -1,6 +1,6 @@
-"""Division of an update's rows among ranks: rows that begin alike stay together, loads are balanced by cost.
+"""Division of an update's rows among ranks: rows that share a prefix stay together, loads are balanced by cost.
 
-Rows in lexicographic order form a tree of common beginnings. A *piece* is a run of rows of that order, which one rank
+Rows in lexicographic order form a tree of common prefixes. A *piece* is a run of rows of that order, which one rank
 computes: at first all rows that share anything (the rollouts of a group, the branches of a trajectory). A piece that is
 too large for balance is cut where its rows have the least in common; what they share is then computed once more.
 """
@@ -21,7 +21,7 @@ Piece = tuple[int, int]
 LIMITS = (None, 2.0, 1.0, 0.5, 0.25, 0.125, 0.0625)
 """Largest costs of a piece that are tried, as shares of a rank's part of the whole; None: groups stay whole."""
 GAIN_MIN = 0.01
-"""Smaller pieces must make the most loaded rank faster by this share: each cut computes a beginning again."""
+"""Smaller pieces must make the most loaded rank faster by this share: each cut computes a prefix again."""
 
 
 def divide(rows: Sequence[Row], ranks: int, form: Form) -> list[list[int]]:
@@ -57,9 +57,9 @@ class _Tree:
                 self._common[i] = worth_sharing(common, form.shared_min)
         lengths = np.asarray([len(ids[i]) for i in order], np.int64)
         sampled = np.asarray([rows[i].n_sampled for i in order], np.int64)
-        self.own = self._cost.beginning(lengths) + self._cost.sampled * sampled
+        self.own = self._cost.prefix(lengths) + self._cost.sampled * sampled
         """Cost of a row alone."""
-        self._shared = self._cost.beginning(self._common)
+        self._shared = self._cost.prefix(self._common)
         self._sums = np.concatenate([[0], np.cumsum(self.own - self._shared)])
 
     def cost(self, first: int, end: int) -> int:
@@ -85,13 +85,13 @@ class _Tree:
 
     def placed(self, pieces: Sequence[Piece], ranks: int) -> tuple[IntArray, list[int]]:
         """Rank of each row, and the loads: costly pieces first, each to the rank whose load is least with it (Graham
-        1969). A rank that has a part of its beginning already computes only the rest."""
+        1969). A rank that has a part of its prefix already computes only the rest."""
         owners = np.full(len(self.own), -1, np.int64)
         loads = np.zeros(ranks, np.int64)
         for first, end in sorted(pieces, key=lambda piece: (-self.cost(*piece), piece)):
             shared = np.zeros(ranks + 1, np.int64)  # the last: of rows that no rank has yet
             np.maximum.at(shared, owners, self._common_with(first, end))
-            added = loads + self.cost(first, end) - self._cost.beginning(shared[:ranks])
+            added = loads + self.cost(first, end) - self._cost.prefix(shared[:ranks])
             rank = int(added.argmin())
             owners[first:end], loads[rank] = rank, added[rank]
         return owners, loads.tolist()

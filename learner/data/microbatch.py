@@ -59,7 +59,7 @@ class MicroBatch:
     n_shared: int = 0
     """Tokens that are not computed again because another row of the pass has them."""
     operations: int = 0
-    """Of a forward pass (``Form.cost``), padding left out."""
+    """Operations of a forward pass (``Form.cost``), padding left out."""
 
     @property
     def n_padded(self) -> int:

@@ -32,7 +32,7 @@ class Stopwatch:
             "optimize": 0.0,
         }
         self.operations = 0.0
-        """Of all passes, of all ranks."""
+        """Operations of all passes of all ranks."""
         self._cuda = device.type == "cuda"
         self._open: list[Stage] = []
         self._since = 0.0

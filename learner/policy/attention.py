@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from learner.data.packing import SHARED_TOKENS_MIN, Form, Layout, lay_out
-from learner.models.loading import is_empty
+from learner.models.model_folder import is_empty
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 

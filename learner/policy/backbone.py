@@ -16,7 +16,7 @@ from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
 from learner.distributed.ranks import ALONE, Ranks
-from learner.models.loading import is_empty
+from learner.models.model_folder import is_empty
 from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
 from learner.policy.flops import pass_cost, peak_flops
 from pipeline.config.learner import LearnerConfig
@@ -27,7 +27,7 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 class Backbone:
     """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`eval_mode`). An
-    empty one (:meth:`learner.models.loading.ModelFolder.empty`) is to be divided and then filled.
+    empty one (:meth:`learner.models.model_folder.ModelFolder.empty`) is to be divided and then filled.
 
     ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
     within a layer's time. Several models may share one. Several ranks look at it between micro-batches only, together

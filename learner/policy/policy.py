@@ -16,7 +16,7 @@ from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
 from learner.distributed.ranks import ALONE, resolve_device
-from learner.models.loading import ModelFolder
+from learner.models.model_folder import ModelFolder
 from learner.policy.backbone import DTYPES, Backbone
 from learner.policy.logprobs import Head, sampled_logprobs
 from pipeline.config.learner import LearnerConfig

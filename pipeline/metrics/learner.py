@@ -61,15 +61,15 @@ class LearnerMetrics(MetricSet):
     )
     wait_seconds_total = counter("Time without data to train.")
     mfu_ratio = gauge(
-        "Model FLOP utilisation of the last update: operations of its passes, padding left out, over the peak of all "
-        "ranks' chips in its forward, backward and optimize stages; 0 where the peak is unknown, as on CPUs."
+        "Model FLOP utilisation of the last update, 0 to 1: operations without padding over the chips' peak in the "
+        "stages forward, backward and optimize; 0 where the peak is unknown."
     )
     peak_memory_bytes = gauge(
         "Largest memory since the start, of the rank with most: allocated on the GPU; resident on CPUs."
     )
     padded_rows = gauge(
-        "1 where rows are padded instead of packed, by reason: configured (learner.packing), device (no "
-        "variable-length attention), model (its attention cannot be replaced) or trial (values differed).",
+        "1 where rows are padded; reason = configured (learner.packing), device (no variable-length attention), "
+        "model (its attention cannot be replaced) or trial (values differed).",
         reason=PADDED_BECAUSE,
     )
 

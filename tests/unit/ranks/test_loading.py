@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import peft  # noqa: F401  its import takes seconds
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from learner.checkpoints.checkpoint import CheckpointState, restore_training, sa
 from learner.data.microbatch import collate
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup
-from learner.models.loading import ModelFolder
+from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import norms_of
 from learner.policy.policy import Policy
 from pipeline.errors import ConfigurationError
