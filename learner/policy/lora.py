@@ -124,7 +124,8 @@ def _placeholders(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, name, parameter in empty:
-            module._parameters[name] = parameter.requires_grad_(False)
+            parameter.requires_grad = False
+            module._parameters[name] = parameter
 
 
 def _targets(model: Any, ends: tuple[str, ...]) -> set[str]:

@@ -17,8 +17,8 @@ from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.rank_worker import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
-from tests.unit.learner.conftest import VOCABULARY, make_rows, run_config
-from tests.unit.packing.conftest import row_of
+from tests.unit.learner.conftest import make_rows, run_config
+from tests.unit.packing.conftest import branching_rows
 
 
 def config_of(case):
@@ -28,28 +28,13 @@ def config_of(case):
 
 def rows_of(case, update):
     if "groups" in case:
-        return shared_rows(case["groups"], update)
+        return branching_rows(case["groups"], update)
     rows = make_rows(case.get("rows", 9), seed=update, replayed=[i % 3 == 0 for i in range(case.get("rows", 9))])
     for i in case.get("without_signal", []):
         rows[i].advantages[:] = 0
     if case.get("poison") == update:
         rows[0].advantages[:] = np.inf
     return rows
-
-
-def shared_rows(groups, seed):
-    """Groups of eight rows with a prompt of 30 tokens; some rows branch off another one's answer."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(groups):
-        prompt = rng.integers(0, VOCABULARY, 30)
-        for i in range(8):
-            if i % 4 == 3:
-                prompt = np.concatenate([rows[-1].token_ids[:-2], rng.integers(0, VOCABULARY, 2)])
-            answer = rng.integers(0, VOCABULARY, int(rng.integers(3, 12)))
-            mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
-            rows.append(row_of([*prompt, *answer], mask, len(rows) // 2, advantage=float(rng.normal())))
-    return tuple(rows[i] for i in rng.permutation(len(rows)))
 
 
 def train(trainer: Trainer, case, updates) -> dict:
