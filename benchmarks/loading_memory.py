@@ -24,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.002
+SMALL = "small"
+"""Folder of a model that ranks load before they are measured."""
 
 
 def write_model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
@@ -68,10 +70,9 @@ class Peak:
         return self.largest[0] - self.start[0], self.largest[1] - self.start[1]
 
 
-def run_rank(folder: Path) -> None:
-    """Load the policy as a rank of a learner does, and write what it took."""
+def run_rank(folder: Path, work: Path) -> None:
+    """Load the policy as a rank of a learner does, and write what it took into ``work``."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from learner.build import make_policy
     from learner.distributed.collectives import RankGroup, join, leave, process_rank
@@ -82,8 +83,7 @@ def run_rank(folder: Path) -> None:
     process = process_rank(config.learner)
     device = join(process, config.learner)
     group = RankGroup(device, threading.Event(), 600.0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=16, intermediate_size=16,
-                                                          num_hidden_layers=1, vocab_size=16))  # fmt: skip
+    make_policy(config, work / SMALL, None, group)  # imports and buffers of the first time
     group.everyones({}, {})
     peak = Peak()
     policy = make_policy(config, folder, None, group)
@@ -96,7 +96,7 @@ def run_rank(folder: Path) -> None:
         "layer": sum(p.numel() * 4 for p in policy.layers[0].parameters()),
         "model": sum(p.numel() * 4 for p in policy.parameters),
     }
-    (folder / f"rank{process.rank}.json").write_text(json.dumps(found))
+    (work / f"rank{process.rank}.json").write_text(json.dumps(found))
     leave()
 
 
@@ -123,23 +123,25 @@ def table(found: list[dict[str, int]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", help="a model folder; default: random weights")
+    parser.add_argument("work", type=Path, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=8192)
     a = parser.parse_args()
-    if "RANK" in os.environ:
-        return run_rank(a.folder)
+    if a.work is not None:
+        return run_rank(a.folder, a.work)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = a.folder or Path(temporary)
+        work, folder = Path(temporary), a.folder or Path(temporary) / "model"
         if a.folder is None:
             write_model(folder, a.layers, a.hidden, a.vocabulary)
+        write_model(work / SMALL, layers=2, hidden=64, vocabulary=32)
         port = free_port()
-        ranks = [subprocess.Popen([sys.executable, __file__, str(folder)], env=environment(rank, a.ranks, port))
-                 for rank in range(a.ranks)]  # fmt: skip
+        command = [sys.executable, __file__, str(folder), str(work)]
+        ranks = [subprocess.Popen(command, env=environment(rank, a.ranks, port)) for rank in range(a.ranks)]
         if any([rank.wait() for rank in ranks]):
             sys.exit("a rank failed")
-        found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(a.ranks)]
+        found = [json.loads((work / f"rank{rank}.json").read_text()) for rank in range(a.ranks)]
     print("\n".join(table(found)))
 
 
