@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -11,7 +13,9 @@ from transformers.utils import logging as transformers_logging
 from learner.checkpoints.checkpoint import CheckpointState, adapter_folder, restore_training
 from learner.data.demonstrations import load_demonstrations
 from learner.distributed.collectives import RankGroup
-from learner.policy.backbone import DTYPES, Backbone, read_model
+from learner.distributed.ranks import resolve_device
+from learner.models.model_folder import ModelFolder
+from learner.policy.backbone import DTYPES, Backbone
 from learner.policy.fsdp import shard
 from learner.policy.policy import Policy
 from learner.policy.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference, ServerReference
@@ -25,6 +29,7 @@ from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.rundir import RunDirectory
 
 log = logging.getLogger(__name__)
+B = TypeVar("B", bound=Backbone)
 
 
 def make_trainer(
@@ -36,11 +41,9 @@ def make_trainer(
 
     Raises :class:`ConfigurationError` or :class:`StoreError`.
     """
-    policy = make_policy(config, initial_model, checkpoint)
     if group is not None:
         _check_ranks(config)
-        policy.interrupt = group.interrupt
-        shard(policy, group)
+    policy = make_policy(config, initial_model, checkpoint, group)
     needed = needed_scores(config)
     reference = make_reference(config, policy, initial_model, group) if "reference" in needed else None
     critic = make_critic(config, policy, initial_model, group) if "values" in needed else None
@@ -53,13 +56,33 @@ def make_trainer(
     return Trainer(policy, config, reference, critic, demonstrations)
 
 
-def make_policy(config: RunConfig, initial_model: Path, checkpoint: Path | None) -> Policy:
+def make_policy(
+    config: RunConfig, initial_model: Path, checkpoint: Path | None, group: RankGroup | None = None
+) -> Policy:
     """Weights of the checkpoint, or of the initial model; adapters always lie over the latter."""
-    learner, trust = config.learner, config.model.trust_remote_code
-    if learner.lora.rank:
-        adapters = None if checkpoint is None else adapter_folder(checkpoint)
-        return Policy.load(initial_model, learner, trust_remote_code=trust, adapter_folder=adapters)
-    return Policy.load(initial_model if checkpoint is None else checkpoint / "model", learner, trust_remote_code=trust)
+    learner, folder, adapters = config.learner, initial_model, None
+    if checkpoint is not None:
+        folder, adapters = (folder, adapter_folder(checkpoint)) if learner.lora.rank else (checkpoint / "model", None)
+    device = resolve_device(learner.device)
+    interrupt = None if group is None else group.interrupt
+
+    def make(model: Any) -> Policy:
+        return Policy(model, learner, device, interrupt, adapter_folder=adapters)
+
+    return _loaded(folder, config, device, group, make)
+
+
+def _loaded(
+    folder: Path, config: RunConfig, device: torch.device, group: RankGroup | None, make: Callable[[Any], B]
+) -> B:
+    """``make`` of the model in ``folder``; with a ``group`` divided among its ranks, each of which reads its shards."""
+    model_folder = ModelFolder(folder, trust_remote_code=config.model.trust_remote_code)
+    if group is None:
+        return make(model_folder.read(device))
+    backbone = make(model_folder.empty())
+    shard(backbone, group)
+    model_folder.fill(backbone.model, device)
+    return backbone
 
 
 def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:
@@ -80,11 +103,12 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
         key = find_key(config.engine, "learner_key") if ours else None
         return ServerReference(options, policy.interrupt, key)
     folder = options.folder if options.folder is not None else initial_model
-    model = read_model(folder, trust_remote_code=config.model.trust_remote_code)
     whole = learner.model_copy(update={"lora": LoraConfig(), "gradient_checkpointing": False})
-    copy = Policy(model, whole, policy.device, policy.interrupt, DTYPES[options.dtype])
-    if group is not None:
-        shard(copy, group)
+
+    def make(model: Any) -> Policy:
+        return Policy(model, whole, policy.device, policy.interrupt, DTYPES[options.dtype])
+
+    copy = _loaded(folder, config, policy.device, group, make)
     return FrozenCopy(copy, policy, tokens_max, options.refresh_every)
 
 
@@ -93,10 +117,11 @@ def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: R
     learner = config.learner
     if learner.critic.backbone == "none":
         return Critic(policy, learner, owns=False)
-    model = read_model(initial_model, trust_remote_code=config.model.trust_remote_code).base_model
-    backbone = Backbone(model, learner, policy.device, policy.interrupt)
-    if group is not None:
-        shard(backbone, group)
+
+    def make(model: Any) -> Backbone:
+        return Backbone(model.base_model, learner, policy.device, policy.interrupt)
+
+    backbone = _loaded(initial_model, config, policy.device, group, make)
     return Critic(backbone, learner, owns=True)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from learner.data.packing import Form
 from learner.data.replay_choice import ReplayChoice
 from learner.data.rows import Batch
 from learner.data.trained import Trained, TrainedGroup
@@ -24,7 +25,7 @@ from learner.observability.report import CriticReport, StepReport
 from learner.observability.statistics import BatchStatistics, SourceStatistics, Weights
 from learner.observability.timing import StepTimes
 from pipeline.metrics.base import Declaration
-from pipeline.metrics.learner import LearnerMetrics
+from pipeline.metrics.learner import PADDED_BECAUSE, LearnerMetrics
 from pipeline.runtime.disk_wait import whole_or_nothing
 from pipeline.runtime.rundir import write_bytes_atomically
 from pipeline.schema import Trajectory
@@ -229,6 +230,10 @@ NUMBERS: Final = (
         doc="Sampled tokens with an advantage of exactly 0.",
     ),
     Number("tokens_per_second", lambda u: u.report.tokens_per_second, doc="Tokens of the rows per second of the step."),
+    Number("mfu", lambda u: u.report.mfu, M.mfu_ratio),
+    Number("peak_memory_bytes", lambda u: u.report.peak_memory_bytes, M.peak_memory_bytes),
+    Number("rows_form", lambda u: u.report.form.name, doc="shared, packed or padded rows."),
+    Number("rows_padded", lambda u: _padded_because(u.report.form), M.padded_rows),
     Number("", lambda u: u.stages, M.step_duration_seconds),
     Number(
         "seconds",
@@ -316,6 +321,10 @@ def first_signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in first.items():
             found.setdefault(name, []).append(value)
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def _padded_because(form: Form) -> dict[str, int]:
+    return {reason: int(form.padded_because == reason) for reason in PADDED_BECAUSE}
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> list[float]:

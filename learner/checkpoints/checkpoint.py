@@ -31,6 +31,7 @@ from torch import Tensor
 from learner.checkpoints.shards import FOLDER, Shards, divide_state, random_state, restored_state, set_random_state
 from learner.data.trained import Trained
 from learner.distributed.collectives import RankGroup
+from learner.distributed.ranks import ALONE
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import FormatMismatch, StoreError, TrainingError
@@ -194,7 +195,8 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
     :class:`StoreError` when a part belongs to another model.
     """
     state = read_state(path)
-    saved = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
+    several = trainer.policy.ranks is not ALONE  # which read no more of the file than their shards
+    saved = torch.load(path / "training.pt", map_location="cpu", weights_only=True, mmap=several)
     saved = restored_state(path, saved, trainer)
     if "optimizer" in saved:
         try:

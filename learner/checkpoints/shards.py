@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import zeros as divided_zeros
 
 from learner.distributed.collectives import RankGroup
+from learner.models import model_folder
+from learner.models.model_folder import own_rows
 from pipeline.errors import StoreError
 from pipeline.runtime.disk_wait import is_full
 
@@ -101,7 +103,8 @@ def divide_state(training: dict[str, Any], group: RankGroup) -> tuple[dict[str, 
 
 def restored_state(path: Path, saved: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     """``saved``, which ``training.pt`` of the checkpoint holds, with the tensors that it has marks of; divided among
-    the ranks of ``trainer`` where there are several. Raises :class:`StoreError` where ``shards/`` cannot be read."""
+    the ranks of ``trainer`` where there are several, and then all of it copies, since ``saved`` is mapped from a file.
+    Raises :class:`StoreError` where ``shards/`` cannot be read."""
     group = trainer.policy.ranks if isinstance(trainer.policy.ranks, RankGroup) else None
     if (path / FOLDER).is_dir():
         saved = _with_shards(path / FOLDER, saved, group)
@@ -110,7 +113,8 @@ def restored_state(path: Path, saved: dict[str, Any], trainer: Trainer) -> dict[
         return saved
     if group.rank:
         saved["random"] = others[group.rank - 1] if group.rank <= len(others) else _seeded(trainer, group)
-    return _placed(saved, trainer, group)
+    placed: dict[str, Any] = _mapped(_placed(saved, trainer, group), lambda _, v: v.clone() if _is_whole(v) else v)
+    return placed
 
 
 def _with_shards(folder: Path, saved: dict[str, Any], group: RankGroup | None) -> dict[str, Any]:
@@ -143,8 +147,8 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
     """Whole tensors of a checkpoint of one rank, divided as the trainer's own are."""
 
     def divided(tensor: Tensor) -> Tensor:
-        local = tensor.to(trainer.policy.device)
-        return distribute_tensor(local, group.mesh, [Shard(0)], src_data_rank=None)
+        local = tensor[own_rows(len(tensor), group.mesh)].to(trainer.policy.device, copy=True)
+        return model_folder.divided(local, tensor, group.mesh)
 
     def divided_optimizer(value: Any, shapes: list[torch.Size]) -> Any:
         """State of an optimizer with its moments divided; they have the shape of their parameter."""

@@ -58,6 +58,8 @@ class MicroBatch:
     """Layout of packed rows; None: the rows are padded."""
     n_shared: int = 0
     """Tokens that are not computed again because another row of the pass has them."""
+    operations: int = 0
+    """Operations of a forward pass (``Form.cost``), padding left out."""
 
     @property
     def n_padded(self) -> int:
@@ -132,12 +134,16 @@ def collate(
     vocabulary: nothing reads the outputs there."""
     positions = [np.flatnonzero(row.loss_mask) for row in rows]
     layout: Layout | None = None
+    n_real = sum(len(row) for row in rows)
     if form.packed:
         layout = lay_out([row.token_ids for row in rows], form.shared_min)
         token_ids = layout.token_ids_N[None]
+        n_shared, n_real = n_real - len(rows) - token_ids.size, token_ids.size
+        pairs = int(layout.positions_N.sum()) + n_real
         predictors = [at[p - 1] for at, p in zip(layout.indices, positions, strict=True)]
     else:
-        longest = max(len(row) for row in rows)
+        longest, n_shared = max(len(row) for row in rows), 0
+        pairs = sum(len(row) * (len(row) + 1) // 2 for row in rows)
         token_ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
         for b, row in enumerate(rows):
             token_ids[b, : len(row)] = row.token_ids
@@ -168,7 +174,8 @@ def collate(
         token_index_S=np.concatenate([np.arange(n) + offset for n, offset in zip(counts, offsets, strict=True)]).astype(
             np.int64
         ),
-        n_real=int(token_ids.size) if layout is not None else sum(len(row) for row in rows),
+        n_real=n_real,
         layout=layout,
-        n_shared=0 if layout is None else sum(len(row) - 1 for row in rows) - int(token_ids.size),
+        n_shared=n_shared,
+        operations=form.cost.operations(n_real, pairs, sum(counts)),
     )

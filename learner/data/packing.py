@@ -11,10 +11,13 @@ a row's hidden states are what they are alone. A row's last token is not laid: n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from learner.data.cost import PassCost
 
 IntArray = npt.NDArray[np.int64]
 SHARED_TOKENS_MIN = 16
@@ -32,6 +35,15 @@ class Form:
     packed: bool = False
     shared_min: int | None = None
     """Tokens that rows must have in common for these to be laid once. None: each row is laid whole."""
+    padded_because: Literal["", "configured", "device", "model", "trial"] = field(default="", compare=False)
+    """Reason for padded rows: ``learner.packing``, no variable-length attention on the device, the model's attention,
+    or a trial whose values differed."""
+    cost: PassCost = field(default=PassCost(), compare=False)
+    """Cost of a pass of the model that takes the rows."""
+
+    @property
+    def name(self) -> Literal["padded", "packed", "shared"]:
+        return "padded" if not self.packed else "packed" if self.shared_min is None else "shared"
 
 
 @dataclass(frozen=True, slots=True)

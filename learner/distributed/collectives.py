@@ -25,9 +25,11 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from learner.data.division import divide
+from learner.data.packing import Form
 from learner.data.rows import Row, TokenScores
 from learner.distributed.messages import pack, pack_command, unpack
-from learner.distributed.ranks import divide, resolve_device
+from learner.distributed.ranks import resolve_device
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
@@ -55,8 +57,8 @@ class RankGroup:
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
         """Group of the threads that write checkpoints during training."""
 
-    def mine(self, rows: Sequence[Row]) -> list[int]:
-        return divide([len(row) for row in rows], self.size)[self.rank]
+    def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
+        return divide(rows, self.size, form)[self.rank]
 
     @contextmanager
     def together(

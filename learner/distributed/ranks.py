@@ -1,11 +1,10 @@
-"""Interface between trainer and ranks, the division of rows among ranks, and the device of a rank.
+"""Interface between trainer and ranks, and the device of a rank.
 
 :data:`ALONE` implements the interface for a learner of one process, at no cost.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, TypeVar
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from learner.data.packing import Form
 from learner.data.rows import Row, TokenScores
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.errors import ConfigurationError
@@ -31,7 +31,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def mine(self, rows: Sequence[Row]) -> list[int]:
+    def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
         """Numbers of the rows that this rank computes. Not a collective."""
         ...
 
@@ -86,7 +86,7 @@ class Alone:
     rank = 0
     size = 1
 
-    def mine(self, rows: Sequence[Row]) -> list[int]:
+    def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
         return list(range(len(rows)))
 
     def together(
@@ -124,22 +124,6 @@ class Alone:
 
 
 ALONE: Ranks = Alone()
-
-
-def divide(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Row numbers of each rank, ascending: longest rows first, each to the rank with the fewest tokens so far (Graham
-    1969). Loads differ by at most the longest row. The same lengths always give the same division.
-
-    >>> divide([10, 30, 29, 9], 2)
-    [[1, 3], [0, 2]]
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(i)
-        heapq.heappush(loads, (load + lengths[i], rank))
-    return [sorted(share) for share in shares]
 
 
 IDLE = Row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from learner.data.packing import Form
 from learner.data.rows import Row, TokenScores
 from learner.observability.statistics import BatchStatistics
 
@@ -29,6 +31,8 @@ class Stopwatch:
             "backward": 0.0,
             "optimize": 0.0,
         }
+        self.operations = 0.0
+        """Operations of all passes of all ranks."""
         self._cuda = device.type == "cuda"
         self._open: list[Stage] = []
         self._since = 0.0
@@ -51,6 +55,19 @@ class Stopwatch:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
+
+
+def utilisation(watch: Stopwatch, ranks: int, peak_flops: float | None) -> float | None:
+    """See :attr:`StepReport.mfu`; ``peak_flops``: of one chip."""
+    seconds = sum(watch.seconds[stage] for stage in ("forward", "backward", "optimize"))
+    return None if peak_flops is None or seconds <= 0 else watch.operations / (seconds * ranks * peak_flops)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory of this process since its start: allocated on the GPU, or resident."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +155,13 @@ class StepReport:
     """None: there is none."""
     skipped: SkippedBatch | None = None
     """None: no step was."""
+    mfu: float | None = None
+    """Model FLOP utilisation: operations of the update's passes over what the chips of all ranks could have done in its
+    forward, backward and optimize stages. Padding is no operation. None where the chip's peak is unknown."""
+    peak_memory_bytes: int = 0
+    """Largest since the start, of the rank with most: of the device, on CPUs resident."""
+    form: Form = field(default_factory=Form)
+    """Form of the rows in the policy's passes."""
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0

@@ -14,10 +14,11 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from learner.data.packing import SHARED_TOKENS_MIN, Form, Layout, lay_out
+from learner.models.model_folder import is_empty
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
@@ -192,6 +194,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative distance of hidden states and gradients of packed rows from those of the rows alone."""
+_TRIAL_TOKENS = 1000
+"""Token ids that the trial of packed rows may use."""
 
 
 def packs_by_varlen(model: Any, device: torch.device, compute: torch.dtype) -> bool:
@@ -216,27 +220,29 @@ def choose_form(
     Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed`` and the model does not allow it.
     """
     if config.packing == "padded":
-        return Form()
+        return Form(padded_because="configured")
     if config.packing == "auto" and device.type == "cuda" and not varlen:
         log.info(
             "rows are padded, not packed: attention over packed rows in one call needs torch 2.11, a GPU of compute "
             "capability 8.0, learner.compute_dtype bfloat16 and heads of at most %d",
             _VARLEN_HEAD_MAX,
         )
-        return Form()
+        return Form(padded_because="device")
     reason = _unsupported(model)
+    kind: Literal["model", "trial"] = "model"
     if reason is None:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
-        reason = _probe(model, device, autocast, compute, varlen)
+        reason = _probe(_trial_model(model, device), device, autocast, compute, varlen)
         if reason is not None:
             model.set_attn_implementation(before)
+            kind = "trial"
     if reason is None:
         return Form(packed=True, shared_min=SHARED_TOKENS_MIN if config.share_prefixes else None)
     if config.packing == "packed":
         raise ConfigurationError(f"learner.packing is packed, but {reason}: set it to padded")
     log.info("rows are padded, not packed: %s", reason)
-    return Form()
+    return Form(padded_because=kind)
 
 
 def _unsupported(model: Any) -> str | None:
@@ -254,13 +260,25 @@ def _unsupported(model: Any) -> str | None:
     return None
 
 
+def _trial_model(model: Any, device: torch.device) -> Any:
+    """``model``, or where it is empty one of its kind and size with a single layer, few tokens and random weights."""
+    if not is_empty(model):
+        return model
+    config = deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, min(text.vocab_size, _TRIAL_TOKENS), None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(model)(config).to(device=device, dtype=next(model.parameters()).dtype).eval()
+
+
 @torch.enable_grad()
 def _probe(
     model: Any, device: torch.device, autocast: AbstractContextManager[Any], compute: torch.dtype, varlen: bool
 ) -> str | None:
     """Three short rows, two of which share their beginning, together and each alone: why hidden states, or gradients
     to the embeddings, differ; None: they do not. No weight gets a gradient."""
-    n = min(model.config.get_text_config().vocab_size, 1000)
+    n = min(model.config.get_text_config().vocab_size, _TRIAL_TOKENS)
     ids = np.random.default_rng(0).integers(0, n, 24).astype(np.int32)
     rows = [ids[:12], np.concatenate([ids[:6], ids[12:17]]), ids[17:]]
     together = lay_out(rows, 4)

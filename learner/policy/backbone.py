@@ -8,25 +8,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from learner.data.microbatch import MicroBatch
-from learner.data.packing import Form
 from learner.distributed.ranks import ALONE, Ranks
+from learner.models.model_folder import is_empty
 from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
+from learner.policy.flops import pass_cost, peak_flops
 from pipeline.config.learner import LearnerConfig
-from pipeline.errors import ConfigurationError, Interrupted
+from pipeline.errors import Interrupted
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Backbone:
-    """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`eval_mode`).
+    """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`eval_mode`). An
+    empty one (:meth:`learner.models.model_folder.ModelFolder.empty`) is to be divided and then filled.
 
     ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
     within a layer's time. Several models may share one. Several ranks look at it between micro-batches only, together
@@ -41,7 +42,7 @@ class Backbone:
         interrupt: threading.Event | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.model = model.to(device=device, dtype=dtype)
+        self.model = model.to(dtype=dtype) if is_empty(model) else model.to(device=device, dtype=dtype)
         _without_dropout(self.model)
         self.device = device
         self.interrupt = interrupt or threading.Event()
@@ -57,10 +58,10 @@ class Backbone:
         for layer in self.layers:
             layer.register_forward_hook(self._watch)
         self._varlen = packs_by_varlen(self.model, self.device, self._compute)
-        self.form: Form = choose_form(
-            self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen
-        )
+        form = choose_form(self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen)
+        self.form = replace(form, cost=pass_cost(self.model))
         """Form of the rows that :meth:`hidden` takes."""
+        self.peak_flops = peak_flops(device, self._compute)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -137,13 +138,3 @@ def _without_dropout(model: torch.nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and name.endswith(("dropout", "dropout_prob", "pdrop")):
                 setattr(module, name, 0.0)
-
-
-def read_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The causal language model of a Hugging Face folder, in float32. Raises :class:`ConfigurationError` when there is
-    none."""
-    if not (folder / "config.json").is_file():
-        raise ConfigurationError(
-            f"expected a Hugging Face model folder with config.json, got {folder}: check model.source"
-        )
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)

@@ -49,19 +49,29 @@ class Root(torch.nn.Module):
             reset()
 
 
-def shard(backbone: Backbone, group: RankGroup) -> None:
-    """Divide the weights of ``backbone``; they must be the same on all ranks, and no optimizer may hold them yet.
+def norms_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules of a layer whose weights autocast does not cast: all of one dimension."""
+    own = [(module, list(module.parameters(recurse=False))) for module in layer.modules()]
+    return [module for module, weights in own if weights and all(p.ndim == 1 for p in weights)]
 
-    Master weights stay float32. Layers are gathered in the compute type, as autocast would cast them; the root is
-    gathered in float32, so that the residual stream has the type that it has in one process. Gradients are reduced in
-    float32.
+
+def shard(backbone: Backbone, group: RankGroup) -> None:
+    """Divide the weights of ``backbone``; they must be the same on all ranks, or empty, and no optimizer may hold them
+    yet.
+
+    Master weights stay float32. Layers are gathered in the compute type, as autocast would cast them. The root, and the
+    norms of each layer as one more unit, are gathered in float32, so that norms and the residual stream have the type
+    that they have in one process. Gradients are reduced in float32.
     """
     compute = None if backbone.compute_dtype is torch.float32 else backbone.compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     root = Root(backbone.model)
     for layer in backbone.layers:
+        norms = [] if compute is None else norms_of(layer)
+        if norms:
+            fully_shard(norms, mesh=group.mesh, mp_policy=whole, reshard_after_forward=True)
         fully_shard(layer, mesh=group.mesh, mp_policy=policy, reshard_after_forward=True)
-    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(root, mesh=group.mesh, mp_policy=whole, reshard_after_forward=True)
     sum_gradients(root)
     backbone.divided(group, root.run)

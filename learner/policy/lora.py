@@ -51,7 +51,7 @@ class Adapters:
             bias="none",
             task_type="CAUSAL_LM",
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _placeholders(model):
             warnings.simplefilter("ignore")  # peft warns of tied weights although the output layer gets no adapter
             self._peft: PeftModel = get_peft_model(model, options)
         self._deltas: dict[str, Any] = {
@@ -110,6 +110,22 @@ class Adapters:
                 f"the adapters in {folder} belong to another model, rank or choice of layers: choose another run.name"
             )
         set_peft_model_state_dict(self._peft, saved, adapter_name=_NAME)
+
+
+@contextmanager
+def _placeholders(model: torch.nn.Module) -> Iterator[None]:
+    """Weights without memory on the CPU in place of those on the meta device: peft moves new adapters to the device of
+    the layer, where they would lose their values."""
+    empty = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None and p.is_meta]
+    for module, name, parameter in empty:
+        nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module._parameters[name] = torch.nn.Parameter(nothing, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in empty:
+            parameter.requires_grad = False
+            module._parameters[name] = parameter
 
 
 def _targets(model: Any, ends: tuple[str, ...]) -> set[str]:

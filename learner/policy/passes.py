@@ -46,6 +46,7 @@ def token_pass(
             for output, values in zip(outputs, score(part or idle_part(form)), strict=True):
                 if part is not None:
                     output[part.token_index_S] = values.float().cpu().numpy()
+    watch.operations += ranks.summed([sum(part.operations for part in parts if part is not None)])[0]
     return ranks.merged(outputs)
 
 
@@ -58,12 +59,16 @@ def microbatches(
     ranks: Ranks,
 ) -> list[MicroBatch | None]:
     """Micro-batches of this rank; None: one without rows, because another rank has more. ``weights`` and ``offsets`` of
-    each row are as :func:`learner.data.microbatch.collate` takes them. Collective."""
-    mine = ranks.mine(rows)
+    each row are as :func:`learner.data.microbatch.collate` takes them. Several ranks wait for each other in each layer,
+    so they compute costly ones first. Collective."""
+    mine = ranks.mine(rows, form)
     plans = [[mine[i] for i in chosen] for chosen in plan_rows([rows[i] for i in mine], tokens_max, form)]
-    return ranks.padded(
-        [collate([rows[i] for i in p], [weights[i] for i in p], [int(offsets[i]) for i in p], form=form) for p in plans]
-    )
+    parts = [
+        collate([rows[i] for i in p], [weights[i] for i in p], [int(offsets[i]) for i in p], form=form) for p in plans
+    ]
+    if ranks.size > 1:
+        parts.sort(key=lambda part: -part.operations)
+    return ranks.padded(parts)
 
 
 def idle_part(form: Form) -> MicroBatch:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from learner.data.microbatch import MicroBatch
 from learner.distributed.ranks import resolve_device
-from learner.policy.backbone import DTYPES, Backbone, read_model
+from learner.models.model_folder import ModelFolder
+from learner.policy.backbone import DTYPES, Backbone
 from learner.policy.logprobs import Head, sampled_logprobs
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
@@ -62,8 +63,9 @@ class Policy(Backbone):
         adapter_folder: Path | None = None,
     ) -> Policy:
         """Weights of a Hugging Face folder, in float32. Raises :class:`ConfigurationError` when there is none."""
-        model = read_model(folder, trust_remote_code=trust_remote_code)
-        return cls(model, config, resolve_device(config.device), adapter_folder=adapter_folder)
+        device = resolve_device(config.device)
+        model = ModelFolder(folder, trust_remote_code=trust_remote_code).read(device)
+        return cls(model, config, device, adapter_folder=adapter_folder)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Row, TokenArray
+from learner.distributed.ranks import ALONE
 from learner.observability.report import Stopwatch
 from learner.policy.passes import token_pass
 from learner.policy.policy import Policy
@@ -106,7 +107,7 @@ class FrozenCopy:
     def updated(self, updates: int) -> None:
         """See :meth:`Reference.updated`."""
         if self._refresh_every is not None and updates % self._refresh_every == 0:
-            divided = self._live.ranks.size > 1
+            divided = self._live.ranks is not ALONE
             self._take(dict(self._live.model.state_dict()) if divided else self._live.snapshot("float32"))
 
     def state(self) -> dict[str, Tensor] | None:

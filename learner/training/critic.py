@@ -112,7 +112,10 @@ class Critic:
                     norm = self._apply(rate)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        loss, clipped = ranks.summed([loss, clipped])
+        operations = sum(part.operations for part in parts if part is not None)
+        operations *= self.backbone.form.cost.learning if self.owns else 1
+        loss, clipped, operations_of_all = ranks.summed([loss, clipped, operations])
+        watch.operations += operations_of_all
         tokens = self._tokens(parts, len(values))
         return CriticReport(
             loss=loss,

@@ -257,6 +257,7 @@ class OptimizerSteps:
                 else:
                     self._microbatch(part, inputs, share, conditions, totals, learn=learn, record=record)
         sums.add_ranks(self._policy.ranks)
+        totals.watch.operations += sums.operations
         if guard.enabled:
             sums.ratios = self._policy.ranks.ratios(sums.ratios)
         demonstrated = not frozen and self._supervise(conditions.update, totals)
@@ -331,6 +332,7 @@ class OptimizerSteps:
         totals.microbatches += 1
         totals.tokens_padding += part.n_padded - part.n_real
         totals.tokens_shared += part.n_shared
+        sums.operations += part.operations * (self._policy.form.cost.learning if learn else 1)
         sums.loss += value
         sums.policy_loss += float(terms.policy)
         sums.entropy += float(terms.entropy)
@@ -358,4 +360,7 @@ def add_supervised_gradients(
         with watch.stage("backward"):
             (weight * loss).backward()  # type: ignore[no-untyped-call]
         total += value
-    return float(policy.ranks.summed([total])[0])
+    operations = policy.form.cost.learning * sum(part.operations for part in parts if part is not None)
+    total, operations_of_all = policy.ranks.summed([total, operations])
+    watch.operations += operations_of_all
+    return total

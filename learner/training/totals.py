@@ -41,14 +41,15 @@ class StepSums:
     supervised: float = 0.0
     """Mean cross-entropy."""
     supervised_tokens: int = 0
+    operations: float = 0.0
     grad_norm: float = 0.0
     ratios: Weights = field(default_factory=Weights)
     """Token ratios that the ESS guard reads."""
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Sum the losses over ranks."""
-        sums = [self.loss, self.policy_loss, self.entropy, self.kl, self.supervised]
-        self.loss, self.policy_loss, self.entropy, self.kl, self.supervised = ranks.summed(sums)
+        sums = [self.loss, self.policy_loss, self.entropy, self.kl, self.supervised, self.operations]
+        self.loss, self.policy_loss, self.entropy, self.kl, self.supervised, self.operations = ranks.summed(sums)
 
 
 @dataclass(slots=True)
@@ -72,9 +73,12 @@ class StepTotals:
     """Factor of the ESS guard in each optimizer step."""
     skipped: list[SkippedStep] = field(default_factory=list)
     critic: CriticReport | None = None
+    peak_memory_bytes: int = 0
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Merge the totals of all ranks."""
+        peaks = [float(self.peak_memory_bytes) if rank == ranks.rank else 0.0 for rank in range(ranks.size)]
+        self.peak_memory_bytes = int(max(ranks.summed(peaks)))
         self.values = ranks.values(self.values)
         counts = ranks.summed([self.microbatches, self.tokens_padding, self.tokens_shared])
         self.microbatches, self.tokens_padding, self.tokens_shared = (int(n) for n in counts)
@@ -112,6 +116,7 @@ class StepTotals:
             tokens_shared=self.tokens_shared,
             tokens_without_signal=sum(row.n_sampled for row in rows if not row.has_signal),
             critic=self.critic,
+            peak_memory_bytes=self.peak_memory_bytes,
             seconds=self.watch.seconds,
             started_at=self.started_at,
             finished_at=time.time(),

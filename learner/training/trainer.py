@@ -23,7 +23,7 @@ from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row, TokenArray, TokenScores
 from learner.losses.kl import KLController
 from learner.losses.registry import loss_rules
-from learner.observability.report import SkippedStep, StepReport, Stopwatch
+from learner.observability.report import SkippedStep, StepReport, Stopwatch, peak_memory_bytes, utilisation
 from learner.policy.passes import microbatches
 from learner.policy.policy import Policy
 from learner.policy.reference import FrozenCopy, Reference
@@ -136,8 +136,10 @@ class Trainer:
             self.updates += 1
             if self.reference is not None:
                 self.reference.updated(self.updates)
+            totals.peak_memory_bytes = peak_memory_bytes(self.policy.device)
             totals.add_ranks(self.policy.ranks)
-        report = totals.report(batch.rows, conditions)
+        mfu = utilisation(totals.watch, self.policy.ranks.size, self.policy.peak_flops)
+        report = replace(totals.report(batch.rows, conditions), mfu=mfu, form=self.policy.form)
         self.kl.update(report.statistics.all.reference_kl.value, len({row.trajectory_index for row in batch.rows}))
         return report
 

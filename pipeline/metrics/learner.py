@@ -38,6 +38,7 @@ REJECTIONS = (
 )
 TERMS = ("policy", "kl", "entropy", "value", "supervised")
 NONFINITE = ("loss", "gradient", "ratio", "value")
+PADDED_BECAUSE = ("configured", "device", "model", "trial")
 
 
 class LearnerMetrics(MetricSet):
@@ -59,6 +60,18 @@ class LearnerMetrics(MetricSet):
         stage=STAGES,
     )
     wait_seconds_total = counter("Time without data to train.")
+    mfu_ratio = gauge(
+        "Model FLOP utilisation of the last update, 0 to 1: operations without padding over the chips' peak in the "
+        "stages forward, backward and optimize; 0 where the peak is unknown."
+    )
+    peak_memory_bytes = gauge(
+        "Largest memory since the start, of the rank with most: allocated on the GPU; resident on CPUs."
+    )
+    padded_rows = gauge(
+        "1 where rows are padded; reason = configured (learner.packing), device (no variable-length attention), "
+        "model (its attention cannot be replaced) or trial (values differed).",
+        reason=PADDED_BECAUSE,
+    )
 
     importance_ratio = histogram(
         "pi/mu before clipping; level = token or sequence; source = fresh or replay.",

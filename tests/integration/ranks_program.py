@@ -18,6 +18,7 @@ from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.rank_worker import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
 from tests.unit.learner.conftest import make_rows, run_config
+from tests.unit.packing.conftest import branching_rows
 
 
 def config_of(case):
@@ -26,6 +27,8 @@ def config_of(case):
 
 
 def rows_of(case, update):
+    if "groups" in case:
+        return branching_rows(case["groups"], update)
     rows = make_rows(case.get("rows", 9), seed=update, replayed=[i % 3 == 0 for i in range(case.get("rows", 9))])
     for i in case.get("without_signal", []):
         rows[i].advantages[:] = 0

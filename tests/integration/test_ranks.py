@@ -36,6 +36,11 @@ CASES = {
     "masks": {"sections": {"loss": {"off_policy": "second_moment"}, "replay": {"ess_guard": {"enabled": True}}}},
     "adapters": {"sections": {"loss": {"kl": "loss"}}, "learner": {"lora": LORA}},
     "not_finite": {"poison": 1},
+    "groups": {"groups": 4, "learner": {"tokens_per_microbatch": 500}},
+    "a_divided_group": {
+        "groups": 1,
+        "sections": {"loss": {"policy": "gspo", "aggregation": "sequence_mean"}},
+    },
 }
 ROUNDED = {
     "bfloat16": {"learner": {"compute_dtype": "bfloat16"}},

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.data.demonstrations import Demonstrations
+from learner.data.division import divide
 from learner.data.rows import Batch
-from learner.distributed.ranks import Alone, divide
+from learner.distributed.ranks import Alone
 from learner.losses.auxiliary import cross_entropy, imported_share
 from learner.observability.report import Stopwatch
 from learner.policy.policy import Policy
@@ -191,8 +192,8 @@ class _OneOf(Alone):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def mine(self, rows):
-        return divide([len(row) for row in rows], self.size)[self.rank]
+    def mine(self, rows, form):
+        return divide(rows, self.size, form)[self.rank]
 
     def padded(self, parts):
         return [*parts, None]

@@ -51,6 +51,21 @@ def grouped_rows(seed, groups=2, members=3, prompt=9, longest=60) -> tuple[Row, 
     return tuple(rows[i] for i in rng.permutation(len(rows)))
 
 
+def branching_rows(groups, seed) -> tuple[Row, ...]:
+    """Groups of eight rows with a prompt of 30 tokens; every fourth row branches off the one before it."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(groups):
+        prompt = rng.integers(0, VOCABULARY, 30)
+        for i in range(8):
+            if i % 4 == 3:
+                prompt = np.concatenate([rows[-1].token_ids[:-2], rng.integers(0, VOCABULARY, 2)])
+            answer = rng.integers(0, VOCABULARY, int(rng.integers(3, 12)))
+            mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+            rows.append(row_of([*prompt, *answer], mask, len(rows) // 2, advantage=float(rng.normal())))
+    return tuple(rows[i] for i in rng.permutation(len(rows)))
+
+
 @pytest.fixture
 def policy_of():
     """A float32 policy on the CPU whose rows are laid out as ``form`` says."""

@@ -1,0 +1,149 @@
+"""Resident memory of each rank of a learner while it loads its model, against its shard and one layer.
+
+::
+
+    python -m benchmarks.loading_memory                     # 8 ranks on the CPU, about 1.3 GB of float32 weights
+    python -m benchmarks.loading_memory --ranks 2 --layers 4 --hidden 512
+
+Each rank is a process of its own (gloo). It is measured from before the model is made until its shard is filled:
+anonymous memory, which is what loading needs, and all resident pages, those of the files among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLE_SECONDS = 0.002
+SMALL = "small"
+"""Folder of a model that ranks load before they are measured."""
+
+
+def write_model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
+    """A Llama-style decoder of random weights in bfloat16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def resident() -> tuple[int, int]:
+    """Bytes of anonymous memory, and of all resident pages."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    facts = {line.split(":")[0]: line.split() for line in lines}
+    return int(facts["RssAnon"][1]) * 1024, int(facts["VmRSS"][1]) * 1024
+
+
+class Peak:
+    """Largest :func:`resident` values since the begin, by a thread that samples them."""
+
+    def __init__(self) -> None:
+        self._end = threading.Event()
+        self.start = self.largest = resident()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._end.wait(SAMPLE_SECONDS):
+            now = resident()
+            self.largest = max(self.largest[0], now[0]), max(self.largest[1], now[1])
+
+    def stop(self) -> tuple[int, int]:
+        """Bytes above those at the begin."""
+        self._end.set()
+        self._thread.join()
+        return self.largest[0] - self.start[0], self.largest[1] - self.start[1]
+
+
+def run_rank(folder: Path, work: Path) -> None:
+    """Load the policy as a rank of a learner does, and write what it took into ``work``."""
+    import torch
+
+    from learner.build import make_policy
+    from learner.distributed.collectives import RankGroup, join, leave, process_rank
+    from pipeline.config import RunConfig
+
+    torch.set_num_threads(1)
+    config = RunConfig.model_validate({"learner": {"device": "cpu"}})
+    process = process_rank(config.learner)
+    device = join(process, config.learner)
+    group = RankGroup(device, threading.Event(), 600.0)
+    make_policy(config, work / SMALL, None, group)  # imports and buffers of the first time
+    group.everyones({}, {})
+    peak = Peak()
+    policy = make_policy(config, folder, None, group)
+    group.everyones({}, {})
+    anonymous, pages = peak.stop()
+    found = {
+        "anonymous": anonymous,
+        "resident": pages,
+        "shard": sum(p.to_local().numel() * 4 for p in policy.parameters),  # type: ignore[attr-defined]
+        "layer": sum(p.numel() * 4 for p in policy.layers[0].parameters()),
+        "model": sum(p.numel() * 4 for p in policy.parameters),
+    }
+    (work / f"rank{process.rank}.json").write_text(json.dumps(found))
+    leave()
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    return {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def table(found: list[dict[str, int]]) -> list[str]:
+    lines = [f"{'rank':>4}{'shard':>9}{'layer':>9}{'anonymous':>11}{'resident':>10}   MiB; the model has "
+             f"{found[0]['model'] / 2**20:.0f}"]  # fmt: skip
+    for rank, one in enumerate(found):
+        shard, layer, anonymous, pages = (one[k] / 2**20 for k in ("shard", "layer", "anonymous", "resident"))
+        lines.append(f"{rank:4}{shard:9.0f}{layer:9.0f}{anonymous:11.0f}{pages:10.0f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="a model folder; default: random weights")
+    parser.add_argument("work", type=Path, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    a = parser.parse_args()
+    if a.work is not None:
+        return run_rank(a.folder, a.work)
+    with tempfile.TemporaryDirectory() as temporary:
+        work, folder = Path(temporary), a.folder or Path(temporary) / "model"
+        if a.folder is None:
+            write_model(folder, a.layers, a.hidden, a.vocabulary)
+        write_model(work / SMALL, layers=2, hidden=64, vocabulary=32)
+        port = free_port()
+        command = [sys.executable, __file__, str(folder), str(work)]
+        ranks = [subprocess.Popen(command, env=environment(rank, a.ranks, port)) for rank in range(a.ranks)]
+        if any([rank.wait() for rank in ranks]):
+            sys.exit("a rank failed")
+        found = [json.loads((work / f"rank{rank}.json").read_text()) for rank in range(a.ranks)]
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

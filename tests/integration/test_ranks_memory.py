@@ -1,0 +1,40 @@
+"""Memory of two ranks while they load their model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.loading_memory import ROOT, SMALL, environment, free_port, write_model
+
+SLACK = 24 << 20
+"""Of the allocator, of collectives and of modules that are imported late."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_loads_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, fork_server):
+    write_model(tmp_path / "model", layers=16, hidden=512, vocabulary=1024)
+    write_model(tmp_path / SMALL, layers=2, hidden=64, vocabulary=32)
+    port, program = free_port(), str(ROOT / "benchmarks" / "loading_memory.py")
+    ranks = []
+    try:
+        for rank in range(2):
+            with (tmp_path / f"{rank}.log").open("wb") as log:
+                command = [sys.executable, program, str(tmp_path / "model"), str(tmp_path)]
+                ranks.append(
+                    fork_server.start(
+                        command, stdout=log, stderr=subprocess.STDOUT, env=environment(rank, 2, port), cwd=ROOT
+                    )
+                )
+        for rank, process in enumerate(ranks):
+            assert process.wait(200) == 0, (tmp_path / f"{rank}.log").read_text()[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["model"] > 250 << 20
+        assert found["anonymous"] <= found["shard"] + found["layer"] + SLACK, found

@@ -1,0 +1,86 @@
+"""Model FLOP utilisation, peak memory and form of rows: counted by the trainer, recorded as metrics."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from learner.data.packing import Form
+from learner.data.rows import Batch
+from learner.observability.report import Stopwatch, utilisation
+from learner.observability.timing import StepTimes
+from learner.policy.flops import peak_flops
+from learner.policy.policy import Policy
+from learner.recorder import Update, record_step, step_line
+from learner.training.trainer import Trainer
+from pipeline.config.learner import LoraConfig
+from pipeline.metrics.learner import LearnerMetrics
+
+
+def trainer_with(kit, advantages=(1.0, -1.0, 0.5), **options):
+    trainer = Trainer(kit.tiny_policy(**options), kit.run_config(options))
+    return trainer, Batch(0, (), kit.make_rows(3, advantages=advantages))
+
+
+def trained(kit, watch=None, **options):
+    trainer, batch = trainer_with(kit, **options)
+    watch = watch or Stopwatch(torch.device("cpu"))
+    return trainer, trainer.step(batch, 0, watch=watch), watch.operations
+
+
+def by_hand(kit, packing):
+    """Of the tiny model's forward pass: 16 hidden, 32 inner, 2 layers, 2 heads of 8, 1 key head, vocabulary 23."""
+    layer = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 32
+    total = 0
+    for row in kit.make_rows(3, advantages=(1.0, -1.0, 0.5)):
+        n = len(row) - (packing == "packed")
+        total += 2 * 2 * layer * n + 4 * 2 * 16 * n * (n + 1) // 2 + 2 * 16 * 23 * row.n_sampled
+    return total
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_a_step_counts_forward_and_backward_passes_and_no_padding(kit, packing, budget):
+    _, _, operations = trained(kit, packing=packing, tokens_per_microbatch=budget)
+    assert operations == 3 * by_hand(kit, packing)
+
+
+def test_rows_without_signal_have_no_backward_pass_and_a_scoring_pass_counts_once(kit):
+    _, _, operations = trained(kit, packing="padded", advantages=(0.0, 0.0, 0.0))
+    assert operations == by_hand(kit, "padded")
+    trainer, batch = trainer_with(kit, packing="padded")
+    watch = Stopwatch(torch.device("cpu"))
+    trainer.score(batch.rows, watch)
+    assert watch.operations == by_hand(kit, "padded")
+
+
+def test_frozen_weights_under_adapters_have_half_a_backward_pass(kit):
+    policy = Policy(kit.tiny_model(), kit.learner_config(lora=LoraConfig(rank=2)), torch.device("cpu"))
+    assert policy.form.cost.learning == 2 and kit.tiny_policy().form.cost.learning == 3
+
+
+def test_utilisation_is_that_of_all_ranks_chips_and_none_without_a_known_peak(kit):
+    watch = Stopwatch(torch.device("cpu"))
+    watch.seconds.update(forward=1.0, backward=2.0, optimize=1.0, prepare=7.0)
+    watch.operations = 8e9
+    assert utilisation(watch, 2, 2e9) == 0.5
+    assert utilisation(watch, 2, None) is None and utilisation(Stopwatch(torch.device("cpu")), 1, 1e9) is None
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert trained(kit)[1].mfu is None
+
+
+def test_utilisation_memory_and_form_reach_metrics_and_the_line(kit):
+    _, report, _ = trained(kit, packing="padded")
+    assert report.form.padded_because == "configured" and report.peak_memory_bytes > 1 << 20
+    registry = CollectorRegistry()
+    update = Update(Batch(0, (), ()), replace(report, mfu=0.25), StepTimes(0.0, 0.0, 1.0))
+    record_step(LearnerMetrics(registry), update)
+    value = registry.get_sample_value
+    assert value("afterplay_learner_mfu_ratio") == 0.25
+    assert value("afterplay_learner_peak_memory_bytes") == report.peak_memory_bytes
+    padded = {reason: value("afterplay_learner_padded_rows", {"reason": reason}) for reason in ("configured", "trial")}
+    assert padded == {"configured": 1.0, "trial": 0.0}
+    line = step_line(update)
+    assert line["mfu"] == 0.25 and line["rows_form"] == "padded" and line["rows_padded"]["configured"] == 1
+    assert [Form(packed=True).name, Form(packed=True, shared_min=4).name] == ["packed", "shared"]
