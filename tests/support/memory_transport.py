@@ -250,7 +250,10 @@ class MemoryHubWire:
         return connection.key, frames
 
     def identity(self, connection: bytes) -> str | None:
-        return self._network.find(connection).link.name if self._network.keys else None
+        if not self._network.keys:
+            return None
+        found = self._network._connections.get(connection)
+        return "" if found is None else found.link.name
 
     def cut(self, connection: bytes) -> None:
         found = self._network._connections.get(connection)

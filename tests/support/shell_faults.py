@@ -187,6 +187,13 @@ def tear_checkpoint(sim: ShellSimulation) -> None:
     sim.disk.tear_checkpoint()
 
 
+def damage_weights(sim: ShellSimulation) -> None:
+    """An engine restarts, and the files of the newest version are damaged."""
+    if sim.learner is not None and sim.publisher is not None:
+        kill_engine(sim)
+        sim.disk.damage_weights(sim.learner.version)
+
+
 FAULTS: dict[str, tuple[Callable[[ShellSimulation], None], int]] = {
     fault.__name__: (fault, weight)
     for fault, weight in (
@@ -194,6 +201,7 @@ FAULTS: dict[str, tuple[Callable[[ShellSimulation], None], int]] = {
         (stop_actor, 1), (two_names, 1), (stranger, 1), (impossible_claim, 1), (replace, 1), (kill_engine, 2),
         (engine_refuses, 2), (control_fails, 2), (load_fails_half_way, 1), (cut_engine, 1), (kill_learner_in_load, 1),
         (disk_full, 1), (disk_error, 1), (forget, 1), (tear_marks, 1), (tear_checkpoint, 1),
+        (damage_weights, 1),
     )
 }  # fmt: skip
 """Every fault, and how often it is drawn beside the others."""

@@ -1,11 +1,12 @@
 """The real shells of stage, hub, links, actors, engine pools, learner session and publisher on virtual time, over an
 in-memory wire, with faults.
 
-What runs is :func:`pipeline.stage.role.serve` over a store and :class:`WireHub`, :func:`actors.role.main` with its pool,
-router and client, and :mod:`tests.support.simulated_learner` around the learner's session, publisher, keepers and
+What runs is :func:`pipeline.stage.role.serve` over a store and :class:`WireHub`, :func:`actors.role.main` with its
+pool, router and client, and :mod:`tests.support.simulated_learner` around the learner's session, publisher, keepers and
 checkpoints. Simulated are the wire, HTTP and the engines behind it, training, the time that the disk takes, and what it
-refuses or loses. A history draws faults for its first seconds (:data:`FAULTS`). Then it must end its run in time;
-:class:`tests.support.shell_auditor.Auditor` compares the books of all sides, meanwhile and at the end.
+refuses or loses; what threads do happens in the event loop. A history draws faults for its first seconds
+(:mod:`tests.support.shell_faults`). Then it must end its run in time; :class:`tests.support.shell_auditor.Auditor`
+compares the books of all sides, meanwhile and at the end.
 
 Play many histories: ``python -m tests.support.shell_simulation 10000`` (with ``--from`` the first seed, with
 ``--processes`` on several cores).
@@ -49,13 +50,13 @@ from tests.support.simulated_engine import PROCESS, EngineFleet, SimulatedEngine
 from tests.support.simulated_learner import SimulatedLearner, Truth
 from tests.support.virtual_time import run_virtually
 
-UPDATES, GROUPS, ROLLOUTS, SLOTS = 8, 2, 2, 4
+UPDATES, GROUPS, ROLLOUTS, SLOTS = 6, 2, 2, 4
 FAULT_SECONDS = 12.0
 """Faults happen in this time."""
 SILENCE_SECONDS_MAX = 3.0
-SETTLE_SECONDS_MAX = 120.0
-"""Longest time from the last fault to the end of the run: an order that a lying peer took expires after 37 s, that of
-its replacement as well; without faults a run takes about 10 s."""
+REPAIR_SECONDS_MAX, UPDATE_SECONDS_MAX = 80.0, 4.0
+"""Longest time from the last fault until the run has its rate again, and of an update from then on: an order that a
+lying peer took expires after 37 s, that of its replacement as well; without faults an update takes 1.5 s."""
 WALL_SECONDS = 1.7e9
 """Unix time at the begin of a history."""
 
@@ -127,7 +128,8 @@ class ShellSimulation:
             tasks.start_soon(self._mischief)
             await anyio.sleep(FAULT_SECONDS)
             self._become_calm()
-            with anyio.move_on_after(SETTLE_SECONDS_MAX):
+            left = UPDATES - (0 if self.learner is None else self.learner.updates)
+            with anyio.move_on_after(REPAIR_SECONDS_MAX + UPDATE_SECONDS_MAX * left):
                 while not self.auditor.settled():
                     await anyio.sleep(0.5)
             ended = anyio.current_time()
@@ -161,8 +163,8 @@ class ShellSimulation:
             await anyio.sleep(self.rng.uniform(0.1, 2.0))
 
     def _ended(self, name: str, errors: BaseExceptionGroup[Exception]) -> None:
-        """A process ended with an error. Reasons to: a disk that gives errors, and an impossible claim, which is also what
-        the learner tells a store that went back."""
+        """A process ended with an error. Reasons to: a disk that gives errors, and an impossible claim, which is also
+        what the learner tells a store that went back."""
         leaves = list(_leaves(errors))
         if any(isinstance(error, Violation) for error in leaves):
             raise errors

@@ -13,7 +13,6 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +23,7 @@ from pipeline.store.high_water import _RECORD, _SLOT_BYTES, Mark
 from pipeline.store.store import marks_path
 from pipeline.store.tables import STORE
 from tests.support.damage import DAMAGES, files_in
+from tests.support.simulated_engine import WEIGHTS_FILE
 
 
 class _Inline(Executor):
@@ -51,8 +51,8 @@ class SimulatedDisk:
         self.went_back = False
         """The store lost transactions that were acknowledged."""
         self.torn_checkpoints = 0
+        self._directory = directory
         self._store = directory.store_file
-        self._checkpoints = directory.checkpoints
         self._rng = rng
         self._copy = directory.path / "older.sqlite"
         self._older: bytes | None = None
@@ -99,12 +99,18 @@ class SimulatedDisk:
 
     def tear_checkpoint(self) -> None:
         """Damage the newest checkpoint, if there is an older one to resume from."""
-        found = find_checkpoints(self._checkpoints)
+        found = find_checkpoints(self._directory.checkpoints)
         if len(found) > 1:
             name = self._rng.choice(files_in(found[0]))
             if (found[0] / name).stat().st_size:
                 DAMAGES[self._rng.choice(sorted(DAMAGES))](found[0] / name)
                 self.torn_checkpoints += 1
+
+    def damage_weights(self, version: int) -> None:
+        """Damage the weights of a version, whose digests were written."""
+        folder = self._directory.weights(version)
+        if (folder / contents.CONTENTS).exists():
+            DAMAGES[self._rng.choice(sorted(DAMAGES))](folder / WEIGHTS_FILE)
 
     def _refusal(self) -> OSError | None:
         if not self.error:
