@@ -280,7 +280,7 @@ class LearnerLoop:
             if not publication.live:
                 log.warning("no engine serves version %d yet: %s", version, dict(publication.lagging))
                 self._unserved = version
-                await self._publisher.until_live(version)
+                await self._until_live(version, tensors)
             live = self._publisher.live(version)
             await self._session.announce(version, updates)
         finally:
@@ -292,6 +292,16 @@ class LearnerLoop:
         self._metrics.weight_publish_duration_seconds.observe(publication.seconds)
         self._metrics.weight_publish_bytes_total.inc(publication.n_bytes)
         log.info("version %d is live in %d engines after %.1f s", version, len(live), publication.seconds)
+
+    async def _until_live(self, version: int, tensors: Mapping[str, Tensor] | None) -> None:
+        """Wait until an engine serves ``version``. Its files are written again if they were found damaged, from
+        ``tensors``: the trainer may have the weights of the next version by now."""
+        while not self._publisher.live(version):
+            if tensors is not None and self._publisher.damaged == version:
+                log.error("the files of version %d are damaged: they are written again", version)
+                await self._publisher.write_again(tensors)
+            with anyio.move_on_after(LOOK_SECONDS):
+                await self._publisher.until_live(version)
 
     async def _checkpoint(self) -> None:
         """Copy everything and hand it to the writer, which tells the stage once it is durable."""

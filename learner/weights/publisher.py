@@ -113,6 +113,7 @@ class Publisher:
         self._target: Target | None = None
         self.damaged: int | None = None
         """The newest version, where its files were found damaged and :meth:`write_again` has not been called since."""
+        self._repairing = anyio.Lock()
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession | None = None
         self.device = device
@@ -180,14 +181,17 @@ class Publisher:
         return self._publication(version, time.perf_counter() - start, n_bytes)
 
     async def write_again(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the newest version once more, from the same weights: its files are damaged."""
+        """Write the newest version once more, from the same weights, unless its files are not damaged any more."""
         assert self._target is not None, "nothing was published"
-        folder = self._directory.weights(self._target.version)
-        write = partial(self._write, folder, tensors)
-        await when_room(write, folder, f"version {self._target.version} of the weights", _bytes(tensors))
-        target = replace(self._target, folder=folder, initial=False)
-        async with self._digesting(target):
-            self._set_target(target)
+        async with self._repairing:
+            if self.damaged is None:
+                return
+            folder = self._directory.weights(self._target.version)
+            write = partial(self._write, folder, tensors)
+            await when_room(write, folder, f"version {self._target.version} of the weights", _bytes(tensors))
+            target = replace(self._target, folder=folder, initial=False)
+            async with self._digesting(target):
+                self._set_target(target)
 
     @asynccontextmanager
     async def _digesting(self, target: Target) -> AsyncIterator[None]:

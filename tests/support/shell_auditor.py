@@ -42,8 +42,8 @@ class Auditor:
     def __init__(self, sim: ShellSimulation) -> None:
         self._sim = sim
         self._since: dict[tuple[str, str], float] = {}
-        self._leased: dict[tuple[int, str], set[OrderKey]] = {}
-        """Orders that an actor had when it went away, by stage process and actor."""
+        self._leased: dict[tuple[int, str, float], set[OrderKey]] = {}
+        """Orders that an actor had when it went away, by stage process, actor and time."""
         self._contents: dict[str, tuple[int, ...]] = {}
         """Sampled tokens by trajectory that reached a learner."""
 
@@ -58,10 +58,8 @@ class Auditor:
         lost = (up | ({core.dispatch.peer} if core.dispatch.peer else set())) - set(hub.peers)
         self._within("unreachable", lost, UNREACHABLE_SECONDS_MAX, "counts as connected and the hub does not know it")
         for name, actor in core.leases.actors.items():
-            if actor.down_since is None:
-                self._leased.pop((id(core), name), None)
-            else:
-                before = self._leased.setdefault((id(core), name), set(actor.leases))
+            if actor.down_since is not None:
+                before = self._leased.setdefault((id(core), name, actor.down_since), set(actor.leases))
                 require(before >= actor.leases.keys(), f"{name} is away and was given orders")
         require(core.policy_version <= truth.published, f"version {core.policy_version} was never published")
         told = core.dispatch.durable_updates

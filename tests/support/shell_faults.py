@@ -13,7 +13,7 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.codec import encode_message
 from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.memory_transport import MemoryLinkWire
-from tests.support.simulated_engine import CONTROL, HALF_LOADED, RELOAD, SimulatedEngine
+from tests.support.simulated_engine import BUSY, CONTROL, HALF_LOADED, RELOAD, SimulatedEngine
 
 if TYPE_CHECKING:
     from tests.support.shell_simulation import ShellSimulation
@@ -125,10 +125,14 @@ def kill_engine(sim: ShellSimulation) -> None:
 
 
 def engine_refuses(sim: ShellSimulation) -> None:
-    """Some requests, or all, for a while."""
-    engine, kind = _engine(sim), sim.rng.choice(("429", "503", "500", "500", "late"))
-    engine.failing = kind, sim.rng.choice((0.02, 0.1, 0.5, 1.0))
-    sim.after(sim.rng.uniform(0.2, 4.0), setattr, engine, "failing", None)
+    """The next requests, or some, or all, for a while."""
+    engine, rng = _engine(sim), sim.rng
+    kind = rng.choice((*BUSY, "500", "500", "late"))
+    few = rng.random() < 0.5
+    engine.failing, engine.failing_left = (kind, 1.0 if few else rng.choice((0.1, 0.5, 1.0))), rng.randint(1, 3)
+    if not few:
+        engine.failing_left = float("inf")
+    sim.after(rng.uniform(0.2, 4.0), setattr, engine, "failing", None)
 
 
 def control_fails(sim: ShellSimulation) -> None:
@@ -189,7 +193,7 @@ def tear_checkpoint(sim: ShellSimulation) -> None:
 
 def damage_weights(sim: ShellSimulation) -> None:
     """An engine restarts, and the files of the newest version are damaged."""
-    if sim.learner is not None and sim.publisher is not None:
+    if sim.learner is not None and sim.learner.version >= 0:
         kill_engine(sim)
         sim.disk.damage_weights(sim.learner.version)
 
@@ -199,8 +203,8 @@ FAULTS: dict[str, tuple[Callable[[ShellSimulation], None], int]] = {
     for fault, weight in (
         (cut, 2), (cut_again_and_again, 1), (mute, 1), (hold, 1), (kill, 2), (kill_stage, 1), (stop_stage, 1),
         (stop_actor, 1), (two_names, 1), (stranger, 1), (impossible_claim, 1), (replace, 1), (kill_engine, 2),
-        (engine_refuses, 2), (control_fails, 2), (load_fails_half_way, 1), (cut_engine, 1), (kill_learner_in_load, 1),
-        (disk_full, 1), (disk_error, 1), (forget, 1), (tear_marks, 1), (tear_checkpoint, 1),
+        (engine_refuses, 3), (control_fails, 2), (load_fails_half_way, 1), (cut_engine, 1), (kill_learner_in_load, 1),
+        (disk_full, 1), (disk_error, 1), (forget, 2), (tear_marks, 1), (tear_checkpoint, 1),
         (damage_weights, 1),
     )
 }  # fmt: skip

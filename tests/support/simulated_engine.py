@@ -37,8 +37,10 @@ WEIGHTS_FILE = "weights"
 """File of a weight folder: the number of its weights."""
 GENERATE, RELOAD = "/inference/v1/generate", "/collective_rpc"
 CONTROL = ("/pause", "/resume", RELOAD, "/update_weight_version")
-OUTAGE_SECONDS = 30.0
-"""After an outage ends, for so long it may be the reason for which an actor avoids the engine."""
+BUSY = ("429", "503")
+OUTAGE_SECONDS, CUT_SECONDS = 2.0, 6.0
+"""After an outage ends, for so long it may be the reason for which an actor avoids the engine: until its next probe,
+which may wait for 5 s where the connection was cut."""
 
 
 def token_of(weights: int) -> int:
@@ -85,11 +87,13 @@ class SimulatedEngine:
         """Faults of the next control requests, by path: ``500`` before anything happens, ``lost`` after it happened,
         ``hang``, ``late``; of a load also ``half``."""
         self.failing: tuple[str, float] | None = None
-        """Answers some of the requests for tokens so, and with which probability."""
+        """Answer of requests for tokens, and its probability."""
+        self.failing_left = 0.0
+        """Requests that may still be answered so."""
         self.cut_from: set[str] = set()
         """Roles whose connections are cut; nothing arrives, and nobody notices."""
         self.failed: Counter[str] = Counter()
-        """Requests for tokens that did not succeed, by process."""
+        """Requests for tokens that did not succeed, by process. To have too much to do is no failure."""
         self.outages: list[list[float]] = []
         """Times in which requests could not succeed, as begin and end; infinite while it lasts."""
         self.loads = 0
@@ -122,8 +126,9 @@ class SimulatedEngine:
         self._begin_outage()
 
     def reconnect(self) -> None:
-        self.cut_from.clear()
-        self._end_outage()
+        if self.cut_from:
+            self.cut_from.clear()
+            self._end_outage(CUT_SECONDS)
 
     def mend(self) -> None:
         """All connections work again, and no fault is left."""
@@ -135,18 +140,13 @@ class SimulatedEngine:
         """True if a reason to avoid it was there not long ago."""
         return any(end + OUTAGE_SECONDS >= now for _, end in self.outages)
 
-    def dead_since(self) -> float | None:
-        """None while it answers everybody."""
-        begin, end = self.outages[-1]
-        return begin if end == float("inf") else None
-
     def _begin_outage(self) -> None:
         if not self.outages or self.outages[-1][1] != float("inf"):
             self.outages.append([anyio.current_time(), float("inf")])
 
-    def _end_outage(self) -> None:
+    def _end_outage(self, later: float = 0.0) -> None:
         if self.outages[-1][1] == float("inf") and not self.cut_from and self.up and self.stamped:
-            self.outages[-1][1] = anyio.current_time()
+            self.outages[-1][1] = anyio.current_time() + later
 
     @property
     def stamped(self) -> bool:
@@ -273,12 +273,13 @@ class SimulatedEngine:
 
     async def _generate(self, client: str, body: Mapping[str, Any]) -> tuple[int, Any]:
         """Sampling ends with its client's interest."""
-        if self.failing is not None and self._rng.random() < self.failing[1]:
-            self.failed[client] += 1
-            if self.failing[0] == "late":
+        if self.failing is not None and self.failing_left > 0 and self._rng.random() < self.failing[1]:
+            answer, self.failing_left = self.failing[0], self.failing_left - 1
+            self.failed[client] += answer not in BUSY
+            if answer == "late":
                 await anyio.sleep_forever()
             await anyio.sleep(0.01)
-            return int(self.failing[0]), {"error": {"message": "injected"}}
+            return int(answer), {"error": {"message": "injected"}}
         boots, parameters = self.boots, body["sampling_params"]
         tokens: list[int] = []
         labels: list[str] = []
@@ -294,11 +295,11 @@ class SimulatedEngine:
         except BaseException:
             self.failed[client] += 1
             raise
-        answer = _completion(tokens, labels)
+        result = _completion(tokens, labels)
         if parameters.get("prompt_logprobs") is not None:
             score = {"logprob": probe_logprob(self.weights)}
-            answer["prompt_logprobs"] = [None, *({str(token): score} for token in body["token_ids"][1:])]
-        return 200, answer
+            result["prompt_logprobs"] = [None, *({str(token): score} for token in body["token_ids"][1:])]
+        return 200, result
 
 
 def _completion(tokens: list[int], labels: list[str]) -> dict[str, Any]:

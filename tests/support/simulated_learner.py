@@ -24,6 +24,7 @@ from learner.checkpoints.resume import find_resumption
 from learner.checkpoints.writer import CheckpointWriter
 from learner.data.groups import Group
 from learner.data.trained import Trained
+from learner.loop import LOOK_SECONDS
 from learner.role import choose_version
 from learner.session import LearnerProgress, LearnerSession
 from learner.weights.probe import WeightProbe
@@ -48,7 +49,7 @@ class Truth:
     """Weights by published version."""
     next_weights: int = 2
     durable_updates: int = 0
-    """Of the newest checkpoint that was ever told."""
+    """Of the newest checkpoint there ever was."""
 
     @property
     def published(self) -> int:
@@ -79,6 +80,7 @@ class SimulatedLearner:
         self.version = -1
         self.saved = len(self.history)
         """Updates of its newest checkpoint that is durable."""
+        truth.durable_updates = max(truth.durable_updates, self.saved)
         self.publisher: Publisher | None = None
         self.session: LearnerSession | None = None
         self.on_groups: Callable[[tuple[Group, ...]], None] = lambda groups: None
@@ -147,15 +149,19 @@ class SimulatedLearner:
         publisher, session = self.publisher, self.session
         assert publisher is not None and session is not None
         expected = np.full(len(PROBE_IDS) - 1, probe_logprob(weights), np.float32)
-        publication = await publisher.publish(version, None if initial else _tensors(weights), expected)
-        if not publication.live:
-            await publisher.until_live(version)
+        tensors = None if initial else _tensors(weights)
+        await publisher.publish(version, tensors, expected)
+        while not publisher.live(version):
+            if tensors is not None and publisher.damaged == version:
+                await publisher.write_again(tensors)
+            with anyio.move_on_after(LOOK_SECONDS):
+                await publisher.until_live(version)
         await session.announce(version, updates)
         self._published.set()
 
     async def _repair(self) -> None:
         while True:
-            await anyio.sleep(5.0)
+            await anyio.sleep(LOOK_SECONDS)
             if self.publisher is not None and self.publisher.damaged == self.version:
                 await self.publisher.write_again(_tensors(self.weights))
 
