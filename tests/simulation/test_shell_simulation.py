@@ -28,8 +28,8 @@ from pipeline.transport.outbox import ControlLog
 from tests.support.shell_auditor import Violation
 from tests.support.shell_simulation import play
 
-PER_TEST = 10
-HISTORIES = int(os.environ.get("AFTERPLAY_SCHEDULES", "200"))
+PER_TEST = 5
+HISTORIES = int(os.environ.get("AFTERPLAY_SCHEDULES", "100"))
 
 
 @pytest.mark.parametrize("block", range(max(1, HISTORIES // PER_TEST)))

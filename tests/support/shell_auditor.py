@@ -1,4 +1,4 @@
-"""What must hold in a run of the real shells, at every moment and at its end: :class:`Auditor` looks at all sides of a
+"""Checks of a run of the real shells, at every moment and at its end: :class:`Auditor` looks at all sides of a
 :class:`tests.support.shell_simulation.ShellSimulation`, which no process of a run can do."""
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Auditor:
 
     def __init__(self, sim: ShellSimulation) -> None:
         self._sim = sim
+        self._problems: list[str] = []
         self._since: dict[tuple[str, str], float] = {}
         self._leased: dict[tuple[int, str, float], set[OrderKey]] = {}
         """Orders that an actor had when it went away, by stage process, actor and time."""
@@ -49,6 +50,7 @@ class Auditor:
 
     def check(self) -> None:
         """Check the invariants of every moment."""
+        require(not self._problems, "; ".join(self._problems))
         self._check_engines()
         core, hub, truth = self._sim.core, self._sim.hub, self._sim.truth
         if core is None or hub is None:
@@ -101,12 +103,11 @@ class Auditor:
             require(now - since < seconds_max, f"{name} {problem} for {seconds_max:g} s")
 
     def moved(self, actor: str, url: str) -> None:
-        """An actor moved a conversation because it takes the engine for dead."""
+        """An actor moved a conversation because it takes the engine for dead. What is wrong is told by the next
+        :meth:`check`: a rollout survives any error."""
         engine = self._sim.fleet.engines[url]
-        require(
-            engine.troubled(anyio.current_time()) or engine.failed[actor] >= FAILURES,
-            f"{actor} gave up {url}, which refused {engine.failed[actor]} requests",
-        )
+        if not engine.troubled(anyio.current_time()) and engine.failed[actor] < FAILURES:
+            self._problems.append(f"{actor} gave up {url}, which refused {engine.failed[actor]} requests")
 
     def delivered(self, groups: tuple[Group, ...]) -> None:
         """A learner trains these groups now."""

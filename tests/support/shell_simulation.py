@@ -21,7 +21,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -62,17 +62,18 @@ WALL_SECONDS = 1.7e9
 
 
 class ShellSimulation:
-    """One history. :meth:`play` runs it and audits it."""
+    """One history. :meth:`play` runs it and audits it. ``faults``: names of those that are drawn."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS)) -> None:
         self.rng = rng = random.Random(seed)
-        faults = Faults(
+        self._faults = [FAULTS[name] for name in faults]
+        of_the_wire = Faults(
             seed,
             disconnect=rng.choice((0.0, 0.0, 0.02, 0.1)),
             delay_seconds=(0.0, rng.choice((0.0, 0.01, 0.2))),
             greetings=rng.random() < 0.5,
         )
-        self.network = MemoryNetwork(faults)
+        self.network = MemoryNetwork(of_the_wire)
         self.network.keys = rng.random() < 0.5
         self.config = _config(folder, seed, rng)
         self.directory = RunDirectory(self.config.run.path).create()
@@ -227,7 +228,7 @@ class ShellSimulation:
         rng = self.rng
         for at in sorted(rng.uniform(0.5, FAULT_SECONDS - 1) for _ in range(rng.randint(1, 8))):
             await anyio.sleep(at - anyio.current_time())
-            rng.choices([fault for fault, _ in FAULTS.values()], [weight for _, weight in FAULTS.values()])[0](self)
+            rng.choices([fault for fault, _ in self._faults], [weight for _, weight in self._faults])[0](self)
 
     def kill(self, name: str) -> None:
         """As ``kill -9``."""
@@ -324,10 +325,10 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def play(folder: Path, seed: int) -> float:
+def play(folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS)) -> float:
     """One history; the virtual seconds that it took. Raises :class:`Violation` that names the seed."""
     try:
-        return ShellSimulation(folder / str(seed), seed).play()
+        return ShellSimulation(folder / str(seed), seed, faults).play()
     except Exception as error:
         first = next(_leaves(error))
         raise Violation(f"history {seed}: {type(first).__name__}: {first}") from first
