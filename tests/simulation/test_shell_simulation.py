@@ -102,10 +102,10 @@ def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
     "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 5),
-    "an engine that did not resume is live": (EngineControl, "resume", _resumed_or_not, 21),
+    "an engine that did not resume is live": (EngineControl, "resume", _resumed_or_not, 48),
     "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 6),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
-    "any answer connects": (Session, "_is_answered", lambda self, message: True, 0),
+    "any answer connects": (Session, "_is_answered", lambda self, message: True, 359),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
     "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 3),
     "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 3),
@@ -116,7 +116,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {
-    "any answer connects": ("cut", "cut_again_and_again"),
+    "any answer connects": ("cut", "cut_again_and_again", "kill_stage", "stop_stage", "hold"),
     "a duplicate is never acknowledged": ("cut", "cut_again_and_again"),
     "a payload is forgotten one update early": ("kill",),
     "a learner that was replaced is let in": ("replace",),

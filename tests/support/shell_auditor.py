@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 UNREACHABLE_SECONDS_MAX = 3.0
 """Longest time in which the stage may count a peer as connected that the hub does not know."""
-PAUSED_SECONDS_MAX = 10.0
-"""Longest time in which an engine may be paused while the learner counts it as live."""
+PAUSED_SECONDS_MAX = 35.0
+"""Longest time in which an engine may be paused while the learner counts it as live: a learner that was replaced may
+pause it while its successor proves its weights, which may take 30 s."""
 UNNOTICED_SECONDS_MAX = 16.0
 """Longest time in which actors or the learner may count on an engine that does not serve: two probes of 5 s without an
 answer, or one that the learner waits for as long as for a load."""

@@ -211,8 +211,10 @@ class SimulatedEngine:
             return
         boots = self.boots
         if path == "/update_weight_version":
-            self.label = body["new_version"]
-            self._end_outage() if self.stamped else self._begin_outage()
+            before, self.label = self.label, body["new_version"]
+            if not self.stamped or _version(self.label) < _version(before):
+                self._begin_outage()
+            self._end_outage()
             result: tuple[int, Any] = (200, {"success": True})
         else:
             async with self._control:
@@ -300,6 +302,12 @@ class SimulatedEngine:
             score = {"logprob": probe_logprob(self.weights)}
             result["prompt_logprobs"] = [None, *({str(token): score} for token in body["token_ids"][1:])]
         return 200, result
+
+
+def _version(label: str) -> int:
+    """-1 for weights without one. A learner that was replaced may give an engine an older one."""
+    number = label.rpartition("/")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def _completion(tokens: list[int], labels: list[str]) -> dict[str, Any]:
