@@ -23,7 +23,6 @@ from pipeline.store.records import Drop
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import whole
 from pipeline.transport.hub import Peers
-from pipeline.transport.link import Session
 from pipeline.transport.outbox import ControlLog
 from tests.support.shell_auditor import Violation
 from tests.support.shell_faults import FAULTS
@@ -105,7 +104,6 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "an engine that did not resume is live": (EngineControl, "resume", _resumed_or_not, 48),
     "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 6),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
-    "any answer connects": (Session, "_is_answered", lambda self, message: True, 359),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
     "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 3),
     "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 3),
@@ -116,7 +114,6 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {
-    "any answer connects": ("cut", "cut_again_and_again", "kill_stage", "stop_stage", "hold"),
     "a duplicate is never acknowledged": ("cut", "cut_again_and_again"),
     "a payload is forgotten one update early": ("kill",),
     "a learner that was replaced is let in": ("replace",),
