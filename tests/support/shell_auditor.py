@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 UNREACHABLE_SECONDS_MAX = 3.0
 """Longest time in which the stage may count a peer as connected that the hub does not know."""
 PAUSED_SECONDS_MAX = 35.0
-"""Longest time in which an engine may be paused while the learner counts it as live: a learner that was replaced may
-pause it while its successor proves its weights, which may take 30 s."""
+"""Longest time in which an engine may be paused, or have another label, while the learner counts it as live: a learner
+that was replaced may do that while its successor proves the engine's weights, which may take 30 s."""
 UNNOTICED_SECONDS_MAX = 16.0
-"""Longest time in which actors or the learner may count on an engine that does not serve: two probes of 5 s without an
-answer, or one that the learner waits for as long as for a load."""
+"""Longest time in which actors may count on an engine that does not serve: two probes of 5 s without an answer."""
 
 
 class Violation(AssertionError):
@@ -84,7 +83,7 @@ class Auditor:
         self._within("paused", paused, PAUSED_SECONDS_MAX, "is paused and counts as live")
         run = self._sim.config.run.id
         other = [url for url, version in live.items() if engines[url].label != write_stamp(run, version)]
-        self._within("other", other, UNNOTICED_SECONDS_MAX, "counts as live with another label")
+        self._within("other", other, PAUSED_SECONDS_MAX, "counts as live with another label")
         used = [
             f"{url} of {actor}"
             for actor, pool in self._sim.playing.pools.items()

@@ -28,6 +28,7 @@ from tests.support.word_tokenizer import word_tokenizer
 SECONDS_MAX = 20.0
 """A guard against hanging, on a machine that does other things too."""
 
+
 @pytest.fixture(scope="session")
 def words() -> Any:
     return word_tokenizer()
