@@ -5,22 +5,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.engine.pool import EnginePool
+from learner.weights.engine_control import EngineControl
+from learner.weights.engine_keeper import EngineKeeper
+from pipeline.errors import EngineError
+from pipeline.stage import learner_control
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.ingest import Ingest
 from pipeline.stage.learner_control import LearnerControl
 from pipeline.store.records import Drop
+from pipeline.store.store import ReplayStore
+from pipeline.transport.codec import whole
 from pipeline.transport.hub import Peers
-from pipeline.transport.link import Session
 from pipeline.transport.outbox import ControlLog
-from tests.support.shell_simulation import Violation, play
+from tests.support.shell_auditor import Violation
+from tests.support.shell_faults import FAULTS
+from tests.support.shell_simulation import play
 
-PER_TEST = 10
-HISTORIES = int(os.environ.get("AFTERPLAY_SCHEDULES", "200"))
+PER_TEST = 5
+HISTORIES = int(os.environ.get("AFTERPLAY_SCHEDULES", "100"))
 
 
 @pytest.mark.parametrize("block", range(max(1, HISTORIES // PER_TEST)))
@@ -59,15 +68,61 @@ def _one_update_early(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
     return forgets
 
 
-MUTANTS: dict[str, tuple[type, str, Any, int]] = {
+def _without_keys(hello: Callable[..., Any]) -> Callable[..., Any]:
+    def trusts(self: Peers, *arguments: Any) -> Any:
+        self.identity = lambda connection: None
+        return hello(self, *arguments)
+
+    return trusts
+
+
+def _unbounded(header: Any, key: str, least: int = 0, most: int = 0, **more: Any) -> int:
+    return whole(header, key, 0, **more)
+
+
+async def _resumed_or_not(self: EngineControl) -> None:
+    with suppress(EngineError):
+        await self._call("POST", "/resume")
+
+
+def _dead_at_once(self: EnginePool, lease: Any, error: EngineError) -> None:
+    self.router.failed(lease, 0.0, str(error), down=True)
+    self._poked[lease.engine].set()
+
+
+def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:
+    def trusts(self: ReplayStore) -> None:
+        self._marks.mark = None
+        agree(self)
+
+    return trusts
+
+
+MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
-    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 12),
-    "any answer connects": (Session, "_is_answered", lambda self, message: True, 91),
+    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 5),
+    "an engine that did not resume is live": (EngineControl, "resume", _resumed_or_not, 48),
+    "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 6),
+    "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
-    "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 0),
-    "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 7),
+    "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 3),
+    "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 3),
+    "a stranger is taken for the learner": (Peers, "_hello", _without_keys(Peers._hello), 3),
+    "any claim is believed": (learner_control, "whole", _unbounded, 5),
+    "groups that nobody got may be trained": (LearnerControl, "_require_delivered", lambda self, text: None, 1),
+    "an engine samples with half of its weights": (EngineKeeper, "_withdraw", EngineKeeper._resume, 5),
 }
-"""Class, name, replacement, and the first history whose audit fails with it."""
+"""Class or module, name, replacement, and the first history whose audit fails with it."""
+DRAWN: dict[str, tuple[str, ...]] = {
+    "a duplicate is never acknowledged": ("cut", "cut_again_and_again"),
+    "a payload is forgotten one update early": ("kill",),
+    "a learner that was replaced is let in": ("replace",),
+    "a stranger is taken for the learner": ("stranger",),
+    "any claim is believed": ("impossible_claim",),
+    "groups that nobody got may be trained": ("impossible_claim",),
+    "an engine samples with half of its weights": ("load_fails_half_way",),
+}
+"""Faults of the histories of a mutant that all faults together show more rarely."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -76,4 +131,4 @@ def test_the_auditor_notices(mutant: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(owner, name, replacement)
     with pytest.raises(Violation):
         for seed in range(first, first + PER_TEST):
-            play(tmp_path, seed)
+            play(tmp_path, seed, DRAWN.get(mutant, tuple(FAULTS)))

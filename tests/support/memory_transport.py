@@ -103,6 +103,8 @@ class MemoryNetwork:
         self._numbers = itertools.count()
         self._connections: dict[bytes, _Connection] = {}
         self._mute_until: dict[str, float] = {}
+        self.keys = False
+        """True if every connection proves the name of its link by a key."""
         self.injected = 0
         """Faults injected so far by the seeded plan."""
 
@@ -248,7 +250,10 @@ class MemoryHubWire:
         return connection.key, frames
 
     def identity(self, connection: bytes) -> str | None:
-        return None
+        if not self._network.keys:
+            return None
+        found = self._network._connections.get(connection)
+        return "" if found is None else found.link.name
 
     def cut(self, connection: bytes) -> None:
         found = self._network._connections.get(connection)

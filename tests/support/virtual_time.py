@@ -7,6 +7,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from sniffio import thread_local
+
 Result = TypeVar("Result")
 
 
@@ -49,5 +51,9 @@ def run_virtually(main: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         selector.next_timer = loop.next_timer  # type: ignore[method-assign]
         return loop
 
-    with asyncio.Runner(loop_factory=make) as runner:
-        return runner.run(main())
+    library, thread_local.name = thread_local.name, "asyncio"  # which anyio otherwise finds out in every call
+    try:
+        with asyncio.Runner(loop_factory=make) as runner:
+            return runner.run(main())
+    finally:
+        thread_local.name = library

@@ -23,38 +23,10 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.schema import Order, Task, Trajectory
 from tests.support.stub_engine import StubEngine
+from tests.support.word_tokenizer import word_tokenizer
 
 SECONDS_MAX = 20.0
 """A guard against hanging, on a machine that does other things too."""
-
-CHATML_WORDS = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def word_tokenizer(template: str = CHATML_WORDS) -> Any:
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    vocabulary = [
-        *special,
-        *map(str, range(32)),
-        *["guess", "higher", "lower", "say", "hello", "try", "again", "think", "+", "?", "."],
-    ]
-    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<|unknown|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<|unknown|>",
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-    )
-    fast.chat_template = template
-    return fast
 
 
 @pytest.fixture(scope="session")

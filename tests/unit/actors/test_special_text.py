@@ -31,8 +31,9 @@ from learner.models.tiny import CHAT_TEMPLATE
 from pipeline.errors import PlugInError
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
 from tests.support.stub_engine import StubEngine
-from tests.unit.actors.conftest import CHATML_WORDS, run_order, word_tokenizer
+from tests.support.word_tokenizer import CHATML_WORDS, word_tokenizer
 from tests.unit.actors.conftest import THINKING as FORKING
+from tests.unit.actors.conftest import run_order
 from tests.unit.actors.test_gateway_recording import Talk, user
 from tests.unit.actors.test_renderer import NO_SPECIAL, THINKING, TRIMMING
 from tests.unit.actors.test_tool_templates import MARKS as MARKS_OF_OTHERS
