@@ -48,6 +48,8 @@ class PageDigests:
         """Frames that the log had when it was last copied."""
         self._unwritten: dict[int, int] = {}
         """Digests that found no room."""
+        self.uncertain = False
+        """A transaction failed, so the log may end with pages that nobody knows."""
 
     def open(self, writer: sqlite3.Connection) -> None:
         """Copy what an earlier process left in the log, and take its digests."""
@@ -96,11 +98,15 @@ class PageDigests:
                     writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     def close(self) -> None:
-        """Before the connection that writes, which then copies the log. Without room the digests are given up."""
+        """Before the connection that writes, which then copies the log. Without room, and after a transaction that
+        failed, the digests are given up: the next process takes new ones."""
         try:
-            self._write()
-            os.fdatasync(self._fd)
+            if not self.uncertain:
+                self._write()
+                os.fdatasync(self._fd)
         except OSError:
+            self.uncertain = True
+        if self.uncertain:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
 

@@ -281,6 +281,7 @@ class ReplayStore:
                     self._roll_up(changes.meta[ROLLED_BELOW])
                 self._writer.execute("COMMIT")
             except BaseException:
+                self._pages.uncertain = True
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise

@@ -409,33 +409,6 @@ async def test_a_restarted_engine_gets_damaged_weights_written_again_while_the_l
     assert {version: len(weights) for version, weights in w.engine.weights_of.items()} == dict.fromkeys("0123", 1)
 
 
-async def test_damaged_weights_that_no_engine_serves_yet_are_written_again_after_the_next_update(world, monkeypatch):
-    """The engine takes version 1 only when its files are damaged and the trainer has the weights of version 2."""
-    monkeypatch.setattr("learner.weights.engine_keeper.RETRY_SECONDS", 0.02)
-    monkeypatch.setattr("learner.loop.LOOK_SECONDS", 0.02)
-    handle, steps, damaged = Engine.handle, [], anyio.Event()
-
-    async def late(engine, request):
-        if request.path == "/collective_rpc" and (await request.json())["method"] == "abandon_update":
-            return web.json_response({})
-        if request.path == "/collective_rpc" and not damaged.is_set():
-            if ctx.status.waiting_for != "one that serves version 1" or len(steps) < 2:
-                return web.json_response({"error": "not yet"}, status=500)
-            flip(w.directory.weights(1) / "model.safetensors")
-            damaged.set()
-            return web.json_response({"error": "not yet"}, status=500)
-        return await handle(engine, request)
-
-    train = Trainer.train
-    monkeypatch.setattr(Engine, "handle", late)
-    monkeypatch.setattr(Trainer, "train", lambda *arguments: (steps.append(1), train(*arguments))[1])
-    async with world(total_steps=3, staleness={"max": 1}, publish={"timeout_seconds": 0.5}) as w:
-        ctx, run = w.learner()
-        await run()
-    assert damaged.is_set() and w.engine.versions == [0, 1, 2, 3]
-    assert {version: len(weights) for version, weights in w.engine.weights_of.items()} == dict.fromkeys("0123", 1)
-
-
 async def test_a_learner_without_an_intact_checkpoint_ends_with_one_sentence(world, capsys):
     async with world(total_steps=2, checkpoint={"every": 1, "at_end": False, "keep": 1}) as w:
         _, run = w.learner()

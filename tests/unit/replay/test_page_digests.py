@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DamagedFiles
+from pipeline.errors import DamagedFiles, StoreError
 from pipeline.store import page_digests
 from pipeline.store.page_digests import PageDigests
 from pipeline.store.sqlite import PAGE_BYTES
@@ -50,6 +50,33 @@ def test_a_flipped_bit_in_any_value_of_the_store_is_noticed(
         else:
             assert "went back" in caplog.text, f"{part} is not noticed"
             caplog.clear()
+
+
+def test_a_transaction_whose_outcome_is_unknown_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk gives an error at the end of a commit that is complete, and the process closes its store."""
+    stage = StoredStage(tmp_path / "replay.sqlite")
+    stage.train(2)
+
+    class Failing:
+        """A connection whose commits succeed, and raise."""
+
+        def __init__(self, connection: sqlite3.Connection) -> None:
+            self._connection = connection
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._connection, name)
+
+        def execute(self, sql: str, *arguments: object) -> sqlite3.Cursor:
+            cursor = self._connection.execute(sql, *arguments)
+            if sql == "COMMIT":
+                raise sqlite3.OperationalError("disk I/O error")
+            return cursor
+
+    monkeypatch.setattr(stage.store, "_writer", Failing(stage.store._writer))
+    with pytest.raises(StoreError, match="disk I/O error"):
+        stage.train(3)
+    stage.store.close()
+    ReplayStore(tmp_path / "replay.sqlite").close()
 
 
 def test_a_store_is_opened_without_its_digests_and_has_them_afterwards(stopped: Path, tmp_path: Path) -> None:
