@@ -9,7 +9,7 @@
 
 Four engines and four actors play groups of eight conversations, a fixed number of conversations at a time; every 300 s
 new weights empty the prefix caches. A group takes from its first rollout's begin to its last rollout's end. One engine
-may be slower than the others. The seeds were fixed before the first run of a table; the rules were developed on others.
+may be slower than the others. The rule was developed on seeds below 200, the table is of others.
 
 Workloads: ``gpu``: long-tailed synthetic agents on engines with costs that were assumed, not measured (a step of 10 ms
 and 0.05 ms a request, 0.04 ms a prompt token, 400,000 tokens of KV cache). ``cpu``: the same with a quarter of the

@@ -18,7 +18,7 @@ from benchmarks.routing.simulation import Conversation, Costs, Fixed, Routed, Ru
 from pipeline.runtime.rundir import write_json_atomically
 
 ACTORS, ENGINES, UPDATE_SECONDS = 4, 4, 300.0
-SEEDS = range(100, 110)
+SEEDS = range(300, 310)
 SLOW = (1.0, 2.0, 4.0)
 RULES = ("hashing", "sticky", "least", "router")
 RECORDED = Path(__file__).parent / "recorded.json"
