@@ -22,7 +22,7 @@ from benchmarks.learner_step.sides import make_trainer, run_config
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.rows import Batch
 from learner.distributed.collectives import ProcessRank, RankGroup, join, leave
-from learner.policy.backbone import read_model
+from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import shard
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
@@ -56,7 +56,7 @@ def one_rank(bench: Bench) -> Iterator[tuple[str, Facts]]:
         with tempfile.TemporaryDirectory() as scratch:
             root = Path(scratch)
             path = save_checkpoint(root, trainer, CheckpointState(trainer.updates, 0, {}), root, keep=1)
-            resumed = divided(read_model(path / "model"))
+            resumed = divided(ModelFolder(path / "model").read(device))
             restore_training(path, resumed)
         steps = [one.step(Batch(one.updates, (), rows), policy_version=0) for one in (trainer, resumed)]
         after = [one.policy.snapshot("float32") for one in (trainer, resumed)]

@@ -29,8 +29,8 @@ from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.trl import trl_train
 from learner.data.microbatch import plan_microbatches
 from learner.data.rows import Batch, Row
+from learner.models.model_folder import ModelFolder
 from learner.observability.report import StepReport
-from learner.policy.backbone import read_model
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
@@ -179,10 +179,14 @@ def measure(case: Case, side: str, directory: Path) -> Measured:
         clock = Clock(case.device)
         trl_train(case, clock.start, clock.stop, directory)
     elif side in LEARNER:
-        trainer = make_trainer(case, read_model(Path(case.model)), **LEARNER[side])
+        trainer = make_trainer(case, ModelFolder(Path(case.model)).read(torch.device(case.device)), **LEARNER[side])
         clock = timed(learner_steps(trainer, rows, reports), case.steps, case.device)
     else:
-        clock = timed(bare_steps(case, side, read_model(Path(case.model)), rows), case.steps, case.device)
+        clock = timed(
+            bare_steps(case, side, ModelFolder(Path(case.model)).read(torch.device(case.device)), rows),
+            case.steps,
+            case.device,
+        )
     stages = reports[-1].seconds if reports else {}
     return Measured(
         side=side,

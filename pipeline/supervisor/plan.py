@@ -100,8 +100,8 @@ class Place:
 
     def command(self, file: str, python: str = sys.executable) -> list[str]:
         """Its command for the run file ``file``. ``-P``: see :func:`pipeline.runtime.children.module_command`."""
-        launcher = [] if self.gang is None else self.gang.launcher
-        command = [python, "-P", *launcher, "-m", "pipeline.cli.app", self.role, file]
+        launcher = ["-P"] if self.gang is None else self.gang.launcher
+        command = [python, *launcher, "-m", "pipeline.cli.app", self.role, file]
         if self.role in ("actor", "engine"):
             command += ["--index", str(self.index)]
         if self.role == "engine":

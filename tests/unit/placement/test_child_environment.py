@@ -120,7 +120,7 @@ def test_each_process_sees_its_gpus_alone_and_knows_its_index(scene: str, tmp_pa
     for name, facts in found.items():
         role, _, index = name.partition("-")
         assert facts["argv"][1:5] == ["-P", "-m", "pipeline.cli.app", role]
-        assert facts["argv"][5:7] == (["--index", index] if index else [])
+        assert facts["argv"][6:8] == (["--index", index] if index else [])
         assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & facts["environment"].keys(), "the learner starts its ranks"
         assert facts["environment"]["OMP_WAIT_POLICY"] == "PASSIVE"
 

@@ -44,7 +44,7 @@ def test_ranks_see_the_gpus_of_the_learner_and_take_their_own(kit, tmp_path: Pat
     os.close(ready)
     for rank in (1, 2):
         found = orjson.loads((tmp_path / str(rank)).read_bytes())
-        assert found["argv"][:4] == ["-m", "learner.rank_worker", str(rank), "3"]
+        assert found["argv"][:5] == ["-P", "-m", "learner.rank_worker", str(rank), "3"]
         assert found["environment"]["CUDA_VISIBLE_DEVICES"] == "4,GPU-b,6"
         assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & found["environment"].keys()
 
