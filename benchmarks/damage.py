@@ -187,7 +187,7 @@ class Scenario:
             root = self.folder / base
             for path in sorted(p for p in root.rglob("*") if p.is_file() and not p.is_symlink()):
                 name = str(path.relative_to(root))
-                of_store = path.name.endswith(("-wal", "-shm", ".ids", ".pages"))
+                of_store = path.name.endswith(("-wal", "-shm", ".ids"))
                 if of_store if base == "killed" else is_damaged_here(name, root):
                     yield from ((base, name, damage) for damage in damages_of(path, self._older(root, name)))
 

@@ -171,6 +171,10 @@ def timed(steps: Iterator[None], count: int, device: str) -> Clock:
     return clock
 
 
+def _model(case: Case) -> Any:
+    return ModelFolder(Path(case.model)).read(torch.device(case.device))
+
+
 def measure(case: Case, side: str, directory: Path) -> Measured:
     torch.set_num_threads(case.threads)
     reports: list[StepReport] = []
@@ -179,14 +183,10 @@ def measure(case: Case, side: str, directory: Path) -> Measured:
         clock = Clock(case.device)
         trl_train(case, clock.start, clock.stop, directory)
     elif side in LEARNER:
-        trainer = make_trainer(case, ModelFolder(Path(case.model)).read(torch.device(case.device)), **LEARNER[side])
+        trainer = make_trainer(case, _model(case), **LEARNER[side])
         clock = timed(learner_steps(trainer, rows, reports), case.steps, case.device)
     else:
-        clock = timed(
-            bare_steps(case, side, ModelFolder(Path(case.model)).read(torch.device(case.device)), rows),
-            case.steps,
-            case.device,
-        )
+        clock = timed(bare_steps(case, side, _model(case), rows), case.steps, case.device)
     stages = reports[-1].seconds if reports else {}
     return Measured(
         side=side,

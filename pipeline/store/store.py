@@ -6,13 +6,15 @@ totals, in the transaction that deletes them.
 
 A store that went back (its ``-wal`` was lost, or it is an older copy) is noticed by the file of
 :mod:`pipeline.store.high_water` beside it: new ids start behind those that may have been used, and
-``Snapshot.transactions_lost`` tells the stage. Pages that are not those that were written are noticed by
-:mod:`pipeline.store.page_digests`.
+``Snapshot.transactions_lost`` tells the stage. Each transaction writes a digest of all of ``meta`` and
+``counters``; a payload has one of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 import sqlite3
 import threading
@@ -32,7 +34,6 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
 from pipeline.store.high_water import HighWaterFile, Mark
 from pipeline.store.journal import Changes
-from pipeline.store.page_digests import PageDigests
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Snapshot, SnapshotRows, build
 from pipeline.store.tables import STORE
 from pipeline.transport.protocol import Buffer, Frames
@@ -47,8 +48,9 @@ _CHECK_STEPS = 10_000
 """Instructions of SQLite's machine between two looks at the clock."""
 _VACUUM_PAGES = 4096
 """Free pages that one transaction gives back to the file system at most."""
-LOST, ROLLED_BELOW = "transactions_lost", "rolled_below"
-"""Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`."""
+LOST, ROLLED_BELOW, DIGEST = "transactions_lost", "rolled_below", "digest"
+"""Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`; the last one is the digest of the others and of the
+counters."""
 _ROLLED = (
     ("orders", "state", ""),
     ("groups", "state", ""),
@@ -98,6 +100,14 @@ def checksum(frames: Iterable[Buffer]) -> int:
     return crc
 
 
+def _counter_digests(counters: Mapping[str, int]) -> dict[str, int]:
+    return {f"counters.{name}": zlib.crc32(f"{name} {value}".encode()) for name, value in counters.items()}
+
+
+def _together(digests: Mapping[str, int]) -> bytes:
+    return orjson.dumps(functools.reduce(operator.xor, digests.values(), 0))
+
+
 class ReplayStore:
     """Opens or creates ``path``; refuses a file that is foreign, corrupt, of another version, or in use.
 
@@ -119,14 +129,9 @@ class ReplayStore:
                     STORE.create(path)
                 self._writer = opened.enter_context(closing(STORE.connect(path, synchronous=synchronous)))
                 self._reader = opened.enter_context(closing(STORE.connect(path, read_only=True)))
-                self._writer.execute("PRAGMA wal_autocheckpoint = 0")
-                self._pages = opened.enter_context(closing(PageDigests(path)))
                 self._marks = opened.enter_context(closing(HighWaterFile(marks_path(path))))
-                self._pages.open(self._writer)
                 self._check_structure()
-                meta = self._read_meta()
-                self._check_pages(meta)
-                self._agree(meta)
+                self._agree(self._read_meta())
             self._opened = opened.pop_all()
 
     def _check_tables(self) -> None:
@@ -160,25 +165,27 @@ class ReplayStore:
             self._reader.set_progress_handler(None, 0)
 
     def _read_meta(self) -> dict[str, Any]:
-        """Raises :class:`DamagedFiles` for values that cannot be read."""
+        """Raises :class:`DamagedFiles` for values that are not those that were written."""
+        read = self._writer.execute
+        stored = dict(read("SELECT key, value FROM meta"))
+        expected = stored.pop(DIGEST, None)
+        self._digests = {f"meta.{key}": checksum((key.encode(), bytes(value))) for key, value in stored.items()}
+        self._digests |= _counter_digests(dict(read("SELECT name, value FROM counters")))
+        if expected is not None and expected != _together(self._digests):
+            raise self._damaged("the values of meta and counters are not those that were written")
         try:
-            meta = {key: orjson.loads(value) for key, value in self._writer.execute("SELECT key, value FROM meta")}
-            bytes.fromhex(meta.get("store", ""))
-            for name in ("transactions", "next_group", "next_row_id"):
-                int(meta.get(name, 0))
-        except (ValueError, TypeError) as error:
+            return {key: orjson.loads(value) for key, value in stored.items()}
+        except ValueError as error:
             raise self._damaged(f"table meta: {error}") from error
-        return meta
 
-    def _check_pages(self, meta: Mapping[str, Any]) -> None:
-        """Raises :class:`DamagedFiles` for a page that was not written like this. The digests say nothing about a store
-        that went back."""
-        if self._lost(meta) == 0 and self._pages.known:
-            if problem := self._pages.find_damage(CHECK_SECONDS_MAX):
-                changed = f"; if it is a copy that you put back, or you changed it, remove {self._pages.path}"
-                raise self._damaged(problem + changed)
-        else:
-            self._pages.build()
+    def _write_meta(self, meta: Mapping[str, Any], counters: Mapping[str, int]) -> dict[str, int]:
+        """Write values and the digest of all, in the transaction that is open. Returns the digests after it."""
+        rows = [(key, orjson.dumps(value)) for key, value in meta.items()]
+        digests = self._digests | {f"meta.{key}": checksum((key.encode(), value)) for key, value in rows}
+        digests |= _counter_digests(counters)
+        self._writer.executemany(_META, [*rows, (DIGEST, _together(digests))])
+        self._writer.executemany("INSERT OR REPLACE INTO counters VALUES (?,?)", counters.items())
+        return digests
 
     def _lost(self, meta: Mapping[str, Any]) -> int | None:
         """Transactions that the store lacks; None where that is not known."""
@@ -214,9 +221,8 @@ class ReplayStore:
             given = {"store": known.store.hex(), "transactions": self._transactions, "next_group": groups}
             given |= {"next_row_id": rows, LOST: lost}
             self._writer.execute("BEGIN IMMEDIATE")
-            self._writer.executemany(_META, ((key, orjson.dumps(value)) for key, value in given.items()))
+            self._digests = self._write_meta(given, {})
             self._writer.execute("COMMIT")
-            self._pages.committed(self._writer)
         self._marks.set(replace(known, transactions=self._transactions))
         self._marks.reserve(groups, rows)
 
@@ -275,17 +281,15 @@ class ReplayStore:
                 many(_TASK, changes.tasks)
                 many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
                 meta = {**changes.meta, "transactions": self._transactions + 1}
-                many(_META, ((key, orjson.dumps(value)) for key, value in meta.items()))
-                many("INSERT OR REPLACE INTO counters VALUES (?,?)", changes.counters.items())
+                digests = self._write_meta(meta, changes.counters)
                 if ROLLED_BELOW in changes.meta:
                     self._roll_up(changes.meta[ROLLED_BELOW])
                 self._writer.execute("COMMIT")
             except BaseException:
-                self._pages.uncertain = True
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
-            self._pages.committed(self._writer)
+            self._digests = digests
             self._transactions += 1
             self._marks.written(self._transactions)
 

@@ -36,7 +36,7 @@ def test_ranks_see_the_gpus_of_the_learner_and_take_their_own(kit, tmp_path: Pat
         return "a device"
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-b,6")
-    monkeypatch.setattr("learner.rank_zero.sys", SimpleNamespace(executable=str(program)))
+    monkeypatch.setattr("pipeline.runtime.children.sys", SimpleNamespace(executable=str(program)))
     monkeypatch.setattr("learner.rank_zero.join", until_started)
     monkeypatch.setattr("learner.rank_zero.RankGroup", lambda *_: SimpleNamespace())
     rank_zero = RankZero(kit.run_config({"ranks": 3}), ProcessRank())
