@@ -15,7 +15,7 @@ from learner.rank_zero import RankZero
 
 STAND_IN = """#!{python} -IS
 import json, os, sys
-with open("{root}/" + sys.argv[3], "w") as file:
+with open("{root}/" + sys.argv[2], "w") as file:
     json.dump({{"argv": sys.argv[1:], "environment": dict(os.environ)}}, file)
 os.write(os.open("{root}/ready", os.O_RDWR), b".")
 sys.stdin.buffer.read()
@@ -36,7 +36,7 @@ def test_ranks_see_the_gpus_of_the_learner_and_take_their_own(kit, tmp_path: Pat
         return "a device"
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-b,6")
-    monkeypatch.setattr("pipeline.runtime.children.sys", SimpleNamespace(executable=str(program)))
+    monkeypatch.setattr("learner.rank_zero.module_command", lambda *words: [str(program), *words])
     monkeypatch.setattr("learner.rank_zero.join", until_started)
     monkeypatch.setattr("learner.rank_zero.RankGroup", lambda *_: SimpleNamespace())
     rank_zero = RankZero(kit.run_config({"ranks": 3}), ProcessRank())
@@ -44,7 +44,7 @@ def test_ranks_see_the_gpus_of_the_learner_and_take_their_own(kit, tmp_path: Pat
     os.close(ready)
     for rank in (1, 2):
         found = orjson.loads((tmp_path / str(rank)).read_bytes())
-        assert found["argv"][:5] == ["-P", "-m", "learner.rank_worker", str(rank), "3"]
+        assert found["argv"][:3] == ["learner.rank_worker", str(rank), "3"]
         assert found["environment"]["CUDA_VISIBLE_DEVICES"] == "4,GPU-b,6"
         assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & found["environment"].keys()
 
