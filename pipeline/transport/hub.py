@@ -48,6 +48,9 @@ class Peer:
 
     name: str
     connection: bytes
+    link: str = ""
+    greeting: int = 0
+    """Number of its HELLO among those of ``link``."""
     gone: bool = False
 
 
@@ -154,9 +157,14 @@ class Peers:
         if (refusal := self.refuses(message.header)) is not None:
             return self._refuse(None, connection, refusal, MessageFault.HELLO)
         older = self._by_name.get(name)
+        link, greeting = str(message.header.get("link", "")), message.header.get("greeting")
+        greeting = greeting if isinstance(greeting, int) else 0
+        if older is not None and link and link == older.link and greeting < older.greeting:
+            self._dropped[connection] = None  # the link has left this connection: its HELLO comes late
+            return _NOTHING
         replaced = () if older is None else (self._drop(older, "another connection took its name"),)
         self._dropped.pop(connection, None)
-        self._by_name[name] = self._by_connection[connection] = Peer(name, connection)
+        self._by_name[name] = self._by_connection[connection] = Peer(name, connection, link, greeting)
         up = Event(EventKind.PEER_UP, name, message)
         return Reaction((*replaced, up), None, None if older is None or older.gone else older)
 

@@ -5,6 +5,7 @@ Its state of the connection is pure and owns no socket.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -142,6 +143,7 @@ class WireLink(Endpoint):
         super().__init__()
         require_id("the name of a link", name)
         self.name = name
+        self._id = secrets.token_hex(8)
         self._wire = wire
         self._limits = limits
         self._heartbeat_seconds = heartbeat_seconds
@@ -244,7 +246,8 @@ class WireLink(Endpoint):
 
     def _greet(self) -> bool:
         greeting = self._session.greeting + 1
-        header = {"schema_version": SCHEMA_VERSION, **self._hello, "name": self.name, "greeting": greeting}
+        own = {"name": self.name, "link": self._id, "greeting": greeting}
+        header = {"schema_version": SCHEMA_VERSION, **self._hello, **own}
         try:
             frames = encode_message(WireMessage(Kind.HELLO, header), self._limits)
         except LimitExceeded as error:

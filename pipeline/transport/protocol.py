@@ -22,8 +22,8 @@ class Kind(StrEnum):
     """Every message that exists. ``a → r`` reads: actor to replay stage; ``l`` is the learner."""
 
     HELLO = "hello"
-    """a,l → r. First message of a connection; header: role, peer name, schema version, ``greeting`` (its number), and
-    the role's state (below)."""
+    """a,l → r. First message of a connection; header: role, peer name, schema version, ``link`` (drawn by the
+    process), ``greeting`` (its number), and the role's state (below)."""
     WELCOME = "welcome"
     """r → a,l. Answer to HELLO; header: the ``greeting`` it answers, credits and the newest policy version."""
     HEARTBEAT = "heartbeat"

@@ -18,7 +18,7 @@ from pipeline.stage.groups import REASON_CHARACTERS_MAX
 from pipeline.store.store import ReplayStore
 from pipeline.tasks.splits import decode_splits
 from pipeline.transport.codec import decode_message, encode_message, encode_trajectory
-from pipeline.transport.hub import Peers
+from pipeline.transport.hub import Peers, Reaction
 from pipeline.transport.protocol import EventKind, Kind, Limits, MessageFault, WireMessage
 from tests.support.hostile_traffic import HELLO_OF_AN_ACTOR, as_json, messages, mutated_frames, values
 from tests.support.simulated_roles import rollout
@@ -140,3 +140,18 @@ def test_what_an_actor_says_about_its_failure_is_logged_and_stored_in_part(caplo
 
 def test_the_label_has_a_value_for_every_fault():
     assert set(FAULTS) == {fault.value for fault in MessageFault}
+
+
+def test_a_greeting_that_comes_late_does_not_replace_the_newer_connection_of_its_process() -> None:
+    peers = Peers(Limits())
+
+    def greet(connection: bytes, link: str, greeting: int) -> Reaction:
+        header = {"role": "learner", "name": "learner", "schema_version": SCHEMA_VERSION}
+        hello = WireMessage(Kind.HELLO, {**header, "link": link, "greeting": greeting})
+        return peers.accept(connection, encode_message(hello))
+
+    greet(b"new", "one", 2)
+    late = greet(b"old", "one", 1)
+    assert (late.events, late.replaced) == ((), None)
+    assert peers.find("learner") == peers.of(b"new")
+    assert greet(b"other", "two", 1).replaced is not None, "another process takes the place"

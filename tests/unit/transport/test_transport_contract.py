@@ -22,7 +22,7 @@ async def test_hello_and_welcome_become_peer_up_and_connected(face):
         up = await hub.receive()
         assert (up.kind, up.peer) == (EventKind.PEER_UP, "a")
         told = {"role": "actor", "slots": 4, "name": "a", "schema_version": SCHEMA_VERSION, "greeting": 1}
-        assert up.message.header == told
+        assert len(up.message.header.pop("link")) == 16 and up.message.header == told
         assert hub.peers == ("a",) and not link.connected
         await hub.send("a", WireMessage(Kind.WELCOME, {"credit_bytes": 7}))
         connected = await link.receive()
