@@ -57,7 +57,8 @@ RECORDED = [
     f"checkpoint.every={UPDATES + 1}",
     "checkpoint.at_end=false",
 ]
-OF_THE_CLOCK = {"time", "started", "finished", "seconds", "tokens_per_second", "published", "saved"}
+OF_THE_MACHINE = {"time", "started", "finished", "seconds", "tokens_per_second", "published", "saved"}
+OF_THE_MACHINE |= {"mfu", "peak_memory_bytes"}
 OF_THE_VERSION = {
     "policy_version",
     "staleness_mean",
@@ -222,7 +223,7 @@ def tensors(directory: RunDirectory) -> dict[str, torch.Tensor]:
 
 def told(directory: RunDirectory) -> dict[tuple[int, str], Any]:
     """By step and key, what the lines say that is no time and no version."""
-    hidden = OF_THE_CLOCK | OF_THE_VERSION
+    hidden = OF_THE_MACHINE | OF_THE_VERSION
     lines = read_lines(directory.metrics_file)
     assert [line["step"] for line in lines] == list(range(1, UPDATES + 1))
     assert sum(line["grad_norm"] > 0 for line in lines) > UPDATES // 2, "there was something to learn"

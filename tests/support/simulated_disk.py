@@ -109,7 +109,7 @@ class SimulatedDisk:
     def damage_weights(self, version: int) -> None:
         """Damage the weights of a version, whose digests were written."""
         folder = self._directory.weights(version)
-        if (folder / contents.CONTENTS).exists():
+        if (folder / contents.CONTENTS).exists() and (folder / WEIGHTS_FILE).exists():
             DAMAGES[self._rng.choice(sorted(DAMAGES))](folder / WEIGHTS_FILE)
 
     def _refusal(self) -> OSError | None:
