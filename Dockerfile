@@ -35,6 +35,7 @@ COPY README.md LICENSE ./
 COPY pipeline pipeline
 COPY actors actors
 COPY learner learner
+COPY configs configs
 RUN pip install ${PIP_EXTRA} --no-build-isolation ".${EXTRAS}"
 
 ARG REVISION=unknown
