@@ -195,7 +195,7 @@ def both_played(run: RunHandle) -> list[Trajectory] | None:
     if steps < STEPS_BEFORE_KILL:
         return None
     trained = [t for t in stored(run.directory) if (seen := t.version_range()) and seen[1] < steps]
-    return trained if len({t.engine.engine_ids for t in trained}) == 2 else None
+    return trained if len({url for t in trained for url in t.engine.engine_ids}) == 2 else None
 
 
 def reports(run: RunHandle) -> list[EngineReport]:

@@ -1,4 +1,4 @@
-"""Two real vLLM servers: a conversation stays where its prefix is, and moves when its engine dies."""
+"""Two real vLLM servers: most conversations stay where their prefix is, and all move when their engine dies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def test_turns_stay_on_their_engine_and_find_their_prefix(two_engines_run: TwoEn
     block, trajectories = config.engine.block_size, two_engines_run.before
     assert block is not None
     assert len(trajectories) > config.groups.groups_per_step * config.groups.n_rollout, "more than the first step"
-    assert {len(t.engine.engine_ids) for t in trajectories} == {1}
-    assert len({t.engine.engine_ids for t in trajectories}) == 2
+    stayed = [t for t in trajectories if len(t.engine.engine_ids) == 1]
+    assert 2 * len(stayed) > len(trajectories), "few move, to an engine that came up or is less busy"
+    assert len({url for t in trajectories for url in t.engine.engine_ids}) == 2
     reusable = 0
-    for trajectory in trajectories:
+    for trajectory in stayed:
         seen = 0
         for turn in trajectory.turns:
             reusable += (seen // block) * block  # whole blocks of what this conversation sent or sampled before
