@@ -100,7 +100,7 @@ def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:
 
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
-    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 5),
+    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 20),
     "an engine that did not resume is live": (EngineControl, "resume", _resumed_or_not, 48),
     "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 6),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
