@@ -95,7 +95,7 @@ Opener = Callable[[RunDirectory], Any]
 
 
 def open_checkpoint(directory: RunDirectory) -> Any:
-    """What the learner resumes from."""
+    """The checkpoint that the learner resumes from."""
     found = find_resumption(directory.checkpoints)
     for sentence in found.damaged:
         log.error("%s", sentence)

@@ -21,7 +21,7 @@ from learner.data.rows import Batch, Row
 from learner.observability.report import StepReport
 
 LARGE = {"optimizer_dtype": "bfloat16", "logits_tokens_max": 4096}
-"""What lets 7B with all its states fit into 140 GB."""
+"""Settings with which 7B and all its states fit into 140 GB."""
 
 
 def groups_case(bench: Bench, shape: str) -> Case:

@@ -60,7 +60,7 @@ Conversation = Sequence[Turn]
 
 
 class Clock:
-    """What happens next."""
+    """The next event."""
 
     def __init__(self) -> None:
         self.now = 0.0

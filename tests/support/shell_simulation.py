@@ -333,7 +333,7 @@ def play(folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS)) -> floa
 
 
 def problem(seed: int) -> str:
-    """What one history finds; empty if nothing."""
+    """The violation that one history finds; empty if none."""
     logging.disable(logging.CRITICAL)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:

@@ -47,7 +47,7 @@ class _Turns(Episode):
 
 
 class SimulatedActors:
-    """What the actor processes of a run have now, by name."""
+    """State of the actor processes of a run, by name."""
 
     def __init__(self, rng: random.Random, on_death: Callable[[str, str], None]) -> None:
         """``on_death``: called with actor and engine where the actor moves a conversation because the engine died."""

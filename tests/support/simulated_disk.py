@@ -56,7 +56,7 @@ class SimulatedDisk:
         self._rng = rng
         self._copy = directory.path / "older.sqlite"
         self._older: bytes | None = None
-        """What the store is at the stage's next start."""
+        """State of the store at the stage's next start."""
 
     def keep_copy(self) -> None:
         """A copy that may take the store's place later."""

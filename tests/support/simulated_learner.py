@@ -42,7 +42,7 @@ PROBE_IDS = [3, 4, 5]
 
 @dataclass(slots=True)
 class Truth:
-    """What all learner processes of a run have done, for the auditor."""
+    """Record of all learner processes of a run, for the auditor."""
 
     weights: dict[int, int] = field(default_factory=dict)
     """Weights by published version."""

@@ -64,7 +64,7 @@ class StubEngine:
         self._rest: dict[tuple[int, ...], Sequence[int]] = {}
         """Rest of a completion that was cut, by the prompt that continues it."""
         self.reported: EngineReport | None = None
-        """What it says of its load."""
+        """Its report of load."""
         self.keep_requests = True
         self.n_requests = 0
         self.in_flight = 0
