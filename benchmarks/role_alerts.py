@@ -217,14 +217,17 @@ def watched_run(folder: Path, server: ForkServer, overrides: Sequence[str] = ())
     rules.write_text(alerts_yaml(SPEED))
     os.environ[hang.FOLDER] = str(hangs)
     try:
-        with start_run(TINY, folder, "watched", settings, server=server) as run:
+        with start_run(TINY, folder, "watched", settings, server=server) as run, ExitStack() as stack:
             run.until_step(2, SECONDS_MAX)
             targets = targets_of_run(run.directory.path)
-            with PrometheusProcess(targets, rules=rules, scrape_interval="1s") as prometheus:
-                watched = WatchedRun(run, Api(prometheus.url), hangs)
-                watched.until("a scrape", lambda: _scraped(Api(prometheus.url), targets))
-                watched.until("calm", lambda: not watched.pages())
-                yield watched
+            learner = int((read_json(run.directory.processes_file) or {})["learner"]["pid"])
+            with hang.hang(hangs, learner, LAYER):  # a short run does not end before it is watched
+                prometheus = PrometheusProcess(targets, rules=rules, scrape_interval="1s")
+                api = Api(stack.enter_context(prometheus).url)
+                watched = WatchedRun(run, api, hangs)
+                watched.until("a scrape", lambda: _scraped(api, targets))
+            watched.until("calm", lambda: not watched.pages())
+            yield watched
     finally:
         del os.environ[hang.FOLDER]
 
