@@ -53,6 +53,7 @@ def stage(path: Path, n: int, per_round: int, synchronous: str) -> tuple[float, 
         {
             "run": {"total_steps": 10**6},
             "groups": {"n_rollout": 8, "groups_per_step": n // 8},
+            "actor": {"concurrency": n},
             "environments": {"a": {"max_seconds": 1e6}},
         }
     )
