@@ -21,7 +21,7 @@ SHARE_MAX = 0.1
 """Share of the time in which the text of the metrics may be made."""
 CONNECTIONS_MAX = 32
 RATE_MAX, BURST_MAX = 100.0, 200.0
-"""New connections a second that are served, and how many at once: each costs a thread. Prometheus opens one a scrape."""
+"""New connections a second that are served, and how many at once: each costs a thread."""
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 """Returns if the process is well, and details about it. Called in the server's thread."""
 
