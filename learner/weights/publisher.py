@@ -33,7 +33,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 from pipeline.runtime.disk_wait import when_room
-from pipeline.runtime.engine_keys import LEARNER_HEADER, authorization, find_key
+from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -166,8 +166,8 @@ class Publisher:
 
     def identify(self, epoch: int) -> None:
         """Send the number of this learner process with every request: engines refuse it once it was replaced."""
-        if self._session is not None:
-            self._session.headers[LEARNER_HEADER] = str(epoch)
+        for keeper in self.keepers.values():
+            keeper.control.epoch = epoch
 
     async def run(self) -> None:
         """Watch the engines until cancelled."""
