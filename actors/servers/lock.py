@@ -5,7 +5,7 @@ route that is not listed is closed to all. vLLM takes :class:`EngineLock` as ASG
 embedded engine asks :class:`RouteLock`, so no request makes another hop. The engine knows only digests of the keys.
 
 Learner processes are numbered by the replay stage, and each numbers its requests. While an engine hears from one, it
-refuses all lower numbers: a process that was stopped, replaced and goes on changes no weights and no labels, and a
+refuses all lower numbers: a process that was stopped, replaced and continues changes no weights and no labels, and a
 request that was given up and comes late does not resume an engine in the middle of the next load.
 
 One route is the lock's own: ``POST /afterplay/end`` with the learner's key kills the server's process group. Its
