@@ -36,7 +36,7 @@ from learner.build import make_trainer
 from learner.data.rows import Batch, Row
 from learner.models.prepare import prepare_model
 from learner.training.trainer import Trainer
-from learner.weights.delta_loader import _weights
+from learner.weights.delta_loader import bits_of
 from learner.weights.publisher import write_weights
 from pipeline.config import RunConfig
 from pipeline.runtime.contents import write_contents
@@ -58,33 +58,34 @@ class Seconds(dict[str, float]):
 
 def sampled_rows(trainer: Trainer, sampler: Any, tokenizer: Any, groups: int, rollouts: int, rng: random.Random):
     """Rows of one update, and the share of right answers. ``sampler`` has the trainer's weights in bfloat16."""
-    rows, rewards_all, end = [], [], tokenizer.eos_token_id
-    for g in range(groups):
-        a, b = rng.randrange(1, 10), rng.randrange(1, 10)
-        text = f"What is {a} + {b}? Reply with only the number."
-        chat = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        prompt = ids["input_ids"]
-        with torch.no_grad():
-            found = sampler.generate(
-                prompt.repeat(rollouts, 1), attention_mask=torch.ones(rollouts, prompt.shape[1], dtype=torch.long),
-                do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW_TOKENS, pad_token_id=end,
-            )  # fmt: skip
-        replies = [reply[prompt.shape[1] :].tolist() for reply in found]
-        replies = [reply[: reply.index(end) + 1] if end in reply else reply for reply in replies]
-        numbers = [re.findall(r"\d+", tokenizer.decode(reply)) for reply in replies]
-        rewards = np.array([float(bool(n) and int(n[-1]) == a + b) for n in numbers], np.float32)
-        rewards_all += rewards.tolist()
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        for r, reply in enumerate(replies):
-            rows.append(_row(f"{g}.{r}", g * rollouts + r, prompt[0].tolist(), reply, float(advantages[r])))
+    sums = [(rng.randrange(1, 10), rng.randrange(1, 10)) for _ in range(groups)]
+    chats = [[{"role": "user", "content": f"What is {a} + {b}? Reply with only the number."}] for a, b in sums]
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    encoded = [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+    prompts = torch.cat(encoded).repeat_interleave(rollouts, 0)  # of one length: each digit is a token
+    end = tokenizer.eos_token_id
+    with torch.no_grad():
+        found = sampler.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0,
+            max_new_tokens=NEW_TOKENS, pad_token_id=end,
+        )  # fmt: skip
+    replies = [reply[prompts.shape[1] :].tolist() for reply in found]
+    replies = [reply[: reply.index(end) + 1] if end in reply else reply for reply in replies]
+    numbers = [re.findall(r"\d+", tokenizer.decode(reply)) for reply in replies]
+    right = [float(bool(n) and int(n[-1]) == sum(sums[i // rollouts])) for i, n in enumerate(numbers)]
+    rewards = np.array(right, np.float32).reshape(groups, rollouts)
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
+    rows = [
+        _row(f"rollout-{i}", i, prompts[i].tolist(), reply, float(advantages.flat[i]))
+        for i, reply in enumerate(replies)
+    ]
     logprobs = trainer.score(rows)
     start = 0
     for row in rows:
         count = int(row.loss_mask.sum())
         row.behaviour_logprobs[row.loss_mask] = logprobs[start : start + count]
         start += count
-    return tuple(rows), float(np.mean(rewards_all))
+    return tuple(rows), float(rewards.mean())
 
 
 def _row(name: str, index: int, prompt: list[int], reply: list[int], advantage: float) -> Row:
@@ -176,7 +177,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         with seconds.of("digests of whole"):
             write_contents(folder)
         with seconds.of("write delta"):
-            size = write_delta(file, step - 1, step, _weights(before), _weights(tensors))
+            size = write_delta(file, step - 1, step, bits_of(before), bits_of(tensors))
         with seconds.of("read and apply delta"):
             patch(engine.state_dict(), [file])
         with seconds.of("read and load whole"):
@@ -207,8 +208,13 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         for old in (folder, file):
             if step < arguments.steps:
                 _remove(old)
-    settings = {k: str(v) for k, v in vars(arguments).items() if k != "out"}
-    return {"settings": settings, "steps": steps, "forms": forms(_weights(before), _weights(tensors))}
+        settings = {k: str(v) for k, v in vars(arguments).items() if k != "out"}
+        found = {"settings": settings, "steps": steps, "forms": {}}
+        if step == arguments.steps:
+            found["forms"] = forms(bits_of(before), bits_of(tensors))
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def _remove(path: Path) -> None:
@@ -232,8 +238,6 @@ def main() -> None:
         found = run(arguments, Path(directory))
     for name, form in found["forms"].items():
         print(f"{name}: {form['bytes'] / 1e6:.2f} MB in {form['seconds']:.2f} s")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

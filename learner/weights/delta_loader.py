@@ -74,6 +74,8 @@ class DeltaLoader:
         """Version before each version that has a delta, by that version."""
         self._told: dict[str, str] = {}
         """Last reason for which each engine got whole weights."""
+        self._dense = False
+        """Deltas of the last versions were not worth it."""
         self._writing = anyio.Lock()
 
     # Writing
@@ -97,18 +99,23 @@ class DeltaLoader:
         """Bytes of the delta; 0 where there is none, for a reason that the log has."""
         path, whole = self.path(version), sum(tensor.nbytes for tensor in tensors.values())
         try:
-            size = write_delta(path, before.number, version, _weights(before.tensors), _weights(tensors))
+            size = write_delta(path, before.number, version, bits_of(before.tensors), bits_of(tensors))
         except DeltaMismatch as error:
             log.warning("version %d is published whole: %s", version, error)
             return 0
         if size.n_bytes > SHARE_MAX * whole:
             path.unlink()
-            log.warning(
-                "version %d is published whole: %.0f%% of its elements changed, and a delta would have %.0f%% of the "
-                "bytes",
-                version, 100 * size.changed / size.elements, 100 * size.n_bytes / whole,
-            )  # fmt: skip
+            if not self._dense:
+                log.warning(
+                    "versions from %d on are published whole: %.0f%% of its elements changed, and a delta would have "
+                    "%.0f%% of the bytes",
+                    version, 100 * size.changed / size.elements, 100 * size.n_bytes / whole,
+                )  # fmt: skip
+            self._dense = True
             return 0
+        if self._dense:
+            log.info("versions from %d on are published as deltas again", version)
+        self._dense = False
         self._deltas[version] = before.number
         return size.n_bytes
 
@@ -199,7 +206,7 @@ class DeltaLoader:
         return damage
 
 
-def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
+def bits_of(tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
     """The bit patterns of tensors in host memory, without a copy."""
     return {
         name: Weight(

@@ -20,6 +20,7 @@ import orjson
 from torch import Tensor
 
 from learner.data.rows import TokenArray
+from learner.distributed.ranks import Ranks
 from learner.policy.backbone import DTYPES
 from learner.policy.policy import Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
@@ -321,7 +322,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
     Raises :class:`pipeline.errors.ConfigurationError` when the transfer needs something that is not there.
     """
     write = _writer(config, policy)
-    loader = _loader(config, directory, write)
+    loader = _loader(config, directory, write, policy.ranks)
     return Publisher(
         config.engine.addresses(),
         directory,
@@ -346,13 +347,21 @@ def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tenso
 
 
 def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
+    if config.engine.gpu_transfer and config.publish.at_end == "remove" and config.checkpoint.at_end:
+        return _record_version
     if config.publish.lora == "merged" or policy.adapters is None:
         return lambda folder, tensors: write_weights(folder, policy.model, tensors, config.publish.dtype)
     return partial(write_adapters, policy.adapters)
 
 
+def _record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
+    """An empty folder, whose name says that the version was used: engines get the weights from memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 def _loader(
-    config: RunConfig, directory: RunDirectory, write: Callable[[Path, Mapping[str, Tensor]], int]
+    config: RunConfig, directory: RunDirectory, write: Callable[[Path, Mapping[str, Tensor]], int], ranks: Ranks
 ) -> WeightLoader:
     if config.publish.lora == "adapter":
         return AdapterLoader(config.publish.adapter_name)
@@ -365,4 +374,4 @@ def _loader(
     from learner.weights.vllm_transfer import VllmTransferLoader
 
     key = find_key(config.engine, "learner_key")
-    return VllmTransferLoader(transfer, config.publish.timeout_seconds, key)
+    return VllmTransferLoader(transfer, config.publish.timeout_seconds, key, ranks)

@@ -10,16 +10,19 @@ from aiohttp import web
 from actors.embedded.generator import Generator
 from actors.embedded.options import EngineOptions
 from actors.embedded.routes import application
+from learner.policy.policy import Policy
 from learner.weights.publisher import make_publisher
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.rundir import RunDirectory
 
+VOCABULARY = 3000
+
 
 @pytest.fixture
 async def engine(kit, tmp_path):
     """Generator and address of an engine over the initial model."""
-    kit.tiny_model().save_pretrained(tmp_path / "run" / "model")
+    kit.tiny_model(vocabulary=VOCABULARY).save_pretrained(tmp_path / "run" / "model")
     options = EngineOptions(tmp_path / "run" / "model", dtype="bfloat16", device="cpu", threads=1, max_length=128)
     generator = Generator(options, lambda error: None)
     generator.start()
@@ -36,7 +39,7 @@ def train(policy, seed: int) -> None:
     """A step of AdamW at a small learning rate."""
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-4)
-    policy.model(torch.randint(0, 23, (4, 16))).logits.float().logsumexp(-1).mean().backward()
+    policy.model(torch.randint(0, VOCABULARY, (4, 16))).logits.float().logsumexp(-1).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -48,7 +51,10 @@ async def test_an_engine_serves_after_each_delta_what_it_serves_after_a_whole_lo
         engine={"kind": "embedded", "urls": [url], "weight_transfer": "delta"},
         publish={"probe_nats_max": None, "whole_every": 4},
     )
-    directory, policy = RunDirectory(config.run.path), kit.tiny_policy()
+    directory, policy = (
+        RunDirectory(config.run.path),
+        Policy(kit.tiny_model(vocabulary=VOCABULARY), config.learner, torch.device("cpu")),
+    )
     publisher = make_publisher(config, directory, policy, LearnerMetrics(CollectorRegistry()))
     sizes = []
     async with publisher, anyio.create_task_group() as tasks:
