@@ -63,7 +63,7 @@ class DeltaSize:
     elements: int
     changed: int
     n_bytes: int
-    """Of the file."""
+    """Size of the file."""
 
 
 @dataclass(frozen=True, slots=True)
