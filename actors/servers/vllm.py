@@ -117,7 +117,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
 
 
 def _require_private(engine: EngineConfig) -> None:
-    """Raises :class:`ConfigurationError` where somebody without the learner's key could send the engine a pickle."""
+    """Raises :class:`ConfigurationError` where others than the learner could send the engine a pickle."""
     if not is_loopback(engine.host) or find_key(engine, "learner_key") is None:
         raise ConfigurationError(
             "engine.weight_transfer is ipc, for which vLLM unpickles what comes with the learner's key: expected "

@@ -17,11 +17,13 @@ from actors.servers.deltas import patch, read_base
 from learner.weights.delta_loader import DeltaLoader, bits_of
 from learner.weights.engine_keeper import Target
 from learner.weights.publisher import CheckedLoader, FolderLoader, published_versions
+from pipeline.config import RunConfig
 from pipeline.errors import DeltaMismatch, EngineRefused
 from pipeline.runtime.contents import find_damage
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.runtime.weight_delta import Weight, apply_deltas, read_delta, write_delta
 from pipeline.schema.weight_stamp import UNSTAMPED, WITHDRAWN, write_stamp
+from pipeline.supervisor.disk import remove_published
 from tests.support.damage import DAMAGES
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (7,), "c.scale": (), "d.empty": (0, 3)}
@@ -279,3 +281,28 @@ def test_a_delta_that_saves_too_little_is_not_written(tmp_path, caplog):
     assert list((tmp_path / "weights").glob("delta-*")) == []
     history.publish(2, 0.01)
     assert history.loader.path(3).exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"engine": {"kind": "external", "urls": ["http://a:1"]}}, "external engines"),
+        ({"publish": {"dtype": "float32"}}, "publish.dtype: bfloat16"),
+        ({"engine": {"dtype": "float16"}}, "cannot hold"),
+        ({"publish": {"at_end": "keep"}}, "publish.at_end: remove"),
+        ({"checkpoint": {"at_end": False}}, "checkpoint.at_end: true"),
+        ({"learner": {"lora": {"rank": 2}}, "publish": {"lora": "adapter"}}, "weight_transfer to files"),
+        ({"engine": {"kind": "embedded", "colocate": "sleep", "sleep_level": 2}}, "sleep_level: 1"),
+    ],
+)
+def test_what_deltas_cannot_serve_is_refused_with_the_remedy(sections, words):
+    with pytest.raises(ValueError, match=words):
+        RunConfig.model_validate({**sections, "engine": {**sections.get("engine", {}), "weight_transfer": "delta"}})
+
+
+def test_a_finished_run_leaves_no_delta(tmp_path):
+    history = History(tmp_path, 1, every=100)
+    for seed in range(3):
+        history.publish(seed, 0.01)
+    assert remove_published(RunConfig(), history.directory) == []
+    assert list((tmp_path / "weights").iterdir()) == [history.directory.weights(1)]
