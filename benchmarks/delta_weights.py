@@ -46,14 +46,19 @@ from pipeline.runtime.weight_delta import _narrow, read_delta, write_delta
 NEW_TOKENS = 16
 
 
-class Seconds(dict[str, float]):
-    """Wall seconds by name."""
+class Seconds:
+    """Wall seconds and processor seconds by name."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
 
     @contextmanager
     def of(self, name: str):
-        start = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         yield
-        self[name] = round(time.perf_counter() - start, 3)
+        self.wall[name] = round(time.perf_counter() - wall, 3)
+        self.cpu[name] = round(time.process_time() - cpu, 3)
 
 
 def sampled_rows(trainer: Trainer, sampler: Any, tokenizer: Any, groups: int, rollouts: int, rng: random.Random):
@@ -197,12 +202,13 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "bytes_whole": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
             "bytes_delta": size.n_bytes,
             "equal": all(torch.equal(state[n].view(torch.uint16), other[n].view(torch.uint16)) for n in state),
-            "seconds": dict(seconds),
+            "seconds": seconds.wall,
+            "cpu_seconds": seconds.cpu,
         }
         steps.append(line)
         print(
             f"step {step}: {100 * size.changed / size.elements:.2f} % changed, {line['bytes_whole'] / 1e6:.0f} MB "
-            f"whole, {size.n_bytes / 1e6:.2f} MB delta, equal: {line['equal']}, {dict(seconds)}",
+            f"whole, {size.n_bytes / 1e6:.2f} MB delta, equal: {line['equal']}, {seconds.cpu} CPU s",
             flush=True,
         )
         for old in (folder, file):
