@@ -81,7 +81,7 @@ class Patch:
         """Places in the flat tensor, and what is added there. Raises :class:`DeltaMismatch`."""
         unsigned = np.dtype(f"<u{itemsize}")
         try:
-            raw = np.frombuffer(zlib.decompress(self.coded), np.uint8)
+            raw = np.frombuffer(zlib.decompress(self.coded.data), np.uint8)
             gaps, rest = _widened(raw, self.changed, np.dtype("<u8"))
             steps, rest = _widened(rest, self.changed, unsigned)
         except (zlib.error, ValueError) as error:
@@ -205,7 +205,7 @@ def _widened(raw: Bits, count: int, dtype: np.dtype[Any]) -> tuple[Bits, Bits]:
 
 
 def _digest(bits: Bits) -> str:
-    return hashlib.sha256(bits.view(np.uint8)).hexdigest()
+    return hashlib.sha256(bits.view(np.uint8).data).hexdigest()
 
 
 def _in_threads(work: Callable[[str], T], names: Mapping[str, Any]) -> dict[str, T]:
