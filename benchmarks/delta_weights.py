@@ -5,10 +5,10 @@
     python -m benchmarks.delta_weights --steps 8 --out benchmarks/results/delta-weights.json
 
 SmolLM2-135M learns one-digit addition with the learner's own trainer: float32 master weights, AdamW, groups of rollouts
-that transformers samples from the current weights, rewards of 1 / (1 + error), advantages as in GRPO. After each update
-the weights are written in bfloat16 as the publisher writes them, whole and as a delta, and an engine's model takes the
+that transformers samples from the current weights, a reward of 1 for the right sum, advantages as in GRPO. An update in
+whose groups all rewards are equal changes nothing. After each update the weights are written in bfloat16 as the publisher writes them, whole and as a delta, and an engine's model takes the
 delta. ``equal`` says that it then has the weights of the whole folder, bit for bit. ``forms`` compares other codes for
-the changes of the last update; zstandard is tried if it is installed.
+the last changes; zstandard is tried if it is installed.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def sampled_rows(trainer: Trainer, sampler: Any, tokenizer: Any, groups: int, ro
     replies = [reply[prompts.shape[1] :].tolist() for reply in found]
     replies = [reply[: reply.index(end) + 1] if end in reply else reply for reply in replies]
     numbers = [re.findall(r"\d+", tokenizer.decode(reply)) for reply in replies]
-    errors = [abs(int(n[-1][:9]) - sum(sums[i // rollouts])) if n else 1e9 for i, n in enumerate(numbers)]
-    rewards = 1 / (1 + np.array(errors, np.float32).reshape(groups, rollouts))
+    right = [float(bool(n) and int(n[-1]) == sum(sums[i // rollouts])) for i, n in enumerate(numbers)]
+    rewards = np.array(right, np.float32).reshape(groups, rollouts)
     advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
     rows = [
         _row(f"rollout-{i}", i, prompts[i].tolist(), reply, float(advantages.flat[i]))
@@ -90,7 +90,7 @@ def sampled_rows(trainer: Trainer, sampler: Any, tokenizer: Any, groups: int, ro
         count = int(row.loss_mask.sum())
         row.behaviour_logprobs[row.loss_mask] = logprobs[start : start + count]
         start += count
-    return tuple(rows), sum(error == 0 for error in errors) / len(errors)
+    return tuple(rows), float(rewards.mean())
 
 
 def _row(name: str, index: int, prompt: list[int], reply: list[int], advantage: float) -> Row:
@@ -215,9 +215,11 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             if step < arguments.steps:
                 _remove(old)
         settings = {k: str(v) for k, v in vars(arguments).items() if k != "out"}
+        if size.changed:
+            last = before, tensors
         found = {"settings": settings, "steps": steps, "forms": {}}
         if step == arguments.steps:
-            found["forms"] = forms(bits_of(before), bits_of(tensors))
+            found["forms"] = forms(*map(bits_of, last))
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     return found
