@@ -6,9 +6,10 @@
 
 SmolLM2-135M learns one-digit addition with the learner's own trainer: float32 master weights, AdamW, groups of rollouts
 that transformers samples from the current weights, a reward of 1 for the right sum, advantages as in GRPO. An update in
-whose groups all rewards are equal changes nothing. After each update the weights are written in bfloat16 as the publisher writes them, whole and as a delta, and an engine's model takes the
-delta. ``equal`` says that it then has the weights of the whole folder, bit for bit. ``forms`` compares other codes for
-the last changes; zstandard is tried if it is installed.
+whose groups all rewards are equal changes nothing. After each update the weights are written in bfloat16 as the
+publisher writes them, whole and as a delta, and an engine's model takes the delta. ``equal`` says that it then has the
+weights of the whole folder, bit for bit. ``forms`` compares other codes for the last changes; zstandard is tried if it
+is installed.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             if step < arguments.steps:
                 _remove(old)
         settings = {k: str(v) for k, v in vars(arguments).items() if k != "out"}
-        if size.changed:
+        if size.changed or step == 1:
             last = before, tensors
         found = {"settings": settings, "steps": steps, "forms": {}}
         if step == arguments.steps:
