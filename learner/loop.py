@@ -233,11 +233,15 @@ class LearnerLoop:
         return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
     async def _acquire_device(self) -> None:
-        """Acquire a shared device, once the engines serve the version before."""
-        if self._device is None:
+        """Acquire a shared device, once the engines serve the version before. So do ranks that take part in a
+        transfer: an engine that waits for them is paused."""
+        transfers = self._config.engine.weight_transfer == "ipc" and self._trainer.policy.ranks.size > 1
+        if self._device is None and not transfers:
             return
         self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
         await self._until_published()
+        if self._device is None:
+            return
         async with self._ctx.waiting(RoleState.WAITING_FOR_ENGINES, "the device"):
             await self._device.acquire(lambda why: self._ctx.report(RoleState.WAITING_FOR_ENGINES, why))
 

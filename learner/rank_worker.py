@@ -30,6 +30,7 @@ from learner.data.rows import Batch, Row, TokenScores
 from learner.distributed.collectives import ProcessRank, RankGroup, join
 from learner.distributed.messages import unpack_command
 from learner.training.trainer import Trainer
+from learner.weights.vllm_transfer import follow
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, Interrupted, TrainingError
 from pipeline.runtime.children import append_working_folder
@@ -123,12 +124,17 @@ def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...],
     trainer.policy.adapter_snapshot(torch.float32)
 
 
+def _transfer(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
+    follow(trainer.policy.ranks, trainer.policy.device, facts["tensors"])
+
+
 _HANDLERS: dict[str, Handler] = {
     "step": _step,
     "gather": _gather,
     "score": _score,
     "snapshot": _snapshot,
     "adapters": _adapters,
+    "transfer": _transfer,
 }
 
 

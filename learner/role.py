@@ -23,7 +23,7 @@ from learner.recorder import MetricsLog
 from learner.session import LearnerProgress, LearnerSession
 from learner.traces import tracing
 from learner.training.trainer import Trainer
-from learner.weights.colocated import put_engines_to_sleep
+from learner.weights.colocated import await_engines
 from learner.weights.publisher import make_publisher, published_versions
 from pipeline.config import RunConfig
 from pipeline.errors import Interrupted
@@ -60,8 +60,8 @@ async def main(ctx: RoleContext) -> None:
 
 async def serve(ctx: RoleContext, link: Link) -> None:
     """The learner over a given link (tests use one in memory)."""
-    if ctx.config.engine.colocate == "sleep":
-        await put_engines_to_sleep(ctx)
+    if ctx.config.engine.colocate != "none":
+        await await_engines(ctx)
         if ctx.stopping.is_set():
             return
     limit_memory(ctx.config)

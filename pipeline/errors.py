@@ -15,6 +15,7 @@
     ├── StoreError              a file of a run is missing, foreign, corrupt or full
     │   ├── FormatMismatch      ... because another Afterplay wrote it; starting again does not help
     │   └── DamagedFiles        ... its bytes are not those that were written; starting again does not help
+    ├── DeltaMismatch           a weight delta does not give the weights of its version (load them whole)
     ├── NotEnough               more was asked of a buffer than it holds
     ├── EngineError             an inference engine failed
     │   ├── EngineUnavailable   ... it does not answer (try another engine, or later)
@@ -94,6 +95,10 @@ class FormatMismatch(StoreError):
 
 class DamagedFiles(StoreError):
     """Files are not those that were written, and nothing can take their place."""
+
+
+class DeltaMismatch(AfterplayError):
+    """A weight delta, applied to the weights at hand, does not give those of its version."""
 
 
 class NotEnough(AfterplayError):

@@ -23,7 +23,9 @@ from actors.embedded.batching import Batching
 from actors.embedded.options import EngineOptions
 from actors.embedded.requests import Bounds, EngineRequest, Refused, Span, VersionRecord
 from actors.embedded.sleep import TAGS, WEIGHTS, SleepMode
+from actors.servers.deltas import patch
 from actors.servers.progress import EngineActivity, EngineProgress
+from pipeline.errors import DeltaMismatch
 
 
 def load_weights(model: Any, folder: Path) -> int:
@@ -243,6 +245,19 @@ class Generator:
             with self._batching.frozen():
                 load_weights(self._model, folder)
                 self._rest.discarded = False
+                self._batching.forget_cache()
+
+        await self._in_control(load)
+
+    async def load_deltas(self, files: Sequence[Path]) -> None:
+        """Bring the weights to a newer version by weight deltas, between two steps. Raises :class:`DeltaMismatch` and
+        keeps the old ones when the result is not that version."""
+
+        def load() -> None:
+            if WEIGHTS in self._rest.asleep or self._rest.discarded:
+                raise DeltaMismatch("the weights are asleep or discarded")
+            with self._batching.frozen():
+                patch(self._model.state_dict(), files)
                 self._batching.forget_cache()
 
         await self._in_control(load)

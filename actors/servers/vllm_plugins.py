@@ -10,6 +10,12 @@ through ``/collective_rpc`` while the engine is paused.
 :class:`UpdateRecovery` undoes a load that failed half-way. vLLM (0.32) loads layer by layer: after an error, or with a
 trainer that is gone, some layers have new weights, some are empty, and the next load counts what the last one read.
 
+:class:`DeltaReload` brings the weights to a newer version by weight deltas (:mod:`pipeline.runtime.weight_delta`). A
+worker keeps the published weights in host memory, applies the delta there, and vLLM reloads all layers from that
+memory: the same path as a whole load, so the served weights are those of a whole load on every device. vLLM's own
+sparse loader (``checkpoint_weight_patch``, 0.32) writes into the live parameters instead. It cannot tell what they were
+before, is undefined after an error half-way, and does not reach the packed matrices of a CPU.
+
 Importing this module makes tied output heads follow reloaded weights on a CPU. vLLM's CPU build packs each matrix for
 its kernels when it is loaded. A checkpoint with tied embeddings has no tensor for the output head, so
 ``reload_weights`` (vLLM 0.32) packs the new embedding again but leaves the head with the packed copy of the *first*
@@ -19,9 +25,13 @@ whenever that is packed. ``tests/end_to_end/test_engine_contract.py`` proves the
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from actors.servers.deltas import patch, read_base
+from pipeline.errors import DeltaMismatch
 
 
 class UpdateRecovery:
@@ -58,6 +68,27 @@ class AdapterReload(UpdateRecovery):
         if len(loaded) != 1:
             raise RuntimeError(f"expected one loaded adapter, got ids {loaded}: load it by /v1/load_lora_adapter first")
         manager.add_adapter(LoRARequest(name, loaded[0], folder, load_inplace=True))
+
+
+class DeltaReload(UpdateRecovery):
+    """Also loads weight deltas."""
+
+    _afterplay_weights: tuple[str, dict[str, Any]] | None = None
+    """Folder of the last whole load, and its weights with the deltas since, in host memory."""
+
+    def load_deltas(self, files: list[str]) -> dict[str, str] | None:
+        """Load the version of the last of ``files``; None, or before anything has changed the reason for refusing."""
+        worker: Any = self
+        folder = str(worker.model_runner.vllm_config.model_config.model)
+        held, self._afterplay_weights = self._afterplay_weights, None  # they are gone if anything fails
+        try:
+            weights = held[1] if held is not None and held[0] == folder else read_base(Path(folder), Path(files[0]))
+            patch(weights, [Path(file) for file in files])
+        except DeltaMismatch as error:
+            return {"refused": str(error)}
+        worker.reload_weights(weights_iterator=iter(weights.items()))
+        self._afterplay_weights = folder, weights
+        return None
 
 
 _HEADS = "_afterplay_tied_heads"

@@ -48,7 +48,8 @@ class RankGroup:
     def __init__(self, device: torch.device, interrupt: threading.Event, timeout_seconds: float) -> None:
         self.interrupt = interrupt
         self._lock = threading.Lock()
-        self._busy = False
+        self._worker: int | None = None
+        """Thread that works with the other ranks."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         timeout = timedelta(seconds=timeout_seconds)
@@ -68,16 +69,16 @@ class RankGroup:
         facts: Mapping[str, Any] | None = None,
         scores: TokenScores | None = None,
     ) -> Iterator[None]:
-        if self.rank or self._busy:
+        if self.rank or self._worker == threading.get_ident():
             yield
             return
         with self._lock:
-            self._busy = True
+            self._worker = threading.get_ident()
             try:
                 self._send(pack_command(command, rows, facts or {}, scores))
                 yield
             finally:
-                self._busy = False
+                self._worker = None
 
     def end(self) -> None:
         """Rank 0: end the others."""

@@ -280,24 +280,27 @@ class ColocatedKeeper(EngineKeeper):
 RETRY_SECONDS = 1.0
 
 
-async def put_engines_to_sleep(ctx: RoleContext) -> None:
-    """Put the engines to sleep before the learner loads its models: vLLM measures the device when it starts, and must
-    find it empty. Waits until the engines are up, whatever state a learner that died has left them in. Returns when
-    they sleep or the process is asked to stop."""
+async def await_engines(ctx: RoleContext) -> None:
+    """Wait for the engines on the learner's device before it loads its models: vLLM measures the device when it starts,
+    while nobody else may take or free memory there. With ``engine.colocate: sleep`` they are put to sleep, whatever
+    state a learner that died has left them in; with ``split`` it is enough that they are up. Returns then, or when the
+    process is asked to stop."""
     config = ctx.config
+    sleep = config.engine.colocate == "sleep"
+    wanted = "one that is up and sleeps" if sleep else "one that is up"
     headers = authorization(find_key(config.engine, "learner_key"))
     async with (
-        ctx.waiting(RoleState.WAITING_FOR_ENGINES, "one that is up and sleeps"),
+        ctx.waiting(RoleState.WAITING_FOR_ENGINES, wanted),
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session,
     ):
         for url in config.engine.addresses():
             control = EngineControl(url, session, config.publish.timeout_seconds)
             while not ctx.stopping.is_set():
                 try:
-                    await control.sleep(config.engine.sleep_level)
-                    log.info("engine %s sleeps while the models are loaded", url)
+                    await (control.sleep(config.engine.sleep_level) if sleep else control.version())
+                    log.info("engine %s %s while the models are loaded", url, "sleeps" if sleep else "is up")
                     break
                 except EngineError as error:
-                    ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that is up and sleeps ({error})")
+                    ctx.report(RoleState.WAITING_FOR_ENGINES, f"{wanted} ({error})")
                 with anyio.move_on_after(RETRY_SECONDS):
                     await ctx.stopping.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,18 @@ class EngineControl:
         """Load the safetensors of a folder that the engine can read."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         await self._call("POST", "/collective_rpc", body)
+
+    async def load_deltas(self, files: Sequence[Path]) -> None:
+        """Bring the weights to a newer version by weight deltas that the engine can read. Raises
+        :class:`EngineRefused`, before anything has changed, where they do not fit the weights that it has."""
+        body = {"method": "load_deltas", "kwargs": {"files": [str(file.absolute()) for file in files]}}
+        answer = await self._call("POST", "/collective_rpc", body)
+        results = answer.get("results") or [None]
+        reasons = [result["refused"] for result in results if isinstance(result, dict) and "refused" in result]
+        if len(reasons) == len(results):
+            raise EngineRefused(f"{self.url} refused the weight delta: {reasons[0]}")
+        if reasons:
+            raise EngineProtocolError(f"{len(reasons)} of {len(results)} workers of {self.url} refused: {reasons[0]}")
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Serve the adapters of a folder under ``name``: the first time by vLLM's own route, from then on in place in

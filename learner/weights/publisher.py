@@ -20,9 +20,11 @@ import orjson
 from torch import Tensor
 
 from learner.data.rows import TokenArray
+from learner.distributed.ranks import Ranks
 from learner.policy.backbone import DTYPES
 from learner.policy.policy import Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
+from learner.weights.delta_loader import DeltaLoader
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper, Publication, Target, WeightLoader
 from learner.weights.probe import WeightProbe, make_probe
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
     from learner.policy.lora import Adapters
 
 log = logging.getLogger(__name__)
-_NAME = re.compile(r"v(\d{6,})")
+_WHOLE = re.compile(r"v(\d{6,})")
+_PUBLISHED = re.compile(r"(?:v|delta-)(\d{6,})(?:\.safetensors)?")
 
 
 class FolderLoader:
@@ -212,7 +215,7 @@ class Publisher:
     @asynccontextmanager
     async def _digesting(self, target: Target) -> AsyncIterator[None]:
         """Write the digests of the folder meanwhile, from the memory of the operating system: no engine waits."""
-        if target.initial:
+        if target.initial or not target.folder.is_dir() or (target.folder / CONTENTS).exists():
             yield
             return
         self._loader.publishing = target.folder
@@ -261,7 +264,7 @@ class Publisher:
     def _delete_old(self) -> None:
         """Keep the newest ``publish.keep`` folders, and any that an engine is reading."""
         used = {keeper.loading.folder for keeper in self.keepers.values() if keeper.loading is not None}
-        for version in published_versions(self._directory)[: -self._config.keep]:
+        for version in _versions(self._directory, _WHOLE)[: -self._config.keep]:
             folder = self._directory.weights(version)
             if folder not in used:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -275,10 +278,15 @@ async def _write_version(
 
 
 def published_versions(directory: RunDirectory) -> list[int]:
-    """Versions whose weight folders exist, oldest first: a version that an engine may have seen has one, or had."""
+    """Versions whose weights are on disk, whole or as a delta, oldest first: a version that an engine may have seen is
+    or was among them."""
+    return _versions(directory, _PUBLISHED)
+
+
+def _versions(directory: RunDirectory, name: re.Pattern[str]) -> list[int]:
     parent = directory.weights(0).parent
-    names = parent.iterdir() if parent.is_dir() else ()
-    return sorted(int(m.group(1)) for path in names if (m := _NAME.fullmatch(path.name)))
+    paths = parent.iterdir() if parent.is_dir() else ()
+    return sorted({int(found.group(1)) for path in paths if (found := name.fullmatch(path.name))})
 
 
 def _write_contents(folder: Path) -> None:
@@ -309,18 +317,20 @@ def write_adapters(adapters: Adapters, folder: Path, tensors: Mapping[str, Tenso
 
 
 def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, metrics: LearnerMetrics) -> Publisher:
-    """Files, or vLLM's own transfer if ``engine.weight_transfer`` selects it.
+    """Files, deltas, or vLLM's own transfer, as ``engine.weight_transfer`` selects.
 
     Raises :class:`pipeline.errors.ConfigurationError` when the transfer needs something that is not there.
     """
+    write = _writer(config, policy)
+    loader = _loader(config, directory, write, policy.ranks)
     return Publisher(
         config.engine.addresses(),
         directory,
         config.publish,
         policy.model,
-        _loader(config),
+        loader,
         metrics.weight_publish_failures_total.inc,
-        _writer(config, policy),
+        loader.write if isinstance(loader, DeltaLoader) else write,
         SharedDevice(config.engine.addresses(), metrics) if config.engine.colocate == "sleep" else None,
         config.engine.sleep_level,
         find_key(config.engine, "learner_key"),
@@ -336,18 +346,32 @@ def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tenso
     return policy.snapshot(config.dtype)
 
 
-def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int] | None:
+def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
+    if config.engine.gpu_transfer and config.publish.at_end == "remove" and config.checkpoint.at_end:
+        return _record_version
     if config.publish.lora == "merged" or policy.adapters is None:
-        return None
+        return lambda folder, tensors: write_weights(folder, policy.model, tensors, config.publish.dtype)
     return partial(write_adapters, policy.adapters)
 
 
-def _loader(config: RunConfig) -> WeightLoader:
+def _record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
+    """An empty folder, whose name says that the version was used: engines get the weights from memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _loader(
+    config: RunConfig, directory: RunDirectory, write: Callable[[Path, Mapping[str, Tensor]], int], ranks: Ranks
+) -> WeightLoader:
     if config.publish.lora == "adapter":
         return AdapterLoader(config.publish.adapter_name)
-    if config.engine.weight_transfer == "files":
+    transfer = config.engine.weight_transfer
+    if transfer == "files":
         return FolderLoader()
+    if transfer == "delta":
+        initial = CheckedLoader(FolderLoader(), write)
+        return DeltaLoader(directory.weights, write, initial, config.publish.whole_every)
     from learner.weights.vllm_transfer import VllmTransferLoader
 
     key = find_key(config.engine, "learner_key")
-    return VllmTransferLoader(config.engine.weight_transfer, config.publish.timeout_seconds, key)
+    return VllmTransferLoader(transfer, config.publish.timeout_seconds, key, ranks)

@@ -5,15 +5,22 @@ Written against ``vllm.distributed.weight_transfer`` of vLLM 0.32. The control m
 by vLLM's trainer-side classes; pause, stamp and resume stay with the keeper. Needs vLLM in the learner's environment
 and GPUs on both sides.
 
-One transfer group per engine, so an engine that dies takes only its own group with it. A broadcast whose peer died
-cannot be cancelled: its thread is abandoned and a new group is created.
+One NCCL group per engine, of rank 0 and the workers of that engine. A communicator cannot lose a member: with one group
+for all, an engine that dies would take the transfer to all others with it, and one that starts could join only by a new
+group of all. The price is that rank 0 sends the weights once for each engine. A broadcast whose peer died cannot be
+cancelled: its thread is abandoned and a new group is created.
+
+IPC passes handles of GPU memory. vLLM's sender gathers those of all ranks, for workers that share a GPU with another
+rank than 0, so all ranks take part (:func:`follow`): each gets every tensor from rank 0 and exports its own copy. Only
+rank 0 talks to the engine. A failure there is raised after the collectives, in which the others would wait for ever.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -21,8 +28,10 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from learner.distributed.ranks import ALONE, Ranks
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target
 from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
@@ -34,7 +43,9 @@ class VllmTransferLoader:
 
     reads_memory = True
 
-    def __init__(self, backend: Literal["nccl", "ipc"], timeout_seconds: float, key: str | None = None) -> None:
+    def __init__(
+        self, backend: Literal["nccl", "ipc"], timeout_seconds: float, key: str | None = None, ranks: Ranks = ALONE
+    ) -> None:
         if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
             raise ConfigurationError(
                 f"engine.weight_transfer is {backend}, which needs vLLM and a GPU in the learner's environment: "
@@ -43,6 +54,7 @@ class VllmTransferLoader:
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._key = key
+        self._ranks = ranks
         self._groups: dict[str, _TransferGroup] = {}
 
     async def load(self, engine: EngineControl, target: Target) -> None:
@@ -50,87 +62,162 @@ class VllmTransferLoader:
             await engine.reload(target.folder)
             return
         group = self._groups.pop(engine.url, None)
+        abandoned = threading.Event()
         try:
             if group is None:
                 group = await self._open(engine)
-            await anyio.to_thread.run_sync(partial(group.send, target.tensors), abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(partial(group.send, target.tensors, abandoned), abandon_on_cancel=True)
         except EngineError:
             raise
         except Exception as error:
             raise EngineUnavailable(
                 f"{self._backend} transfer to {engine.url} failed: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            abandoned.set()
         self._groups[engine.url] = group
 
     async def _open(self, engine: EngineControl) -> _TransferGroup:
         workers = await engine.world_size()
         return await anyio.to_thread.run_sync(
-            partial(_TransferGroup, self._backend, engine.url, workers, self._timeout_seconds, self._key),
+            partial(_TransferGroup, self._backend, engine.url, workers, self._timeout_seconds, self._key, self._ranks),
             abandon_on_cancel=True,
         )
 
 
-class _Weights:
-    """vLLM's ``WeightSource``: the tensors that are set, one after another, on the GPU."""
+Description = Sequence[tuple[str, str, Sequence[int]]]
+"""Name, name of the type, and shape of each tensor."""
 
-    def __init__(self) -> None:
+
+class _Weights:
+    """Tensors on this rank's device, one after another (vLLM's ``WeightSource``). With several ``ranks`` each tensor
+    comes from rank 0, which alone has them."""
+
+    def __init__(self, device: torch.device, ranks: Ranks = ALONE) -> None:
         self.tensors: Mapping[str, Tensor] = {}
+        self.described: Description = ()
+        self._device = device
+        self._ranks = ranks
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        return [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in self.described]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.tensors.items():
-            yield name, tensor.cuda(non_blocking=True)
+        for name, dtype, shape in self.described:
+            if self._ranks.rank:
+                tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
+            else:
+                tensor = self.tensors[name].to(self._device, non_blocking=True)
+            if self._ranks.size > 1:
+                dist.broadcast(tensor, 0)
+            yield name, tensor
+
+
+def describe(tensors: Mapping[str, Tensor]) -> Description:
+    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+
+
+def ipc_endpoint(client: Any, source: _Weights, rank: int) -> Any:
+    """vLLM's sender of this rank."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+    return IPCTrainerWeightTransferEngine.trainer_init(IPCTrainerInitInfo(rank=rank), client=client, source=source)
+
+
+def follow(ranks: Ranks, device: torch.device, described: Description) -> None:
+    """The part of a rank other than 0 in one transfer by IPC."""
+    source = _Weights(device, ranks)
+    source.described = described
+    endpoint = ipc_endpoint(None, source, ranks.rank)
+    if not ranks.agree():
+        endpoint.send_weights()
+
+
+class _LateErrors:
+    """A client of an engine whose first failure is kept, and ends its calls, until :meth:`check`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._error: Exception | None = None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Before any collective, so it may fail at once."""
+        self._client.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self._try(self._client.start_weight_update)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._try(partial(self._client.update_weights, update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._try(partial(self._client.finish_weight_update, weight_version))
+
+    def check(self) -> None:
+        """Raise what went wrong since the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                call()
+            except Exception as error:
+                self._error = error
 
 
 class _TransferGroup:
     """One engine's transfer endpoint. Blocks while it is built and while it sends: for worker threads."""
 
     def __init__(
-        self, backend: Literal["nccl", "ipc"], url: str, workers: int, timeout_seconds: float, key: str | None
+        self,
+        backend: Literal["nccl", "ipc"],
+        url: str,
+        workers: int,
+        timeout_seconds: float,
+        key: str | None,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
     ) -> None:
-        from vllm.distributed.weight_transfer.base import WeightSource
-        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        self._ranks = ranks if backend == "ipc" else ALONE
+        self._source = _Weights(device or torch.device("cuda"), self._ranks)
+        client = _client(url, timeout_seconds, key)
+        self._late = _LateErrors(client)
+        if backend == "ipc":
+            self._engine = ipc_endpoint(self._late if self._ranks.size > 1 else client, self._source, 0)
+            return
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-        class Source(_Weights, WeightSource):  # type: ignore[misc]
-            pass
+        host = _address_towards(url)
+        info = NCCLTrainerInitInfo(master_address=host, master_port=_free_port(host), world_size=1 + workers, rank=0)
+        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
 
-        self._source = Source()
+    def send(self, tensors: Mapping[str, Tensor], abandoned: threading.Event) -> None:
+        """Send one version. With several ranks not before an update under way has ended; then not at all where it was
+        ``abandoned`` meanwhile."""
+        self._source.tensors, self._source.described = tensors, describe(tensors)
+        with self._ranks.together("transfer", facts={"tensors": self._source.described}):
+            if not self._ranks.agree(int(abandoned.is_set())):
+                self._engine.send_weights()
+        self._late.check()
 
-        class Client(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-            """vLLM's client, which has no place for a key."""
 
-            def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-                import requests
+def _client(url: str, timeout_seconds: float, key: str | None) -> Any:
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-                address, headers = f"{self.base_url}/{path}", authorization(key)
-                requests.post(address, json=json, headers=headers, timeout=self.timeout).raise_for_status()
+    class Client(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+        """vLLM's client, which has no place for a key."""
 
-        client = Client(url, timeout=timeout_seconds)
-        if backend == "nccl":
-            from vllm.distributed.weight_transfer.nccl_engine import (
-                NCCLTrainerInitInfo,
-                NCCLTrainerWeightTransferEngine,
-            )
+        def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+            import requests
 
-            host = _address_towards(url)
-            info = NCCLTrainerInitInfo(
-                master_address=host, master_port=_free_port(host), world_size=1 + workers, rank=0
-            )
-            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
-        else:
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+            address, headers = f"{self.base_url}/{path}", authorization(key)
+            requests.post(address, json=json, headers=headers, timeout=self.timeout).raise_for_status()
 
-            self._engine = IPCTrainerWeightTransferEngine.trainer_init(
-                IPCTrainerInitInfo(rank=0), client=client, source=self._source
-            )
-
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        self._source.tensors = tensors
-        self._engine.send_weights()
+    return Client(url, timeout=timeout_seconds)
 
 
 def _address_towards(url: str) -> str:

@@ -208,6 +208,9 @@ class PublishConfig(Section):
     at_end: Literal["remove", "keep"] = "remove"
     """Weight folders of a finished ``afterplay run``. ``remove``: delete them, since the last checkpoint has the same
     weights (without ``checkpoint.at_end`` the newest folder stays). ``keep``: leave them."""
+    whole_every: int = Field(20, ge=1)
+    """With ``engine.weight_transfer: delta``: versions between two that are written whole. An engine that starts, or
+    that missed more versions than this, loads the newest whole one and the deltas after it."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Type of the published weights. Engines convert them to their own type."""
     lora: Literal["merged", "adapter"] = "merged"

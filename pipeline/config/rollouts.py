@@ -86,9 +86,11 @@ class EngineConfig(Section):
     strings are not divided. Each part sends the whole prompt again, and waits again where an engine has more requests
     than it decodes at once: raise it for contexts over 16,000 tokens and for engines with a queue. None: one request
     per turn."""
-    weight_transfer: Literal["files", "nccl", "ipc"] = "files"
-    """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``nccl``, ``ipc``: vLLM's
-    weight transfer between GPUs, or between processes on one GPU."""
+    weight_transfer: Literal["files", "delta", "nccl", "ipc"] = "files"
+    """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``delta``: a file of the
+    elements that changed since the version before, and a whole folder where an engine cannot use it
+    (``publish.whole_every``); workers of vLLM then keep the published weights in host memory too. ``nccl``, ``ipc``:
+    vLLM's weight transfer between GPUs, or between processes on one GPU."""
     colocate: Literal["none", "split", "sleep"] = "none"
     """Sharing of one device between engine and learner. ``none``: each has its own. ``split``: both stay on it with a
     fixed share of the memory and work at the same time. ``sleep``: they take turns; while the learner trains, the
@@ -118,6 +120,11 @@ class EngineConfig(Section):
         if self.actor_key is not None and self.actor_key == self.learner_key:
             raise ValueError("engine.actor_key and engine.learner_key must differ: actors may not load weights")
         return self
+
+    @property
+    def gpu_transfer(self) -> bool:
+        """True where weights travel from GPU to GPU, by vLLM's own transfer."""
+        return self.weight_transfer in ("nccl", "ipc")
 
     @property
     def memory_share(self) -> float | None:
@@ -324,6 +331,11 @@ def _check_sleep(engine: EngineConfig, learner: LearnerConfig, publish: PublishC
             "engine.colocate is sleep and engine.kind external: the learner would put a server to sleep that others "
             "may use. If only this run uses it and it has --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, set "
             "engine.sleep_external: true"
+        )
+    if engine.sleep_level == 2 and engine.weight_transfer == "delta":
+        raise ValueError(
+            "engine.sleep_level 2 discards the weights, to which engine.weight_transfer: delta applies changes: set "
+            "sleep_level: 1, or weight_transfer: files"
         )
     if engine.sleep_level == 2 and publish.lora == "adapter":
         raise ValueError(

@@ -167,6 +167,7 @@ class RunConfig(Section):
             )
         self._check_replay()
         self._check_adapters()
+        self._check_delta()
         self._check_advantage()
         self._check_rewards()
         self._check_demonstrations()
@@ -267,6 +268,30 @@ class RunConfig(Section):
             raise ValueError(
                 "publish.lora is adapter, which only vLLM servers can load, and only from files: set engine.kind to "
                 "vllm or external and engine.weight_transfer to files, or publish.lora: merged"
+            )
+
+    def _check_delta(self) -> None:
+        """Refuse what a weight delta cannot serve."""
+        engine, publish = self.engine, self.publish
+        if engine.weight_transfer != "delta":
+            return
+        what = "engine.weight_transfer is delta"
+        if engine.kind == "external":
+            raise ValueError(f"{what}, which external engines cannot load: set it to files")
+        if publish.dtype == "float32":
+            raise ValueError(
+                f"{what}, but publish.dtype is float32, of which nearly every element changes with each update: set "
+                "publish.dtype: bfloat16, or weight_transfer: files"
+            )
+        if engine.dtype not in (publish.dtype, "float32", "auto"):
+            raise ValueError(
+                f"{what}, but engine.dtype {engine.dtype} cannot hold every value of publish.dtype {publish.dtype}: "
+                "set both to one, or weight_transfer: files"
+            )
+        if publish.at_end == "keep" or not self.checkpoint.at_end:
+            raise ValueError(
+                f"{what}, with which the last version may not be on disk as a whole: set publish.at_end: remove and "
+                "checkpoint.at_end: true, or weight_transfer: files"
             )
 
     def _check_replay(self) -> None:

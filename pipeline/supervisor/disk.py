@@ -55,6 +55,8 @@ def remove_published(config: RunConfig, directory: RunDirectory) -> list[str]:
     folders = sorted(path for path in (directory.path / "weights").glob("v*") if path.is_dir())
     if config.publish.at_end == "keep":
         return []
+    for delta in (directory.path / "weights").glob("delta-*"):
+        delta.unlink(missing_ok=True)
     spared = 0 if config.checkpoint.at_end and any(directory.checkpoints.glob("u*[0-9]/state.json")) else 1
     removed = folders[: len(folders) - spared]
     for folder in removed:

@@ -119,7 +119,8 @@ def _may_take_turns(config: RunConfig) -> bool:
 
 def _taking_turns(config: RunConfig, inventory: Inventory) -> Division:
     raw = _decided(config, 1, 1).model_dump()
-    raw["engine"] |= {"colocate": "sleep", "weight_transfer": "files"}
+    transfer = "files" if config.engine.gpu_transfer else config.engine.weight_transfer
+    raw["engine"] |= {"colocate": "sleep", "weight_transfer": transfer}
     raw["learner"] |= {"offload": True}
     try:
         turns = RunConfig.model_validate(raw)
@@ -130,7 +131,7 @@ def _taking_turns(config: RunConfig, inventory: Inventory) -> Division:
     found = _shared(turns, inventory, {"engine": True, "learner": True})
     changed = [
         "engine.colocate: sleep",
-        *(["engine.weight_transfer: files"] if config.engine.weight_transfer != "files" else []),
+        *(["engine.weight_transfer: files"] if config.engine.gpu_transfer else []),
         "learner.offload: true",
     ]
     reason = (

@@ -78,6 +78,7 @@ def smollm_config(directory: Path, **engine: Any) -> RunConfig:
         "dtype": "float32",
         "block_size": 32,
         "max_sequences": 32,
+        "weight_transfer": "delta",
         "start_seconds_max": 300,
     }
     config = RunConfig.model_validate(

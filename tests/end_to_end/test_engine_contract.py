@@ -21,14 +21,18 @@ from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.servers.lock import CONTROL, GENERATION
 from learner.policy.reference import prompt_logprobs
+from learner.weights.delta_loader import bits_of
+from learner.weights.engine_control import EngineControl
 from learner.weights.probe import WeightProbe
 from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
+from pipeline.errors import EngineRefused
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import authorization
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.weight_delta import write_delta
 from tests.end_to_end.conftest import VLLM
 from tests.support.running_engine import RunningEngine, running_engine
 
@@ -275,6 +279,42 @@ async def test_outputs_follow_the_published_weights(api: Api, tmp_path: Path) ->
     error = (recomputed(folder, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean()
     assert error < MEAN_ERROR_MAX
     assert (recomputed(api.model, ids, choice["token_ids"], 1.0) - recorded(choice)).abs().mean() > 10 * MEAN_ERROR_MAX
+
+
+async def test_an_engine_serves_after_a_delta_what_it_serves_after_a_whole_load(api: Api, tmp_path: Path) -> None:
+    """Bit for bit, and a delta that does not fit changes nothing."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    generator = torch.Generator().manual_seed(3)
+    old = {n: t.to(torch.bfloat16) for n, t in load_file(other_weights(api, first) / "model.safetensors").items()}
+    new = {n: torch.where(torch.rand(t.shape, generator=generator) < 0.02, t * 1.01, t) for n, t in old.items()}
+    save_file(old, first / "model.safetensors", metadata={"format": "pt"})
+    save_file(new, other_weights(api, second) / "model.safetensors", metadata={"format": "pt"})
+    write_delta(tmp_path / "delta", 1, 2, bits_of(old), bits_of(new))
+    ids = prompt(api, 24, seed=12)
+
+    async def score() -> list[Any]:
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}}
+        scores: list[Any] = (await api.post("/inference/v1/generate", body))[1]["prompt_logprobs"]
+        return [next(iter(entry.values()))["logprob"] for entry in scores[1:]]
+
+    async def load_delta() -> None:
+        assert (await api.post("/pause?mode=keep"))[0] == 200
+        try:
+            await EngineControl(api.engine.url, api.session, 60.0).load_deltas([tmp_path / "delta"])
+        finally:
+            await api.stamp(next_version(api.engine))
+            assert (await api.post("/resume"))[0] == 200
+
+    await api.update(next_version(api.engine), first)
+    before = await score()
+    await load_delta()
+    after = await score()
+    with pytest.raises(EngineRefused, match="refused the weight delta"):
+        await load_delta()
+    assert await score() == after
+    await api.update(next_version(api.engine), second)
+    assert await score() == after
+    assert before != after
 
 
 async def test_pause_stops_sampling_and_keeps_requests(api: Api) -> None:

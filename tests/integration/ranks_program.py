@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +18,8 @@ from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.rank_worker import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
+from learner.weights import vllm_transfer
+from tests.support.shared_memory_endpoint import RecordingClient, SharedMemoryEndpoint
 from tests.unit.learner.conftest import make_rows, run_config
 from tests.unit.packing.conftest import branching_rows
 
@@ -72,6 +75,11 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
             obey(trainer, group)
             draws(group)
             continue
+        if case.get("transfer"):
+            (folder / "transfer.json").write_bytes(orjson.dumps(transfers(trainer, group)))
+            group.end()
+            draws(group)
+            continue
         found = train(trainer, case, range(trainer.updates, 2 if "save" in case else 4))
         if "save" in case:
             state = CheckpointState(trainer.updates, trainer.updates, {})
@@ -87,6 +95,28 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
         (out / f"{name}.json").write_bytes(orjson.dumps(found))
 
 
+def transfers(trainer: Trainer, group: RankGroup) -> list[dict]:
+    """Publications by IPC in which the engine fails at one call after another, then at none, then one given up."""
+    client, gone = RecordingClient(), threading.Event()
+    vllm_transfer._client = lambda *_: client
+    sender = vllm_transfer._TransferGroup("ipc", "http://engine", 1, 5.0, None, group, trainer.policy.device)
+    found = []
+    for fault in ("start", "update", "finish", "", "given up"):
+        client.faults, client.calls, client.update, error = {fault}, [], {}, ""
+        weights = trainer.policy.snapshot("bfloat16")
+        if fault == "given up":
+            gone.set()
+        try:
+            sender.send(weights, gone)
+        except ConnectionError as raised:
+            error = str(raised)
+        digests = {n: hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in weights.items()}
+        handles = dict(zip(client.update.get("names", ()), client.update.get("ipc_handles", ()), strict=True))
+        found.append({"calls": client.calls, "error": error, "digests": digests, "handles": handles})
+        trainer.step(Batch(trainer.updates, (), rows_of({}, trainer.updates)), policy_version=trainer.updates)
+    return found
+
+
 def obey(trainer: Trainer, group: RankGroup) -> None:
     with ShardWriter(trainer) as writer:
         execute_commands(trainer, group, writer.image)
@@ -100,6 +130,7 @@ def draws(group: RankGroup | None) -> list[float]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    vllm_transfer.ipc_endpoint = SharedMemoryEndpoint
     config = run_config({"ranks_timeout_seconds": 60})
     process = process_rank(config.learner)
     device = join(process, config.learner)

@@ -61,7 +61,7 @@ def by_ranks(size: int) -> dict:
             cases[name] = {**parts, "save": f"{name}{size}"}
         for before in {1: [2], 2: [1, 2], 4: [2]}[size]:
             cases[f"{name}_from{before}"] = {**parts, "load": f"{name}{before}", "seed": 9}
-    return cases
+    return {**cases, "transfer": {"transfer": True}} if size == 2 else cases
 
 
 def train(server: ForkServer, size: int, folder: Path) -> None:
@@ -170,3 +170,13 @@ def test_the_random_state_goes_with_the_checkpoint(folder):
         if before == after:
             assert came == drawn[before]
         assert len(set(came)) == after, "each rank has draws of its own"
+
+
+@pytest.mark.slow
+def test_every_rank_takes_part_in_a_transfer_and_none_hangs_when_the_engine_fails(folder):
+    found = orjson.loads((folder / "transfer.json").read_bytes())
+    started = ["start"], ["start", "update"], ["start", "update", "finish"], ["start", "update", "finish"], []
+    assert [publication["calls"] for publication in found] == list(started)
+    assert [bool(publication["error"]) for publication in found] == [True, True, True, False, False]
+    whole = found[3]
+    assert whole["handles"] == {name: {"GPU-0": d, "GPU-1": d} for name, d in whole["digests"].items()}

@@ -169,7 +169,7 @@ def test_the_schema_knows_only_errors() -> None:
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("torch", ("learner/", "actors/embedded/")),
+        ("torch", ("learner/", "actors/embedded/", "actors/servers/deltas.py")),
         ("transformers", ("learner/", "actors/embedded/", "actors/rendering/")),
         ("zmq", ("pipeline/transport/",)),
         (

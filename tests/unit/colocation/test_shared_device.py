@@ -9,7 +9,7 @@ import anyio
 import pytest
 from aiohttp import web
 
-from learner.weights.colocated import SharedDevice, put_engines_to_sleep
+from learner.weights.colocated import SharedDevice, await_engines
 from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
@@ -266,5 +266,19 @@ async def test_engines_are_quiet_before_the_models_are_loaded(engine, tmp_path):
         }
     )
     with anyio.fail_after(10):
-        await put_engines_to_sleep(RoleContext("learner", 0, config))
+        await await_engines(RoleContext("learner", 0, config))
     assert engine.asleep == {"weights", "kv_cache"}
+
+
+async def test_a_learner_that_shares_the_device_loads_nothing_before_the_engine_is_up(engine, tmp_path):
+    engine.faults["/weight_info"] = 2
+    config = RunConfig.model_validate(
+        {
+            "run": {"directory": tmp_path},
+            "engine": {"kind": "external", "urls": [engine.url], "colocate": "split"},
+        }
+    )
+    with anyio.fail_after(10):
+        await await_engines(RoleContext("learner", 0, config))
+    assert engine.faults["/weight_info"] == 0
+    assert engine.asleep == set()

@@ -18,6 +18,7 @@ from actors.servers import launch, vllm
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import signal_group
+from pipeline.runtime.engine_keys import ACTOR_KEY_FILE, LEARNER_KEY_FILE, make_key_files
 from pipeline.runtime.rundir import AWAIT_MODEL, RunDirectory, await_model
 
 
@@ -100,6 +101,31 @@ def test_engine_that_cannot_be_is_refused(tmp_path: Path, engine: dict[str, Any]
 def test_gpu_weight_transfer_is_refused_on_a_cpu(tmp_path: Path, cpu_vllm: None) -> None:
     with pytest.raises(ConfigurationError, match="needs a GPU"):
         launch.command(config(tmp_path, kind="vllm", weight_transfer="ipc"), 0)
+
+
+def test_only_an_engine_that_takes_ipc_unpickles_and_only_with_keys_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_build", lambda: ("vllm", "0.32.0", False))
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    make_key_files(tmp_path)
+    keys = {"actor_key": f"file:{tmp_path / ACTOR_KEY_FILE}", "learner_key": f"file:{tmp_path / LEARNER_KEY_FILE}"}
+
+    def environment(**engine: Any) -> dict[str, str]:
+        return vllm.vllm_command(config(tmp_path, False, kind="vllm", **engine), tmp_path, "127.0.0.1", 1)[1]
+
+    for transfer in ("files", "delta", "nccl"):
+        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in environment(weight_transfer=transfer, **keys)
+    assert environment(weight_transfer="ipc", **keys)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    for open_to_others in ({}, {"host": "0.0.0.0", **keys}):
+        with pytest.raises(ConfigurationError, match="unpickles"):
+            environment(weight_transfer="ipc", **open_to_others)
+
+
+def test_engines_of_deltas_have_the_extension_that_loads_them(tmp_path: Path, cpu_vllm: None) -> None:
+    argv, _ = launch.command(config(tmp_path, kind="vllm", weight_transfer="delta"), 0)
+    assert flag(argv, "--worker-extension-cls") == "actors.servers.vllm_plugins.DeltaReload"
+    assert "--weight-transfer-config" not in argv
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.weights import engine_keeper
+from learner.weights import publisher as publisher_module
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target, load_needed
 from learner.weights.probe import WeightProbe
@@ -449,6 +450,16 @@ async def test_an_engine_that_is_still_starting_is_asked_at_short_intervals(engi
                 await keeper._changed.wait()
             engines[0].faults.clear()
             await keeper.until_served(0)
+
+
+@pytest.mark.parametrize(("sections", "files"), [({}, []), ({"publish": {"at_end": "keep"}}, ["model.safetensors"])])
+def test_weights_that_travel_between_gpus_pass_through_no_file(kit, weights, tmp_path, sections, files):
+    """Unless the run shall leave them."""
+    config = kit.run_config(engine={"weight_transfer": "nccl"}, **sections)
+    directory = RunDirectory(tmp_path).create()
+    assert publisher_module._writer(config, kit.tiny_policy())(directory.weights(7), weights[1]) > 0
+    assert [path.name for path in directory.weights(7).glob("*.safetensors")] == files
+    assert published_versions(directory) == [7]
 
 
 async def test_until_live_waits_for_the_first_engine(engines, weights, tmp_path):
