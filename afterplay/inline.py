@@ -6,12 +6,9 @@ import base64
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipeline.cli.viewer.plots import png_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HEIGHT_PIXELS = 600
 
@@ -22,7 +19,8 @@ class InlinePage:
 
     html: str
     """The page of the rollouts; empty before the first."""
-    figure: Figure | None = None
+    figure: Any = None
+    """Figure of matplotlib above it; None before the first step."""
 
     def save(self, path: str | Path) -> Path:
         """Write the page of the rollouts."""

@@ -33,8 +33,6 @@ from pipeline.store.store import store_path
 from pipeline.supervisor.processes import check_health
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from afterplay.inline import InlinePage
 
 LOOK_SECONDS = 0.2
@@ -149,8 +147,8 @@ class Run:
         listing = reader.listing(Filters(step=_span(step), **filters), limit=limit)
         return [rollout_row(found) for found in reader.find(listing.rows, _span(step))]
 
-    def curves(self) -> Figure:
-        """The curves so far, as in ``curves.png``. Raises :class:`AfterplayError` before the first step."""
+    def curves(self) -> Any:
+        """The curves so far, as in ``curves.png``: a figure of matplotlib. Raises :class:`AfterplayError` before the first step."""
         if not self.steps():
             raise AfterplayError(f"{self.directory} has no steps yet, so there are no curves")
         return figure(self._directory.metrics_file, self.directory.name)
@@ -241,7 +239,7 @@ class Supervised:
         self.child.end.add_done_callback(lambda _: self._reaper.close())
 
     def output(self) -> str:
-        """What it has printed."""
+        """Everything that it has printed."""
         with self._log.open("rb") as log:
             log.seek(self._begin)
             return log.read().decode("utf-8", "replace")
