@@ -16,6 +16,10 @@ afterplay`` loads nothing else.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +62,28 @@ _HOMES = {
     "pipeline.scorer.conversation": ("reply",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def _import_beside() -> None:
+    """Import the packages ``actors`` and ``pipeline`` that stand beside this one: a script or notebook may lie in a
+    folder whose names are the same, which Python would search first."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for name in ("actors", "pipeline"):
+        module = sys.modules.get(name)
+        if module is None:
+            spec = importlib.machinery.PathFinder.find_spec(name, [root])
+            if spec is None or spec.loader is None:
+                raise ImportError(f"expected the package {name} in {root}, beside afterplay: install afterplay again")
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        elif (place := os.path.dirname(os.path.abspath(module.__file__ or ""))) != os.path.join(root, name):
+            raise ImportError(
+                f"Afterplay has a package {name}, and another one was imported from {place}: import afterplay first, "
+                "or rename that folder"
+            )
+
+
+_import_beside()
 
 
 def __getattr__(name: str) -> Any:

@@ -148,7 +148,8 @@ class Run:
         return [rollout_row(found) for found in reader.find(listing.rows, _span(step))]
 
     def curves(self) -> Any:
-        """The curves so far, as in ``curves.png``: a figure of matplotlib. Raises :class:`AfterplayError` before the first step."""
+        """The curves so far, as in ``curves.png``: a figure of matplotlib. Raises :class:`AfterplayError` before the
+        first step."""
         if not self.steps():
             raise AfterplayError(f"{self.directory} has no steps yet, so there are no curves")
         return figure(self._directory.metrics_file, self.directory.name)

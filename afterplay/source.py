@@ -101,7 +101,7 @@ class _Statement:
     uses: frozenset[str]
     imports: bool
     always: bool
-    """It is needed whatever is used: ``from __future__`` and ``import *``."""
+    """True if nothing shows whether it is used: ``from __future__`` and ``import *``."""
 
 
 def _statements(texts: Sequence[str]) -> Iterator[_Statement]:
@@ -166,7 +166,7 @@ def _value(name: str, value: Any, user: str, what: str) -> str:
 
 
 def _texts(module: ModuleType, name: str, what: str) -> list[str]:
-    """What was executed in ``__main__``: the cells of a notebook, or the file of a script."""
+    """Source of ``__main__`` as it was executed: the cells of a notebook, or the file of a script."""
     cells = vars(module).get("In")
     if isinstance(cells, list) and "get_ipython" in vars(module):
         return [str(cell) for cell in cells]

@@ -116,9 +116,19 @@ def test_the_import_loads_no_other_package() -> None:
     program = (
         "import sys; before = set(sys.modules); import afterplay; "
         "names = {name.partition('.')[0] for name in set(sys.modules) - before}; "
-        "print(sorted(names - {'afterplay'} - sys.stdlib_module_names))"
+        "print(sorted(names - {'actors', 'afterplay', 'pipeline'} - sys.stdlib_module_names), "
+        "[name for name in sys.modules if name.startswith(('actors.', 'pipeline.'))])"
     )
-    assert python(program) == "[]"
+    assert python(program) == "[] []"
+
+
+def test_a_package_of_the_user_with_a_name_of_ours_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "__init__.py").touch()
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    assert python(program + "import afterplay; print(afterplay.Task.__module__)") == "pipeline.schema.orders"
+    wrong = "import pipeline\ntry:\n    import afterplay\nexcept ImportError as error:\n    print(error)"
+    assert f"another one was imported from {tmp_path / 'pipeline'}: import" in python(program + "\n" + wrong)
 
 
 def test_environments_and_handles_need_no_heavy_library() -> None:
