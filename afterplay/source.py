@@ -70,6 +70,11 @@ def source_of(name: str, texts: Sequence[str], namespace: Mapping[str, Any], wha
     """
     statements = list(_statements(texts))
     at = {bound: index for index, statement in enumerate(statements) for bound in statement.binds}
+    if name not in at:
+        raise ConfigurationError(
+            f"{what}: expected class {name} or def {name} in a cell, or at the top level of the script, found none (a "
+            "cell with a %% magic does not count): put it into a file and import it"
+        )
     kept: set[int] = set()
     values: dict[str, str] = {}
     pending = [(name, what)]
@@ -82,8 +87,6 @@ def source_of(name: str, texts: Sequence[str], namespace: Mapping[str, Any], wha
         elif index not in kept:
             kept.add(index)
             pending += [(one, used) for one in sorted(statements[index].uses)]
-    if at.get(name) not in kept:
-        raise ConfigurationError(f"{what}: the source of {name} was not found: put it into a file and import it")
     imports = [s.text for i, s in enumerate(statements) if s.always or (i in kept and s.imports)]
     definitions = [s.text for i, s in enumerate(statements) if i in kept and not s.imports]
     future = [text for text in imports if text.startswith("from __future__")]
@@ -118,7 +121,7 @@ def _statements(texts: Sequence[str]) -> Iterator[_Statement]:
                 yield _Statement(ast.unparse(node), bound, frozenset(), True, always)
             elif isinstance(node, _DEFINITIONS):
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                own = "\n".join(lines[first - 1 : node.end_lineno]) if node.col_offset == 0 else ast.unparse(node)
+                own = "\n".join(lines[first - 1 : node.end_lineno])
                 uses = _names(symtable.symtable(own, node.name, "exec")) | set(_quoted(node))
                 yield _Statement(own, (node.name,), frozenset(uses), False, False)
 

@@ -35,7 +35,8 @@ def namespace(cells: tuple[str, ...] = CELLS) -> dict[str, Any]:
 
 
 def source(name: str, cells: tuple[str, ...] = CELLS, **more: Any) -> str:
-    return source_of(name, cells, {**namespace(cells), **more}, "environment")
+    names = namespace(() if "get_ipython" in more else cells)
+    return source_of(name, cells, {**names, **more}, "environment")
 
 
 def test_a_definition_brings_all_that_it_uses_and_nothing_else() -> None:
@@ -82,6 +83,11 @@ def test_a_future_import_comes_first() -> None:
 
 def test_a_module_bound_without_an_import_statement_is_imported() -> None:
     assert "import math as m" in source("f", ("def f(): return m.pi\n",), m=sys.modules["math"])
+
+
+def test_a_definition_inside_a_magic_is_not_found() -> None:
+    with pytest.raises(ConfigurationError, match="environment: expected class Bank or def Bank in a cell"):
+        source("Bank", ("get_ipython().run_cell_magic('time', '', 'class Bank: ...')\n",), get_ipython=print)
 
 
 # Where it comes from
