@@ -104,9 +104,9 @@ def evaluate(
         command += ["--pass-at", str(k)]
     with OrphanReaper() as reaper:
         child = ChildGroup(command, reaper, output_bytes_max=OUTPUT_BYTES_MAX)
-        child.end.result()
+        code = child.end.result()
     written = _RESULTS.findall(child.stdout)
     results = read_results(Path(written[-1])) if written else []
     if not results:
-        raise RunFailed(reason_in(child.stderr or child.stdout))
+        raise RunFailed(reason_in(child.stdout + child.stderr, code))
     return results[-1]

@@ -24,7 +24,7 @@ from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError, RunFailed
-from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command
+from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
@@ -40,7 +40,7 @@ LOOK_SECONDS = 0.2
 STOP_MARGIN_SECONDS = 5.0
 """Beyond the drain's own limit, before the processes of a run that is stopped are killed."""
 ROLLOUTS_MAX = 1000
-OUTPUT_CHARACTERS_MAX = 4000
+OUTPUT_CHARACTERS_MAX = 1000
 MODEL = "policy"
 """Name under which engines serve the policy."""
 
@@ -219,8 +219,8 @@ class Run:
         if self._supervised is not None:
             code = self._supervised.child.end.result()
         if code:
-            reason = outcome["reason"] or (reason_in(self._supervised.output()) if self._supervised else "")
-            raise RunFailed(f"{self.directory}: {reason or f'it ended with exit code {code}'}")
+            output = self._supervised.output() if self._supervised else ""
+            raise RunFailed(f"{self.directory}: {outcome['reason'] or reason_in(output, code)}")
 
 
 class Supervised:
@@ -251,9 +251,11 @@ class Supervised:
             self.child.stop(self._grace)
 
 
-def reason_in(output: str) -> str:
-    """The message of a command that has failed, from what it printed."""
-    return output[-OUTPUT_CHARACTERS_MAX:].rpartition("afterplay: ")[2].strip()
+def reason_in(output: str, code: int) -> str:
+    """The message of a command that has failed, from what it printed; without one, how it ended."""
+    _, found, message = output.rpartition("afterplay: ")
+    end = output[-OUTPUT_CHARACTERS_MAX:].strip()
+    return message.strip() if found else f"it ended ({describe_exit(code)}); its output ends:\n{end}"
 
 
 class _NewSteps:

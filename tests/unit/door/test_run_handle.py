@@ -100,8 +100,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_reason_of_a_command_is_its_message() -> None:
-    assert reason_in("some lines\nafterplay: expected a run file\nand more\n") == "expected a run file\nand more"
-    assert reason_in("killed") == "killed"
+    assert reason_in("some lines\nafterplay: expected a run file\nand more\n", 2) == "expected a run file\nand more"
+    assert reason_in("step 1/9\n", -9) == "it ended (killed by SIGKILL); its output ends:\nstep 1/9"
 
 
 # The package
