@@ -195,7 +195,7 @@ def _importable(module: ModuleType, what: str) -> str:
     if found is not None and ours is not None and (found.origin or "") == (getattr(ours, "__file__", None) or ""):
         return module.__name__
     if file and "." not in module.__name__ and not hasattr(module, "__path__"):
-        return os.path.abspath(file)
+        return os.path.abspath(str(file))
     raise ConfigurationError(
         f"{what}: other processes do not find the module {module.__name__}: install it, or start Python in its folder"
     )

@@ -33,7 +33,7 @@ def test_a_wheel_runs_its_example_where_folders_have_the_names_of_its_packages(t
     packages = ("afterplay", "pipeline", "actors", "learner")
     assert all((tmp_path / "site" / package / "py.typed").exists() for package in packages)
     here = tmp_path / "here"
-    for package in packages:
+    for package in packages[1:]:
         (here / package).mkdir(parents=True)
         (here / package / "__init__.py").write_text(STOPS)
     (here / "colours.py").write_text("from actors.adapters.games import NumberGuess as Mine")
