@@ -21,7 +21,7 @@ from tests.support.fork_server import ForkServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "PYTHON.md"
 SECONDS_MAX = 240
-STEPS = 3
+STEPS = 2
 SAME = {
     "RUN__TOTAL_STEPS": str(STEPS),
     "RUN__SEED": "0",
