@@ -28,6 +28,7 @@
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
     ├── EnvironmentFailing      every rollout of an environment failed; the run ends
+    ├── RunFailed               a run that was started from Python failed
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 
 Each message has what was expected, what came, and the remedy.
@@ -162,6 +163,10 @@ class TrainingError(AfterplayError):
 
 class EnvironmentFailing(AfterplayError):
     """Every rollout of an environment failed."""
+
+
+class RunFailed(AfterplayError):
+    """A run that was started from Python failed; the message is the reason that its supervisor gives."""
 
 
 class ForcedExit(AfterplayError):

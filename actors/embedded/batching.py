@@ -208,5 +208,5 @@ def _configuration(model: Any, options: EngineOptions) -> ContinuousBatchingConf
         use_cuda_graph=False,
         auto_switch_to_flash=model.device.type == "cuda",
         safety_margin=0.1,
-        seed=int(torch.randint(2**31, ()).item()),
+        seed=int(torch.randint(2**31, ()).item()) if options.seed < 0 else options.seed,
     )

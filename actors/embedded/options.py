@@ -40,6 +40,8 @@ class EngineOptions:
     """The only top_p that requests may ask for."""
     top_k: int = -1
     """The only top_k that requests may ask for; -1: all tokens."""
+    seed: int = -1
+    """Seed of the sampling, as of ``vllm serve``; -1: another one at each start."""
 
     def arguments(self) -> list[str]:
         """The flags that :meth:`parse` reads back."""

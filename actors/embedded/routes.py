@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from actors.embedded.chat import Chat
 from actors.embedded.generator import GeneratedTokens, Generator
 from actors.embedded.requests import EngineRequest, Refused
 from actors.servers.connections import Handler, parting
@@ -57,6 +58,7 @@ def application(generator: Generator, lock: RouteLock | None = None) -> web.Appl
     app = web.Application(middlewares=[*guards, _errors_as_json], client_max_size=BODY_BYTES_MAX)
     routes = Routes(generator)
     app.router.add_post("/inference/v1/generate", routes.generate)
+    app.router.add_post("/v1/chat/completions", routes.chat)
     app.router.add_post("/pause", routes.pause)
     app.router.add_post("/resume", routes.resume)
     app.router.add_get("/is_paused", routes.is_paused)
@@ -77,6 +79,7 @@ class Routes:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
+        self._chat = Chat(generator.options.model)
 
     async def generate(self, request: web.Request) -> web.Response:
         parsed = self._generator.bounds.parse(await request.read())
@@ -86,6 +89,11 @@ class Routes:
             scores = zip(parsed.token_ids[1:], await self._generator.score(parsed.token_ids), strict=True)
             answer["prompt_logprobs"] = [None, *({str(token): {"logprob": score}} for token, score in scores)]
         return _json(answer)
+
+    async def chat(self, request: web.Request) -> web.Response:
+        parsed = self._generator.bounds.parse(self._chat.generate_body(await _object(request)))
+        completion = await self._generator.generate(parsed)
+        return _json(self._chat.answer(self._generator.options.served_name, parsed, completion))
 
     async def pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")

@@ -1,7 +1,7 @@
 """Environments that agents act in. A new environment is one class;
 :mod:`actors.environments.base` has a whole example."""
 
-from actors.environments.base import Environment, Episode, Reply, Step, ToolUse
+from actors.environments.base import Environment, Episode, Reply, Step, ToolUse, tool
 from pipeline.runtime.plugin_guard import kept_running
 
-__all__ = ["Environment", "Episode", "Reply", "Step", "ToolUse", "kept_running"]
+__all__ = ["Environment", "Episode", "Reply", "Step", "ToolUse", "kept_running", "tool"]

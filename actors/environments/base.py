@@ -32,10 +32,10 @@ The built-in environments declare typed and bounded options and refuse unknown o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict
 
@@ -87,6 +87,36 @@ class Step:
     """Numbers about this turn for metrics, for example ``{"first_right": 1.0}``; they are not rewards."""
 
 
+_MARK = "is_tool"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def tool(function: Function) -> Function:
+    """Decorator of a method of an :class:`Episode` or :class:`Environment` that the policy can call as a tool. Its type
+    hints and its docstring are the schema that the policy reads."""
+    setattr(function, _MARK, True)
+    return function
+
+
+def marked_tools(owner: object) -> tuple[Any, ...]:
+    """The methods of ``owner`` that are marked as tools, in the order in which they are defined."""
+    marked = {
+        name: None
+        for cls in reversed(type(owner).__mro__)
+        for name, value in vars(cls).items()
+        if getattr(value, _MARK, False)
+    }
+    return tuple(getattr(owner, name) for name in marked)
+
+
+class _MarkedTools:
+    """Default of :attr:`Episode.tools`; an instance may set another value."""
+
+    def __get__(self, owner: object | None, cls: type | None = None) -> Sequence[Any]:
+        return () if owner is None else marked_tools(owner)
+
+
 class Episode(ABC):
     """One episode of one task, and all its state."""
 
@@ -95,9 +125,10 @@ class Episode(ABC):
     hint: str | None = None
     """Help for the task, or its solution, set before :meth:`Environment.start` returns. The policy never sees it: with
     ``advantage.estimator: cpo`` the learner scores replies under a prompt that holds it."""
-    tools: Sequence[Any] = ()
+    tools: Any = _MarkedTools()
     """Tools of this episode (:class:`actors.tools.Tool`, or functions and methods with type hints and a docstring),
-    beside the environment's and the run file's. Needs the loop ``tool_agent``."""
+    beside the environment's and the run file's: its methods that are marked with :func:`tool`, unless it sets others.
+    Needs the loop ``tool_agent``."""
 
     @abstractmethod
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
@@ -127,7 +158,7 @@ class Environment(ABC):
 
     def tools(self) -> Sequence[Any]:
         """Tools that all its episodes share, read once. See :attr:`Episode.tools`."""
-        return ()
+        return marked_tools(self)
 
 
 STRICT_OPTIONS = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)

@@ -38,7 +38,15 @@ SILENCE_SECONDS_MAX = 60.0
 _NUMBERS = re.compile(r"([0-9]{1,15})\.([0-9]{1,15})")
 OPEN = frozenset({"/health", "/metrics", "/metrics/"})
 GENERATION = frozenset(
-    {"/inference/v1/generate", "/v1/completions", "/v1/models", "/tokenize", "/weight_info", "/is_sleeping"}
+    {
+        "/inference/v1/generate",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/weight_info",
+        "/is_sleeping",
+    }
 )
 CONTROL = frozenset(
     {

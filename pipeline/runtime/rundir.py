@@ -18,6 +18,8 @@
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
       processes.json     state of all processes, written by the supervisor
+      outcome.json       exit code of the last start and its reason, once that has ended
+      source/            run file and plug-ins of a run that was started from Python
       engine_actor.secret  key with which actors may use the run's engines
       run.lock           held by the supervisor while the run lives
       hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
@@ -149,6 +151,16 @@ class RunDirectory:
         """``{steps, exit_code}``, written by the supervisor when the run has made all its steps. Absent while it
         runs."""
         return self.path / "finished.json"
+
+    @property
+    def outcome_file(self) -> Path:
+        """``{exit_code, reason}`` of the last start, written by the supervisor when it has ended."""
+        return self.path / "outcome.json"
+
+    @property
+    def source(self) -> Path:
+        """Run file and plug-ins that ``afterplay.train`` wrote."""
+        return self.path / "source"
 
     @property
     def curves_file(self) -> Path:

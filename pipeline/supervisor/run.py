@@ -166,6 +166,7 @@ def supervise(
         return reached(tail_now.last, config.run.total_steps)
 
     supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done, section.log_bytes_max)
+    directory.outcome_file.unlink(missing_ok=True)
     started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
@@ -181,6 +182,9 @@ def supervise(
     _print_result(supervisor, directory, code, time.monotonic() - started_at, console)
     for sentence, succeeded in failures.items():
         console.print(sentence, style="yellow" if succeeded else "red", soft_wrap=True)
+    reason = "\n".join(filter(None, [machine.reason, *failures, supervisor.log_tail()]))
+    outcome = orjson.dumps({"exit_code": code, "reason": reason})
+    unless_full(partial(write_bytes_atomically, directory.outcome_file, outcome), directory.outcome_file)
     removed = remove_published(config, directory) if machine.reason == "finished" else []
     if machine.reason == "finished" and is_done is None:
         finished = orjson.dumps({"steps": config.run.total_steps, "exit_code": code})

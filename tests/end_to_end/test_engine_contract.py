@@ -181,7 +181,7 @@ async def test_recorded_logprobs_are_those_of_the_sampled_distribution(api: Api,
 
 
 CLOSED = ("/abort_requests", "/reset_prefix_cache", "/server_info", "/start_profile", "/release_kv_cache_memory",
-          "/weight_checker", "/v1/unload_lora_adapter", "/v1/chat/completions", "/docs", "/openapi.json")  # fmt: skip
+          "/weight_checker", "/v1/unload_lora_adapter", "/docs", "/openapi.json")  # fmt: skip
 """Routes of vLLM that Afterplay does not use."""
 
 

@@ -13,6 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STOPS = 'raise ImportError("a package of the user was imported in place of Afterplay\'s")'
+SCRIPT = """
+import afterplay
+
+run = afterplay.train("@tiny", run__total_steps=2, environments={"guess": {"name": "colours:Mine"}})
+print([step["step"] for step in run], afterplay.__file__)
+"""
 
 
 @pytest.mark.timeout(240)
@@ -24,20 +30,21 @@ def test_a_wheel_runs_its_example_where_folders_have_the_names_of_its_packages(t
     subprocess.run([*build, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    packages = ("pipeline", "actors", "learner")
+    packages = ("afterplay", "pipeline", "actors", "learner")
     assert all((tmp_path / "site" / package / "py.typed").exists() for package in packages)
     here = tmp_path / "here"
-    for package in packages:
+    for package in packages[1:]:
         (here / package).mkdir(parents=True)
         (here / package / "__init__.py").write_text(STOPS)
     (here / "colours.py").write_text("from actors.adapters.games import NumberGuess as Mine")
+    (here / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-P", "-m", "pipeline.cli.app", "run", "@tiny", "--set", "run.total_steps=2"]
     command += ["--set", "environments.guess.name=colours:Mine"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     how = {"cwd": here, "env": environment, "capture_output": True, "text": True, "timeout": 200, "check": False}
-    done = subprocess.run(command, **how)
+    done = subprocess.run([sys.executable, "train.py"], **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "step 2/2" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"[1, 2] {tmp_path / 'site' / 'afterplay' / '__init__.py'}"
     assert (here / "runs" / "tiny" / "curves.png").exists()
     again = subprocess.run(command, **how)
     assert again.returncode == 0 and "is finished: 2 steps. Continue it with" in again.stdout, again.stdout

@@ -27,7 +27,7 @@ from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.stub_engine import good_answer
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = tuple(str(ROOT / package) + "/" for package in ("pipeline", "actors", "learner"))
+PRODUCT = tuple(str(ROOT / package) + "/" for package in ("afterplay", "pipeline", "actors", "learner"))
 CARRIERS = (
     "pipeline.schema.",
     "pipeline.transport.protocol",

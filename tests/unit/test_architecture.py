@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("pipeline", "actors", "learner")
+PACKAGES = ("afterplay", "pipeline", "actors", "learner")
 FLOW = ("errors", "schema", "transport", "store", "experience", "stage")
 """Parts of ``pipeline`` from the bottom up: none imports one to its right."""
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/*.md")
-FOLDERS = "pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
+FOLDERS = "afterplay|pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
 
 
 @cache
@@ -126,9 +126,10 @@ def test_files_are_found() -> None:
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("pipeline/", ("actors", "learner", "torch", "vllm", "transformers")),
-        ("actors/", ("learner",)),
-        ("learner/", ("actors",)),
+        ("pipeline/", ("afterplay", "actors", "learner", "torch", "vllm", "transformers")),
+        ("actors/", ("afterplay", "learner")),
+        ("learner/", ("afterplay", "actors")),
+        ("afterplay/", ("learner", "torch", "vllm", "transformers")),
     ],
 )
 def test_imports_flow_from_pipeline_outwards(folder: str, forbidden: tuple[str, ...]) -> None:

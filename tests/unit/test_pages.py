@@ -21,7 +21,7 @@ PAGES = sorted(
     {str(page.relative_to(ROOT)) for pages in ("*.md", "docs/*.md") for page in ROOT.glob(pages)} - {"CHANGELOG.md"}
 )
 """A change log names what was removed."""
-FOLDERS = "pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
+FOLDERS = "afterplay|pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
 COUNTERS = {"groups.equal_kept"}
 """Names of the ledger that look like keys of the run file."""
 COLUMNS, CELL = 100, 200
@@ -172,7 +172,7 @@ def test_every_key_of_the_run_file_is_documented_in_plain_words() -> None:
     assert [(key, *wrong) for key, text in found if (wrong := mannered(text))] == []
 
 
-@pytest.mark.parametrize("package", ["pipeline", "actors", "learner"])
+@pytest.mark.parametrize("package", ["afterplay", "pipeline", "actors", "learner"])
 def test_docstrings_use_plain_words(package: str) -> None:
     found = [
         (f"{file.relative_to(ROOT)}:{node.lineno}", *wrong)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("pipeline", "actors", "learner")
+PACKAGES = ("afterplay", "pipeline", "actors", "learner")
 BROUGHT = {
     "filelock": "huggingface_hub",
     "pydantic_core": "pydantic",

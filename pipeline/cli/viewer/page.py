@@ -36,7 +36,7 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Counts of a written page."""
+    """Counts of a page."""
 
     shown: int
     transcripts: int
@@ -51,10 +51,19 @@ def write_page(
     vocabulary: Vocabulary,
     bytes_max: int = PAGE_BYTES_MAX,
 ) -> Page:
-    """Write the page, complete or not at all. ``step``: as of :meth:`RunReader.find`.
+    """Write the page, complete or not at all. Raises :class:`ConfigurationError` when it cannot be written there."""
+    page, html = page_of(reader, listing, step, vocabulary, bytes_max)
+    try:
+        write_bytes_atomically(path, html.encode("utf-8", "replace"))
+    except OSError as error:
+        raise ConfigurationError(f"--html: {path} cannot be written: {error.strerror}") from error
+    return page
 
-    Raises :class:`ConfigurationError` when it cannot be written there.
-    """
+
+def page_of(
+    reader: RunReader, listing: Listing, step: Span | None, vocabulary: Vocabulary, bytes_max: int = PAGE_BYTES_MAX
+) -> tuple[Page, str]:
+    """The page as text. ``step``: as of :meth:`RunReader.find`."""
     parts, transcripts, room = [], 0, bytes_max
     for found in _in_chunks(reader, listing.rows, step):
         text = dumps(found_json(found, vocabulary))
@@ -73,12 +82,8 @@ def write_page(
         "tokenizer": vocabulary.known,
     }
     data = f'{{"about":{dumps(about)},"rows":[{",".join(parts)}]}}'
-    html = render(reader.name, data).encode("utf-8", "replace")
-    try:
-        write_bytes_atomically(path, html)
-    except OSError as error:
-        raise ConfigurationError(f"--html: {path} cannot be written: {error.strerror}") from error
-    return Page(len(listing.rows), transcripts, len(html))
+    html = render(reader.name, data)
+    return Page(len(listing.rows), transcripts, len(html.encode("utf-8", "replace"))), html
 
 
 def render(title: str, data: str) -> str:

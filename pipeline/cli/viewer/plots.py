@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.viewer.progress import Line, read_lines
 from pipeline.metrics.learner import STAGES
 from pipeline.store.evaluation_results import read_results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#5c6b73", "#b56576", "#7fb7be", "#bbbbbb")
 
@@ -17,17 +21,36 @@ LEGEND_COLUMNS_MAX = 5
 
 def draw(metrics_file: Path, picture: Path) -> str | None:
     """Draw the picture. Returns None, or in words why there is none (no steps yet, no matplotlib)."""
-    lines = read_lines(metrics_file)
-    if not lines:
+    if not read_lines(metrics_file):
         return f"not drawn: {metrics_file} has no steps yet"
     try:
-        import matplotlib
-
-        matplotlib.use("Agg", force=False)
-        from matplotlib.figure import Figure
+        drawn = png_of(figure(metrics_file, picture.parent.name))
     except ImportError as error:
         return f"not drawn: {error}. Install matplotlib"
-    figure = Figure(figsize=(13, 7.2), dpi=110, layout="constrained", facecolor="white")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    temporary = picture.with_name(f".{picture.name}")
+    temporary.write_bytes(drawn)
+    temporary.replace(picture)
+    return None
+
+
+def png_of(figure: Figure) -> bytes:
+    """The picture as a file."""
+    data = BytesIO()
+    figure.savefig(data, format="png")
+    return data.getvalue()
+
+
+def figure(metrics_file: Path, name: str) -> Figure:
+    """The curves, as a figure that notebooks show. Raises :class:`ImportError` without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    lines = read_lines(metrics_file)
+    shown = type("Curves", (Figure,), {"_repr_png_": png_of})
+    figure: Figure = shown(figsize=(13, 7.2), dpi=110, layout="constrained", facecolor="white")
     axes = figure.subplots(2, 4).ravel()
     panels: Sequence[Callable[[Any, list[Line]], None]] = (
         _reward,
@@ -44,12 +67,8 @@ def draw(metrics_file: Path, picture: Path) -> str | None:
         if panel is _reward:
             _evaluations(axis, read_results(metrics_file.with_name("evaluations.jsonl")))
         _dress(axis)
-    figure.suptitle(f"{picture.parent.name or 'run'}: {len(lines)} steps", fontsize=13, fontweight="bold")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    temporary = picture.with_name(f".{picture.name}")
-    figure.savefig(temporary, format="png")
-    temporary.replace(picture)
-    return None
+    figure.suptitle(f"{name or 'run'}: {len(lines)} steps", fontsize=13, fontweight="bold")
+    return figure
 
 
 def draw_resources(

@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from actors.environments import Environment, Episode, Reply, Step
+from actors.environments import Environment, Episode, Reply, Step, tool
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
@@ -428,3 +428,49 @@ async def test_compaction_keeps_the_last_answers_in_a_new_branch(
     text = smollm2.decode(forked.context.token_ids)
     assert text.count("[left out: an earlier answer]") == text.count("<tool_response>") - 2
     assert '{"n": 0}' in text and "text 0" not in text
+
+
+# Tools that are marked
+
+
+class Desk(Environment):
+    loop = "tool_agent"
+
+    def start(self, task: Task) -> Episode:
+        return DeskEpisode()
+
+    @tool
+    def clock(self) -> str:
+        """The time."""
+        return "noon"
+
+
+class DeskEpisode(Episode):
+    def __init__(self) -> None:
+        self.messages = (Message("user", "Look."),)
+        self.drawer = 7
+
+    @tool
+    def look(self, times: int) -> int:
+        """Look into the drawer."""
+        return self.drawer * times
+
+    def step(self, reply: Reply) -> Step:
+        return Step(reward=1.0, done=True)
+
+
+def test_marked_methods_are_the_tools_of_their_object_unless_it_sets_others() -> None:
+    episode = DeskEpisode()
+    assert [tool.__name__ for tool in episode.tools] == ["look"] and Episode.tools == ()
+    assert [tool.__name__ for tool in Desk().tools()] == ["clock"]
+    episode.tools = (print,)
+    assert episode.tools == (print,)
+
+
+async def test_the_policy_calls_marked_methods(
+    office: Callable[..., Services], make_order: MakeOrder, smollm2: Any
+) -> None:
+    services = office(Desk(), call("look", times=3) + call("clock"), "done")
+    trajectory = await run_order(services, make_order())
+    answers = [m.content for turn in trajectory.turns for m in turn.context_messages if m.role == "tool"]
+    assert answers == ["21", "noon"] and trajectory.status is TrajectoryStatus.COMPLETE

@@ -1,0 +1,112 @@
+"""``train``, ``evaluate`` and ``load``: commands of ``afterplay`` as functions. Each run is processes of its own."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from afterplay.run import Run, Supervised, reason_in
+from afterplay.run_file import Config, EnvironmentName, assignments, read_run_file
+from pipeline.errors import ConfigurationError, RunFailed
+from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command
+from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.store.evaluation_results import read_results
+from pipeline.supervisor.run import prepare_directory, run_lock
+
+OUTPUT_BYTES_MAX = 1 << 16
+_RESULTS = re.compile(r"^written to (.+)$", re.MULTILINE)
+
+Reward = Callable[..., Any] | str
+
+
+def train(
+    config: Config,
+    environment: EnvironmentName | None = None,
+    *,
+    reward: Reward | None = None,
+    fresh: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Start ``afterplay run`` and return its handle at once.
+
+    ``config`` is a run file, ``"@tiny"``, or a mapping of sections. ``environment`` is a class (or its name), which
+    replaces the environments of the configuration by one section, named like the class. ``reward`` is a function of a
+    trajectory, which replaces the environment's score unless ``scorer.environment_weight`` is set. ``overrides`` are
+    ``learner={"learning_rate": 1e-5}`` or ``learner__learning_rate=1e-5``. A run directory that exists is resumed;
+    ``fresh`` empties it first. The run ends when this Python process does; train it again to resume.
+
+    Raises :class:`ConfigurationError`, and :class:`pipeline.supervisor.run.RunIsAlive`.
+    """
+    run_file = read_run_file(config, environment, reward, overrides)
+    directory, run = run_file.directory, run_file.config.run
+    with run_lock(directory, mark=False):
+        if fresh:
+            prepare_directory(directory, run.resume, fresh)
+        if (finished := read_json(directory.finished_file)) and finished["steps"] >= run.total_steps:
+            warnings.warn(
+                f"{directory.path} is finished: {finished['steps']} steps. Continue it with a larger run.total_steps, "
+                "or start over with fresh=True",
+                stacklevel=2,
+            )
+        directory.outcome_file.unlink(missing_ok=True)
+        file = run_file.write()
+    return Run(directory, Supervised(directory, file, run_file.config.supervisor.drain_seconds_max))
+
+
+def load(directory: str | Path) -> Run:
+    """The handle of a run that is finished, was stopped, or is alive in other processes. Raises
+    :class:`ConfigurationError` where there is none."""
+    found = RunDirectory(Path(directory).absolute())
+    if not found.config_file.exists():
+        raise ConfigurationError(f"expected a run directory, got {directory}, which has no config.yaml")
+    return Run(found)
+
+
+def evaluate(
+    target: Run | Config,
+    environment: EnvironmentName | None = None,
+    *,
+    reward: Reward | None = None,
+    checkpoint: str | int | None = None,
+    split: str | None = None,
+    tasks: int | None = None,
+    samples: int | None = None,
+    greedy: bool | None = None,
+    pass_at: Sequence[int] = (),
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Run ``afterplay eval`` on a checkpoint of a run (a handle or its directory), or on the initial model of a
+    configuration, and return its result: ``score``, ``se``, ``pass_at`` and ``environments``.
+
+    Blocks until it is done. Raises :class:`RunFailed` with the reason when it fails, and :class:`ConfigurationError`.
+    """
+    if isinstance(target, Run):
+        target = target.directory
+    command = module_command("pipeline.cli.app", "eval")
+    if isinstance(target, str | Path) and Path(target).is_dir():
+        if environment is not None or reward is not None:
+            raise ConfigurationError(f"{target} is a run, which has its own environments and rewards: omit them")
+        command.append(str(target))
+        for assignment in assignments(overrides):
+            command += ["--set", assignment]
+    else:
+        run_file = read_run_file(target, environment, reward, overrides)
+        with run_lock(run_file.directory, mark=False):
+            command.append(str(run_file.write()))
+    options = {"--checkpoint": checkpoint, "--split": split, "--tasks": tasks, "--samples": samples}
+    for option, value in options.items():
+        command += [] if value is None else [option, str(value)]
+    command += [] if greedy is None else ["--greedy" if greedy else "--sampled"]
+    for k in pass_at:
+        command += ["--pass-at", str(k)]
+    with OrphanReaper() as reaper:
+        child = ChildGroup(command, reaper, output_bytes_max=OUTPUT_BYTES_MAX)
+        code = child.end.result()
+    written = _RESULTS.findall(child.stdout)
+    results = read_results(Path(written[-1])) if written else []
+    if not results:
+        raise RunFailed(reason_in(child.stdout + child.stderr, code))
+    return results[-1]

@@ -1,0 +1,276 @@
+"""A run as an object: its steps, rollouts, curves and policy, while it is alive and afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent import futures
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from afterplay.rows import rollout_row
+from pipeline.cli.status import is_alive
+from pipeline.cli.viewer.page import page_of
+from pipeline.cli.viewer.plots import figure
+from pipeline.cli.viewer.progress import Line, MetricsTail, read_lines, step_of
+from pipeline.cli.viewer.reader import RunReader
+from pipeline.cli.viewer.vocabulary import Vocabulary
+from pipeline.config import RunConfig
+from pipeline.config.load import load
+from pipeline.errors import AfterplayError, RunFailed
+from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
+from pipeline.runtime.engine_keys import find_key
+from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.store.evaluation_results import read_results
+from pipeline.store.queries import Filters, Span
+from pipeline.store.store import store_path
+from pipeline.supervisor.processes import check_health
+
+if TYPE_CHECKING:
+    from afterplay.inline import InlinePage
+
+LOOK_SECONDS = 0.2
+"""Between two looks at the files of a run: there is no event to wait for across processes."""
+STOP_MARGIN_SECONDS = 5.0
+"""Beyond the drain's own limit, before the processes of a run that is stopped are killed."""
+ROLLOUTS_MAX = 1000
+OUTPUT_CHARACTERS_MAX = 1000
+MODEL = "policy"
+"""Name under which engines serve the policy."""
+
+
+class Run:
+    """A run: its steps, rollouts, curves and policy, while it is alive and afterwards.
+
+    ``for step in run`` and ``async for step in run`` give the lines of ``metrics.jsonl`` from the first step on, each
+    when it is written, until the run ends. They raise :class:`RunFailed` when it failed. As a context manager it stops
+    a run that it has started.
+    """
+
+    def __init__(self, directory: RunDirectory, supervised: Supervised | None = None) -> None:
+        self._directory = directory
+        self._supervised = supervised
+        """The processes that we have started; None: others have."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self._directory.path
+
+    @property
+    def alive(self) -> bool:
+        """True until the last process of the run has ended."""
+        if self._supervised is None:
+            return is_alive(self._directory)
+        return not self._supervised.child.end.done()
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The configuration with all defaults, ports and paths; None until the run has written it."""
+        file = self._directory.config_file
+        if not file.exists() or (self._supervised and self._supervised.older == file.stat().st_mtime_ns):
+            return None
+        return load(file, environment={})
+
+    def __iter__(self) -> Iterator[Line]:
+        news = _NewSteps(self._directory)
+        while True:
+            ended = not self.alive
+            yield from news.read()  # after the look, so that nothing is missed that was written before the end
+            if ended:
+                return self._raise_failure()
+            self._pause()
+
+    async def __aiter__(self) -> AsyncIterator[Line]:
+        news = _NewSteps(self._directory)
+        while True:
+            ended = not self.alive
+            for line in news.read():
+                yield line
+            if ended:
+                self._raise_failure()
+                return
+            await anyio.sleep(LOOK_SECONDS)
+
+    def wait(self) -> Self:
+        """Block until the run ends. Raises :class:`RunFailed` when it failed."""
+        while self.alive:
+            self._pause()
+        self._raise_failure()
+        return self
+
+    def stop(self) -> None:
+        """Stop the run as Ctrl-C does: its processes finish what they must, and :func:`afterplay.train` resumes it.
+        Blocks until they have ended; harmless when they have."""
+        if self._supervised is not None:
+            self._supervised.stop()
+            return
+        pid = (read_json(self._directory.lock_file) or {}).get("pid")
+        if self.alive and isinstance(pid, int):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            while self.alive:
+                self._pause()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._supervised is not None:
+            self.stop()
+
+    def steps(self) -> list[Line]:
+        """The steps so far, each once, as rows for ``pandas.DataFrame``."""
+        return read_lines(self._directory.metrics_file)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations so far, as in ``evaluations.jsonl``."""
+        return read_results(self._directory.evaluations_file)
+
+    def rollouts(self, *, limit: int = ROLLOUTS_MAX, step: int | None = None, **filters: Any) -> list[dict[str, Any]]:
+        """The newest rollouts, a row for ``pandas.DataFrame`` each; none before the run has begun to play.
+
+        Parts of the reward are columns ``reward_NAME``. ``messages``, ``reply`` and ``sampled_ids`` (token ids by turn)
+        are None where the tokens are not kept (``traces.trained``). ``step`` and the fields of
+        :class:`pipeline.store.queries.Filters` choose among them: ``environment``, ``task``, ``reward_min``, …
+        """
+        if (reader := self._reader()) is None:
+            return []
+        listing = reader.listing(Filters(step=_span(step), **filters), limit=limit)
+        return [rollout_row(found) for found in reader.find(listing.rows, _span(step))]
+
+    def curves(self) -> Any:
+        """The curves so far, as in ``curves.png``: a figure of matplotlib. Raises :class:`AfterplayError` before the
+        first step."""
+        if not self.steps():
+            raise AfterplayError(f"{self.directory} has no steps yet, so there are no curves")
+        return figure(self._directory.metrics_file, self.directory.name)
+
+    def show(self, *, limit: int = 50, step: int | None = None) -> InlinePage:
+        """The curves, and the newest rollouts with their tokens: a notebook shows them inline, ``save(FILE)`` writes
+        the page of the rollouts."""
+        from afterplay.inline import InlinePage
+
+        page = ""
+        if (reader := self._reader()) is not None:
+            listing = reader.listing(Filters(step=_span(step), kept=reader.traced), limit=limit)
+            _, page = page_of(reader, listing, _span(step), Vocabulary.read(reader.model))
+        return InlinePage(page, self.curves() if self.steps() else None)
+
+    def policy(self) -> Any:
+        """``openai.OpenAI`` client of an engine of the run, which serves the newest weights as the model ``policy``.
+
+        Needs the package ``openai``; :meth:`endpoint` has what any other client needs."""
+        try:
+            from openai import OpenAI
+        except ImportError as error:
+            raise ImportError(
+                "run.policy() needs the package openai: pip install openai, or give run.endpoint() to another client"
+            ) from error
+        found = self.endpoint()
+        return OpenAI(base_url=found["base_url"], api_key=found["api_key"])
+
+    def endpoint(self) -> dict[str, str]:
+        """``base_url``, ``api_key`` and ``model`` of an engine of the run. Waits until it is ready. Raises
+        :class:`AfterplayError` when the run has ended."""
+        while self.alive:
+            if (config := self.config) is not None:
+                url = config.engine.addresses()[0]
+                if check_health(f"{url}/health").healthy:
+                    key = find_key(config.engine, "actor_key")
+                    return {"base_url": f"{url}/v1", "api_key": key or "none", "model": MODEL}
+            self._pause()
+        self._raise_failure()
+        raise AfterplayError(
+            f"{self.directory} has ended, and its engines with it: its model folders are in "
+            f"{self._directory.checkpoints}"
+        )
+
+    def __repr__(self) -> str:
+        lines = self.steps()
+        state = "alive" if self.alive else "not running"
+        return f"<Run {self.directory}: {state}, {step_of(lines[-1] if lines else None)} steps>"
+
+    def _reader(self) -> RunReader | None:
+        """Reader of the rollouts; None before there is a store."""
+        config = self.config
+        if config is None or not store_path(config, self._directory).exists():
+            return None
+        return RunReader(config, self._directory)
+
+    def _pause(self) -> None:
+        if self._supervised is None:
+            time.sleep(LOOK_SECONDS)
+        else:
+            futures.wait([self._supervised.child.end], LOOK_SECONDS)
+
+    def _raise_failure(self) -> None:
+        """Raise :class:`RunFailed` with the supervisor's reason where the run has failed."""
+        outcome = read_json(self._directory.outcome_file) or {"exit_code": 0, "reason": ""}
+        code = outcome["exit_code"]
+        if self._supervised is not None:
+            code = self._supervised.child.end.result()
+        if code:
+            output = self._supervised.output() if self._supervised else ""
+            raise RunFailed(f"{self.directory}: {outcome['reason'] or reason_in(output, code)}")
+
+
+class Supervised:
+    """``afterplay run FILE`` as a child process, which ends when this process does. It prints into ``logs/run.log``."""
+
+    def __init__(self, directory: RunDirectory, file: Path, drain_seconds_max: float) -> None:
+        self._grace = drain_seconds_max + STOP_MARGIN_SECONDS
+        self._log = directory.log_file("run")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        config = directory.config_file
+        self.older = config.stat().st_mtime_ns if config.exists() else None
+        """Time of a configuration that an earlier start has written."""
+        self._reaper = OrphanReaper(self._grace)
+        with self._log.open("ab") as output:
+            self._begin = output.tell()
+            self.child = ChildGroup(module_command("pipeline.cli.app", "run", str(file)), self._reaper, output=output)
+        self.child.end.add_done_callback(lambda _: self._reaper.close())
+
+    def output(self) -> str:
+        """Everything that it has printed."""
+        with self._log.open("rb") as log:
+            log.seek(self._begin)
+            return log.read().decode("utf-8", "replace")
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL where that does not end it in time."""
+        if not self.child.end.done():
+            self.child.stop(self._grace)
+
+
+def reason_in(output: str, code: int) -> str:
+    """The message of a command that has failed, from what it printed; without one, how it ended."""
+    _, found, message = output.rpartition("afterplay: ")
+    end = output[-OUTPUT_CHARACTERS_MAX:].strip()
+    return message.strip() if found else f"it ended ({describe_exit(code)}); its output ends:\n{end}"
+
+
+class _NewSteps:
+    """Steps as they are written, each once: a learner that resumes repeats some."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._tail = MetricsTail(directory.metrics_file)
+        self._step = 0
+
+    def read(self) -> Iterator[Line]:
+        for line in self._tail.read():
+            if (step := step_of(line)) > self._step:
+                self._step = step
+                yield line
+
+
+def _span(step: int | None) -> Span | None:
+    return None if step is None else Span(step, step)

@@ -1,0 +1,175 @@
+"""The run file of a run that is started from Python: a configuration, the plug-ins of the caller, and overrides."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.environments.base import Environment
+from afterplay.source import PlugIn, plug_in
+from pipeline.config import RunConfig
+from pipeline.config.load import dump_yaml, example, loads, parse_yaml
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+
+Config = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
+"""A run file, the name of one that ships with Afterplay (``"@tiny"``), or its sections."""
+EnvironmentName = type[Environment] | str
+_ENVIRONMENT, _REWARD = "environment", "reward"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """Text of a run file, checked, with the source files that it names."""
+
+    config: RunConfig
+    sections: Mapping[str, Any]
+    plug_ins: Mapping[str, PlugIn]
+    """By the stem of the file."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.config.run.path.absolute())
+
+    def write(self) -> Path:
+        """Write the run file and its plug-ins into the run directory; returns the run file."""
+        folder = self.directory.source
+        for stem, found in self.plug_ins.items():
+            if found.source:
+                write_bytes_atomically(folder / f"{stem}.py", found.source.encode())
+        file = folder / "run.yaml"
+        write_bytes_atomically(file, _text(_named(self.sections, self.plug_ins, folder)).encode())
+        return file
+
+
+def read_run_file(
+    config: Config,
+    environment: EnvironmentName | None = None,
+    reward: Callable[..., Any] | str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunFile:
+    """Read ``config`` and put the caller's environment, reward and overrides over it.
+
+    Raises :class:`ConfigurationError`: all that is wrong with the result.
+    """
+    sections, name = _sections(config)
+    plug_ins: dict[str, PlugIn] = {}
+    if environment is not None:
+        found = _plug(environment, _ENVIRONMENT)
+        plug_ins[_ENVIRONMENT] = found
+        section = _snake(found.name)
+        before = sections.get("environments") or {}
+        sections["environments"] = {section: dict(before.get(section) or {})}
+    if reward is not None:
+        plug_ins[_REWARD] = _plug(reward, _REWARD)
+        sections["scorer"] = {"environment_weight": 0.0, **(sections.get("scorer") or {})}
+    for key, value in (overrides or {}).items():
+        _put(sections, key.replace("__", ".").split("."), value)
+    try:
+        checked = loads(_text(_named(sections, plug_ins, Path())), name, environment=os.environ)
+    except ConfigurationError as error:  # the lines are those of a text that nobody has seen
+        raise ConfigurationError(re.sub(rf"^{re.escape(name)}, line \d+", name, str(error), flags=re.M)) from None
+    return RunFile(checked, sections, plug_ins)
+
+
+def assignments(overrides: Mapping[str, Any]) -> list[str]:
+    """The same overrides as arguments of ``--set``."""
+    found = []
+    for key, value in overrides.items():
+        found += _flat(key.replace("__", "."), value)
+    return found
+
+
+def _sections(config: Config) -> tuple[dict[str, Any], str]:
+    """The sections, and the name that messages give them."""
+    if isinstance(config, RunConfig):
+        return config.model_dump(), "afterplay.train"
+    if isinstance(config, Mapping):
+        return {key: _copied(value) for key, value in config.items()}, "afterplay.train"
+    name = os.fspath(config)
+    if name.startswith("@"):
+        text = example(name[1:])
+    else:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigurationError(
+                f"expected a run file at {name}, got: {reason}. Give the path of a YAML file, an example that ships "
+                "with Afterplay ('@tiny'), or a mapping of sections"
+            ) from error
+    sections = parse_yaml(text, name) or {}
+    if not isinstance(sections, dict):
+        raise ConfigurationError(f"{name}: expected sections like 'run:' and 'engine:', got {type(sections).__name__}")
+    return sections, name
+
+
+def _plug(thing: Any, what: str) -> PlugIn:
+    """A name of the run file as it is; a relative path stays relative to the working folder."""
+    if not isinstance(thing, str):
+        return plug_in(thing, what)
+    module, colon, name = thing.rpartition(":")
+    return PlugIn(name, module) if colon else PlugIn(thing)
+
+
+def _named(sections: Mapping[str, Any], plug_ins: Mapping[str, PlugIn], folder: Path) -> dict[str, Any]:
+    """The sections with the plug-ins where they are named; their source is in ``folder``."""
+    named: dict[str, Any] = _copied(sections)
+    if found := plug_ins.get(_ENVIRONMENT):
+        own = named["environments"][_snake(found.name)]
+        own["name"] = _path(found, folder, _ENVIRONMENT)
+    if found := plug_ins.get(_REWARD):
+        entry = {"path": _path(found, folder, _REWARD), "name": found.name}
+        named["scorer"]["functions"] = [*(named["scorer"].get("functions") or ()), entry]
+    return named
+
+
+def _path(found: PlugIn, folder: Path, stem: str) -> str:
+    return found.path(folder / f"{stem}.py") if found.module or found.source else found.name
+
+
+def _snake(name: str) -> str:
+    """``BankAccount`` becomes ``bank_account``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _put(at: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set one value; a mapping is merged into the section that it names."""
+    *sections, last = keys
+    for key in sections:
+        if not isinstance(at.get(key), dict):
+            at[key] = {}
+        at = at[key]
+    if isinstance(value, Mapping) and isinstance(at.get(last), dict):
+        for key, inner in value.items():
+            _put(at[last], [str(key)], inner)
+    else:
+        at[last] = _copied(value)
+
+
+def _flat(key: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping) and value:
+        return [line for inner, one in value.items() for line in _flat(f"{key}.{inner}", one)]
+    return [f"{key}={json.dumps(value)}"]  # JSON is YAML
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _text(sections: Mapping[str, Any]) -> str:
+    try:
+        return dump_yaml(dict(sections))
+    except yaml.YAMLError as error:
+        raise ConfigurationError(
+            f"expected values that YAML has (numbers, text, lists, mappings), got {error}"
+        ) from error

@@ -1,0 +1,66 @@
+"""``afterplay.evaluate`` is ``afterplay eval``: the same options, and the result that it wrote."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+import afterplay
+from afterplay import commands
+from pipeline.errors import ConfigurationError, RunFailed
+from tests.unit.show.making import make_run
+
+
+class Child:
+    """Says what a command says, and remembers its arguments."""
+
+    stdout = stderr = ""
+    code = 0
+    asked: list[list[str]]
+
+    def __init__(self, command: list[str], reaper: Any, *, output_bytes_max: int) -> None:
+        self.asked.append(command[command.index("eval") + 1 :])
+        self.end: Future[int] = Future()
+        self.end.set_result(self.code)
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Child]:
+    results = tmp_path / "evaluations.jsonl"
+    results.write_bytes(orjson.dumps({"evaluation": 0, "updates": 2, "score": 0.5, "status": "complete"}) + b"\n")
+    asked: list[list[str]] = []
+    fresh = type("Fresh", (Child,), {"asked": asked, "stdout": f"score 0.5\nwritten to {results}\n"})
+    monkeypatch.setattr(commands, "ChildGroup", fresh)
+    return fresh
+
+
+def test_a_run_is_evaluated_with_the_options_of_the_command(child: type[Child], tmp_path: Path) -> None:
+    run = afterplay.load(make_run(tmp_path / "some", ()))
+    found = afterplay.evaluate(
+        run, checkpoint="best", tasks=4, samples=2, greedy=False, pass_at=[1, 2], engine__threads=1
+    )
+    assert found["score"] == 0.5
+    assert child.asked == [
+        [str(run.directory), "--set", "engine.threads=1", "--checkpoint", "best", "--tasks", "4", "--samples", "2",
+         "--sampled", "--pass-at", "1", "--pass-at", "2"]
+    ]  # fmt: skip
+
+
+def test_the_initial_model_of_a_configuration_is_evaluated(child: type[Child], tmp_path: Path) -> None:
+    afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path))
+    assert child.asked == [[str(tmp_path / "tiny" / "source" / "run.yaml")]]
+
+
+def test_an_evaluation_without_a_result_raises_its_message(child: type[Child], tmp_path: Path) -> None:
+    child.stdout, child.stderr, child.code = "run directory x\n", "afterplay: --checkpoint: expected best\n", 2
+    with pytest.raises(RunFailed, match=r"^--checkpoint: expected best$"):
+        afterplay.evaluate(make_run(tmp_path / "some", ()))
+
+
+def test_a_run_keeps_its_own_environments(child: type[Child], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has its own environments"):
+        afterplay.evaluate(make_run(tmp_path / "some", ()), "babyai")

@@ -1,0 +1,103 @@
+"""The run file of a run from Python: the configuration, the caller's plug-ins, and overrides over both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.adapters.games import NumberGuess
+from afterplay.run_file import assignments, read_run_file
+from pipeline.config.load import load, loads
+from pipeline.errors import ConfigurationError
+
+SECTIONS: dict[str, Any] = {
+    "run": {"name": "bank", "total_steps": 3},
+    "environments": {"number_guess": {"name": "other", "max_turns": 3}, "another": {"name": "arithmetic"}},
+}
+
+
+def bonus(trajectory: Any) -> float:
+    return float(len(trajectory.turns))
+
+
+def test_an_environment_replaces_the_others_and_keeps_the_keys_of_its_section() -> None:
+    found = read_run_file(SECTIONS, NumberGuess).config.environments
+    assert list(found) == ["number_guess"]
+    assert (found["number_guess"].name, found["number_guess"].max_turns) == ("actors.adapters.games:NumberGuess", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "value"),
+    [
+        ("babyai", "babyai", "babyai"),
+        ("games.py:BankAccount", "bank_account", "games.py:BankAccount"),
+        ("games:HTTPBank2", "httpbank2", "games:HTTPBank2"),
+    ],
+)
+def test_an_environment_may_be_a_name_of_the_run_file(name: str, section: str, value: str) -> None:
+    assert read_run_file({}, name).config.environments[section].name == value
+
+
+def test_a_reward_replaces_the_score_of_the_environment_unless_its_weight_is_given() -> None:
+    scorer = read_run_file({}, "babyai", bonus).config.scorer
+    assert scorer.environment_weight == 0 and [part.known_as for part in scorer.functions] == ["bonus"]
+    both = read_run_file({"scorer": {"environment_weight": 1, "functions": [{"path": "exact"}]}}, "babyai", bonus)
+    assert both.config.scorer.names == ("environment", "exact", "bonus") and both.config.scorer.environment_weight == 1
+
+
+def test_overrides_are_sections_or_paths_and_keep_what_they_do_not_name() -> None:
+    given = {"run": {"seed": 7}, "learner__learning_rate": 1e-3, "environments": {"another": {"max_turns": 2}}}
+    config = read_run_file(SECTIONS, overrides=given).config
+    assert (config.run.name, config.run.seed, config.learner.learning_rate) == ("bank", 7, 1e-3)
+    assert (config.environments["another"].name, config.environments["another"].max_turns) == ("arithmetic", 2)
+    assert SECTIONS["run"] == {"name": "bank", "total_steps": 3}, "the caller's mapping is unchanged"
+
+
+def test_overrides_are_also_arguments_of_a_command() -> None:
+    given = {
+        "run": {"name": "x"},
+        "learner__learning_rate": 1e-6,
+        "engine__args": ["--seed=1"],
+        "model": {"cache": None},
+    }
+    config = loads("", overrides=assignments(given))
+    assert (config.run.name, config.learner.learning_rate, config.engine.args) == ("x", 1e-6, ("--seed=1",))
+
+
+def test_the_written_file_is_the_configuration_that_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = read_run_file("@tiny", NumberGuess, overrides={"run__directory": str(tmp_path)})
+    assert found.write() == tmp_path / "tiny" / "source" / "run.yaml"
+    assert load(found.write(), environment={}) == found.config
+
+
+def test_source_is_written_beside_the_run_file(tmp_path: Path) -> None:
+    from afterplay.run_file import RunFile
+    from afterplay.source import PlugIn
+
+    found = read_run_file({}, "babyai", overrides={"run__directory": str(tmp_path)})
+    sections = {**found.sections, "environments": {"bank": {}}}
+    file = RunFile(found.config, sections, {"environment": PlugIn("Bank", source="class Bank: ...\n")}).write()
+    environment = file.with_name("environment.py")
+    assert environment.read_text() == "class Bank: ...\n"
+    assert load(file, environment={}).environments["bank"].name == f"{environment}:Bank"
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ("@tiny", {"learner__rate": 1}, "^@tiny: .*learner.rate"),
+        ("gone.yaml", {}, "expected a run file at gone.yaml, got: No such file"),
+        ("@gone", {}, "there are .*@tiny"),
+        ({"run": {"name": object()}}, {}, "expected values that YAML has"),
+        ({"run": 3}, {}, "run"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(config: Any, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
+        read_run_file(config, overrides=overrides)
+    assert ", line " not in str(error.value), "lines are of a text that the caller never saw"
