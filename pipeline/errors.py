@@ -26,6 +26,7 @@
     │   └── PlugInTimeout       ... it took longer than it was allowed
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
+    ├── TrackerError            an experiment tracker failed; training goes on
     ├── EnvironmentFailing      every rollout of an environment failed; the run ends
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 
@@ -153,6 +154,10 @@ class EpisodeLimit(AfterplayError):
 
 class TrainingError(AfterplayError):
     """The learner cannot make a step from this batch."""
+
+
+class TrackerError(AfterplayError):
+    """An experiment tracker failed; what was not sent can be sent later."""
 
 
 class EnvironmentFailing(AfterplayError):
