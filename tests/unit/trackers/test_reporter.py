@@ -149,7 +149,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(st.lists(EVENTS, max_size=30), st.sampled_from(["plain", "buffers", "rewinds"]))
 def test_each_record_arrives_once_whatever_happens(events: list[tuple], kind: str) -> None:
     """A tracker that rewinds ends with the numbers of the run directory; the others keep the first ones."""
@@ -166,8 +166,6 @@ def test_each_record_arrives_once_whatever_happens(events: list[tuple], kind: st
                 case ("evaluate",):
                     run.evaluate()
                 case ("resume", back):
-                    if process.reporter is not None:
-                        process.advance(None, 0)
                     run.resume_from(max(0, len(run.lines) - back))
                 case (what, fuse, lost):
                     process.advance(fuse, lost, complete=what == "end")
@@ -183,6 +181,34 @@ def test_each_record_arrives_once_whatever_happens(events: list[tuple], kind: st
             assert sent.items() >= steps.items(), "the later numbers win"
         elif not store.buffers:
             assert all(first[key] == value for key, value in sent.items()), "the first numbers stay"
+
+
+@pytest.mark.parametrize("kind", ["plain", "buffers", "rewinds"])
+def test_a_kill_at_each_point_of_a_rollback_loses_and_doubles_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fuse, killed = 0, True
+    while killed:
+        store = TrackerStore(rewinds=kind == "rewinds", buffers=kind == "buffers")
+        (tmp_path / str(fuse)).mkdir()
+        run = RunOnDisk(tmp_path / str(fuse))
+        with monkeypatch.context() as patch:
+            process = ReporterProcess(run, store, patch)
+            for _ in range(5):
+                run.step()
+            process.advance(None, 0)
+            run.resume_from(2)
+            for _ in range(4):  # longer than before, so that only the file itself tells that it is another one
+                run.step()
+            process.advance(fuse, fuse % 3)
+            killed = process.reporter is None
+            process.advance(None, 0, complete=True)
+        assert sorted(store.keys) == [f"step/{n}" for n in range(1, 7)], f"killed at point {fuse}"
+        sent = {r.step: r.numbers["train/reward_mean"] for r, _ in store.records}
+        if store.rewinds:
+            assert sent == {line["step"]: line["reward_mean"] for line in run.lines}
+        fuse += 1
+    assert fuse > 5
 
 
 def test_a_step_that_is_not_made_again_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
