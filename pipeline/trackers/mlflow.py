@@ -27,13 +27,14 @@ class MLflow(Tracker):
     """A record with numbers is one request, which a database stores whole or not at all. An artifact that is sent again
     replaces the first. Address: ``MLFLOW_TRACKING_URI``."""
 
-    def __init__(self, run: TrackedRun, is_new: bool) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()
         experiment = self._experiment(run.project)
-        self._id = self._find_or_create(experiment, run).info.run_id
+        found = self._find_or_create(experiment, run)
+        self._id = found.info.run_id
         self._place = f"{get_tracking_uri()}: experiment {run.project}, run {self._id}"
         self._client.update_run(self._id, status="RUNNING")
-        if is_new:
+        if not found.data.params:  # they cannot be changed; the artifact is the newest configuration
             params = [Param(_name(key), str(value)[:PARAM_CHARACTERS_MAX]) for key, value in run.settings.items()]
             for at in range(0, len(params), PARAMS_MAX):
                 self._client.log_batch(self._id, params=params[at : at + PARAMS_MAX])

@@ -27,7 +27,7 @@ from pipeline.trackers.tracker import ADAPTERS, TrackedRun, Tracker, open_tracke
 
 log = logging.getLogger("afterplay.report")
 
-Open = Callable[[str, TrackedRun, bool], Tracker]
+Open = Callable[[str, TrackedRun], Tracker]
 
 
 class Reporter:
@@ -47,14 +47,13 @@ class Reporter:
         self._lock = FileLock(path.with_suffix(".lock"), f"another process reports {directory.path} to {name}")
         self._file = DeliveryFile(path)
         self._delivery = self._file.delivery
-        is_new = self._delivery.run is None
-        if is_new:
+        if self._delivery.run is None:
             self._file.write({"run": uuid.uuid4().hex})
         section = config.trackers
         run = TrackedRun(
             str(self._delivery.run), section.name or config.run.name, section.project, directory.path.absolute(), config
         )
-        self._tracker = open_(name, run, is_new)
+        self._tracker = open_(name, run)
         if self._delivery.place != self._tracker.place:
             self._file.write({"place": self._tracker.place})
         self._resolve_doubt()

@@ -37,7 +37,7 @@ class TensorBoard(Tracker):
 
     rewinds = True
 
-    def __init__(self, run: TrackedRun, is_new: bool) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._run = run
         self._folder = run.directory / FOLDER
         self._file: IO[bytes] | None = None

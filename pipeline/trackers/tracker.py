@@ -22,7 +22,7 @@ ADAPTERS: Mapping[str, str] = {
 """Class of each tracker. The name is that of the package that it imports, and of the extra that installs it."""
 
 MARKS: Mapping[str, str] = {"step": "train/step", "evaluation": "eval/evaluation"}
-"""Number of a record among those of its kind, by kind: trackers that are asked for numbers tell by it what they have."""
+"""Name of the number that counts the records of a kind: a tracker that is asked for it tells which have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Tracker:
     """True if it can drop what it has from a step on. Then a step that was made again replaces the first one; else
     the first one stays."""
 
-    def __init__(self, run: TrackedRun, is_new: bool) -> None:
-        """Open the run, or continue it. ``is_new``: nothing was sent to it yet."""
+    def __init__(self, run: TrackedRun) -> None:
+        """Open the run, or continue it."""
 
     @property
     def place(self) -> str:
@@ -91,10 +91,10 @@ def require_package(name: str) -> None:
         )
 
 
-def open_tracker(name: str, run: TrackedRun, is_new: bool) -> Tracker:
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
     """Raises :class:`ConfigurationError` for a package that is missing."""
     require_package(name)
-    tracker: Tracker = load_main(ADAPTERS[name])(run, is_new)
+    tracker: Tracker = load_main(ADAPTERS[name])(run)
     return tracker
 
 

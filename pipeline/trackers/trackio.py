@@ -22,7 +22,7 @@ from pipeline.trackers.tracker import MARKS, TrackedRun, Tracker
 class Trackio(Tracker):
     """Numbers, tables and the curves as an image. Folder: ``TRACKIO_DIR``; ``TRACKIO_SPACE_ID`` for a Space."""
 
-    def __init__(self, run: TrackedRun, is_new: bool) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._project = run.project
         # trackio resumes a run by its name, which another run may have too
         self._run = trackio.init(

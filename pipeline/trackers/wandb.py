@@ -26,7 +26,7 @@ from pipeline.trackers.tracker import TrackedRun, Tracker
 class WeightsAndBiases(Tracker):
     """Numbers, tables and the curves as an image. Addresses and modes: ``WANDB_MODE``, ``WANDB_API_KEY`` …"""
 
-    def __init__(self, run: TrackedRun, is_new: bool) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._run = wandb.init(
             project=run.project,
             name=run.name,

@@ -133,7 +133,7 @@ class ReporterProcess:
         self._held.clear()
         self.store.lose(lost)
 
-    def _open(self, name: str, run, is_new: bool) -> FakeTracker:
+    def _open(self, name: str, run) -> FakeTracker:
         self.fuse.tick()
         return FakeTracker(self.store, self.fuse, run)
 
@@ -277,7 +277,7 @@ def test_rollouts_of_a_step_and_of_an_evaluation_become_tables(tmp_path: Path, m
     directory.evaluations_file.write_text('{"evaluation": 0, "updates": 0, "score": 1.0}\n')
     store, fuse = TrackerStore(), Fuse()
     monkeypatch.setattr(RunRecords, "curves", lambda self: None)
-    reporter = Reporter("trackio", config, directory, lambda name, run, is_new: FakeTracker(store, fuse, run))
+    reporter = Reporter("trackio", config, directory, lambda name, run: FakeTracker(store, fuse, run))
     reporter.advance()
     reporter.close()
     tables = {record.key: record.table for record, _ in store.records if record.table is not None}
