@@ -16,6 +16,7 @@ from pipeline.cli.env import app as env_app
 from pipeline.cli.experience import START
 from pipeline.cli.experience import app as replay_app
 from pipeline.cli.plan import show_plan
+from pipeline.cli.push import push
 from pipeline.cli.show import show
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
@@ -117,6 +118,7 @@ app.add_typer(replay_app, name="replay")
 app.command("plan")(show_plan)
 app.command()(show)
 app.command("eval")(evaluate)
+app.command()(push)
 
 File = Annotated[
     Path,
