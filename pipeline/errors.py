@@ -26,7 +26,7 @@
     │   └── PlugInTimeout       ... it took longer than it was allowed
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
-    ├── TrackerError            an experiment tracker failed; training goes on
+    ├── TrackerError            an experiment tracker failed; training continues
     ├── EnvironmentFailing      every rollout of an environment failed; the run ends
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
 

@@ -390,7 +390,7 @@ def plot(run_directory: Run) -> None:
 def report(
     run_directory: Run,
     to: Annotated[str, typer.Option("--to", metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Go on while the run is alive.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue while the run is alive.")] = False,
     sets: Sets = None,
 ) -> None:
     """Send the steps, evaluations, sampled rollouts and curves of a run to an experiment tracker.

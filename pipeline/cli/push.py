@@ -88,7 +88,7 @@ def card(config: RunConfig, directory: RunDirectory, updates: int, has_curves: b
         header["base_model"] = config.model.source
     parts = [
         f"---\n{dump_yaml(header)}---\n\n# {config.run.name}",
-        f"Trained from `{config.model.source}` with Afterplay, {updates} updates, on the environments "
+        f"Trained from `{header.get('base_model') or Path(config.model.source).name}` with Afterplay, {updates} updates, on the environments "
         f"{', '.join(config.trained_environments) or 'none'}.",
     ]
     if has_curves:
@@ -131,7 +131,7 @@ def _evaluations(directory: RunDirectory, updates: int) -> list[str]:
 
 
 def _ledger(config: RunConfig, directory: RunDirectory) -> list[str]:
-    """What became of every order, trajectory and group; nothing where the store is not there."""
+    """Counts of orders, trajectories and groups by state; nothing where there is no store."""
     from pipeline.store.ledger import read_ledger
     from pipeline.store.store import store_path
 
@@ -154,6 +154,8 @@ def _changed(config: RunConfig) -> dict[str, Any]:
 
 
 def _difference(value: Any, default: Any) -> Any:
+    if isinstance(value, str) and value.startswith("/"):
+        return Path(value).name  # no folders of this machine
     if not isinstance(value, dict) or not isinstance(default, dict):
         return value
     return {key: _difference(inner, default.get(key)) for key, inner in value.items() if inner != default.get(key)}

@@ -57,7 +57,7 @@ class Rule:
     stateless: bool = False
     """Killing it in the drain loses nothing, so the drain still counts as clean."""
     optional: bool = False
-    """The run goes on without it, where another process would end the run by failing."""
+    """The run continues without it, where another process would end the run by failing."""
     start_seconds_max: float = 300.0
     stuck_seconds_max: float = 300.0
     """Longest time without a healthy answer, once it was healthy."""
@@ -263,7 +263,7 @@ class Machine:
         return []
 
     def _give_up(self, process: Process, code: ExitCode, reason: str, now: float) -> list[Action]:
-        """End the run, unless it can go on without ``process``."""
+        """End the run, unless ``process`` is optional."""
         process.phase = Phase.DONE
         if process.rule.optional:
             return []

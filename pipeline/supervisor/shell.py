@@ -145,7 +145,7 @@ class Supervisor:
             self._display.say(f"{name} ended ({_why_ended(process, code)}); restart {process.restarts} in {wait:.1f} s")
         elif process.rule.optional and self.machine.draining_since is None:
             why = " ".join(last_lines(self._directory.log_file(name), 1)) or describe_exit(code)
-            self._display.say(f"the run goes on without {name}: {why}")
+            self._display.say(f"the run continues without {name}: {why}")
         self._write_states()
 
     async def _watch(self) -> None:

@@ -39,8 +39,8 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One thing that a tracker is told: the numbers of a step, a table of rollouts, a picture."""
+class TrackerRecord:
+    """One report to a tracker: the numbers of a step, a table of rollouts, a picture."""
 
     key: str
     """``step/7``, ``evaluation/2``, ``rollouts/step/10``, ``rollouts/evaluation/2`` or ``curves/50``."""
@@ -72,7 +72,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SentEntry:
     """One record in the journal."""
 
     key: str
@@ -82,7 +82,7 @@ class Entry:
     """Number of records announced before it, also of those that were lost."""
 
 
-class Verdict(StrEnum):
+class SendStatus(StrEnum):
     """Answer to the question whether a record is to be sent."""
 
     NEW = "new"
@@ -97,14 +97,14 @@ class Delivery:
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self.run: str | None = None
         self.place: str | None = None
-        self._sent: dict[str, Entry] = {}
-        self._doubtful: dict[str, Entry] = {}
+        self._sent: dict[str, SentEntry] = {}
+        self._doubtful: dict[str, SentEntry] = {}
         self.next_position = 0
         for line in lines:
             self.apply(line)
 
     @property
-    def doubtful(self) -> tuple[Entry, ...]:
+    def doubtful(self) -> tuple[SentEntry, ...]:
         """Announced and not confirmed, in order."""
         return tuple(self._doubtful.values())
 
@@ -113,17 +113,17 @@ class Delivery:
         """The newest step whose numbers the tracker has; 0: none."""
         return max((e.step for e in self._sent.values() if e.key.startswith("step/")), default=0)
 
-    def knows(self, record: Record) -> bool:
+    def knows(self, record: TrackerRecord) -> bool:
         """True if a record with its key was announced."""
         return record.key in self._sent or record.key in self._doubtful
 
-    def verdict(self, record: Record) -> Verdict:
+    def verdict(self, record: TrackerRecord) -> SendStatus:
         entry = self._sent.get(record.key) or self._doubtful.get(record.key)
         if entry is None:
-            return Verdict.NEW
-        return Verdict.SENT if entry.fingerprint == record.fingerprint else Verdict.MADE_AGAIN
+            return SendStatus.NEW
+        return SendStatus.SENT if entry.fingerprint == record.fingerprint else SendStatus.MADE_AGAIN
 
-    def announcement(self, records: Sequence[Record]) -> dict[str, Any]:
+    def announcement(self, records: Sequence[TrackerRecord]) -> dict[str, Any]:
         """The line to write before ``records`` are sent; their positions begin at :attr:`next_position`."""
         return {"send": [[r.key, r.step, r.fingerprint] for r in records]}
 
@@ -135,7 +135,7 @@ class Delivery:
             self.place = str(line["place"])
         elif "send" in line:
             for key, step, fingerprint in line["send"]:
-                self._doubtful[key] = Entry(key, step, fingerprint, self.next_position)
+                self._doubtful[key] = SentEntry(key, step, fingerprint, self.next_position)
                 self.next_position += 1
         elif "sent" in line:
             self._sent |= self._doubtful

@@ -12,7 +12,7 @@ from mlflow import MlflowClient, get_tracking_uri
 from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 
-from pipeline.trackers.delivery import Entry, Record
+from pipeline.trackers.delivery import SentEntry, TrackerRecord
 from pipeline.trackers.tracker import MARKS, TrackedRun, Tracker
 
 ID_TAG = "afterplay.id"
@@ -44,7 +44,7 @@ class MLflow(Tracker):
     def place(self) -> str:
         return self._place
 
-    def held(self, entries: Sequence[Entry]) -> set[str]:
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
         numbers = {
             kind: {int(metric.value) for metric in self._client.get_metric_history(self._id, mark)}
             for kind, mark in MARKS.items()
@@ -53,7 +53,7 @@ class MLflow(Tracker):
             e.key for e in entries for kind, _, number in [e.key.partition("/")] if _is_in(number, numbers.get(kind))
         }
 
-    def send(self, records: Sequence[tuple[Record, int]]) -> None:
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
         for metrics in _requests(record for record, _ in records):
             self._client.log_batch(self._id, metrics=metrics)
         for record, _ in records:
@@ -86,7 +86,7 @@ class MLflow(Tracker):
         return found[0] if found else self._client.create_run(experiment, run_name=run.name, tags={ID_TAG: run.id})
 
 
-def _requests(records: Iterator[Record]) -> Iterator[list[Metric]]:
+def _requests(records: Iterator[TrackerRecord]) -> Iterator[list[Metric]]:
     """Metrics of whole records, as many as fit into a request. The mark of a record is the last of its metrics."""
     batch: list[Metric] = []
     for record in records:

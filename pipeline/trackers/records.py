@@ -18,7 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.store.queries import Filters, Listed, Span
-from pipeline.trackers.delivery import Record, Table
+from pipeline.trackers.delivery import Table, TrackerRecord
 
 BATCH = 100
 """Most records that are announced and sent at once."""
@@ -43,10 +43,10 @@ class RunRecords:
         """Begin again with the first record."""
         self._steps = MetricsTail(self._directory.metrics_file, READ_BYTES_MAX)
         self._evaluations = MetricsTail(self._directory.evaluations_file, READ_BYTES_MAX)
-        self._tables: list[tuple[Record, Filters]] = []
+        self._tables: list[tuple[TrackerRecord, Filters]] = []
         """Tables to make at the next call: a moment later the replay stage has written what it knows of them."""
 
-    def new(self, is_known: Callable[[Record], bool]) -> Iterator[list[Record]]:
+    def new(self, is_known: Callable[[TrackerRecord], bool]) -> Iterator[list[TrackerRecord]]:
         """Records that are there since the last call. A step that was made again comes again; tables of rollouts that
         are known do not."""
         due, self._tables = self._tables, []
@@ -60,7 +60,7 @@ class RunRecords:
                     self._tables += [table for table in tables if table is not None and not is_known(table[0])]
                     yield found
 
-    def curves(self) -> Record | None:
+    def curves(self) -> TrackerRecord | None:
         """The picture of all curves up to now; None without a step."""
         with tempfile.TemporaryDirectory() as folder:
             picture = Path(folder) / self._directory.path.resolve().name / "curves.png"
@@ -70,13 +70,13 @@ class RunRecords:
             return (
                 None
                 if last is None
-                else Record(f"curves/{last.step}", last.step, last.time, picture=picture.read_bytes())
+                else TrackerRecord(f"curves/{last.step}", last.step, last.time, picture=picture.read_bytes())
             )
 
-    def _table_of(self, record: Record) -> tuple[Record, Filters] | None:
+    def _table_of(self, record: TrackerRecord) -> tuple[TrackerRecord, Filters] | None:
         """An empty record of the table that belongs to a step or an evaluation, and the rollouts in it."""
         section, traces = self._config.trackers, self._config.traces
-        table = Record(f"rollouts/{record.key}", record.step, record.time)
+        table = TrackerRecord(f"rollouts/{record.key}", record.step, record.time)
         if not section.rollouts:
             return None
         if record.name == "evaluation":
@@ -84,7 +84,7 @@ class RunRecords:
         due = record.step % section.rollouts_every == 0 or record.step == 1
         return (table, Filters(step=Span(record.step, record.step))) if traces.trained and due else None
 
-    def _with_rollouts(self, due: list[tuple[Record, Filters]]) -> list[Record]:
+    def _with_rollouts(self, due: list[tuple[TrackerRecord, Filters]]) -> list[TrackerRecord]:
         """The tables, filled. One whose rollouts are not kept stays empty."""
         try:
             reader = RunReader(self._config, self._directory)
@@ -102,23 +102,25 @@ class RunRecords:
         ]
 
 
-def step_record(line: Mapping[str, Any]) -> Record | None:
+def step_record(line: Mapping[str, Any]) -> TrackerRecord | None:
     """The record of a line of ``metrics.jsonl``."""
     step = line.get("step")
     if not isinstance(step, int):
         return None
-    return Record(
+    return TrackerRecord(
         f"step/{step}", step, _time(line.get("time")), numbers_of(line, "train"), fingerprint=_fingerprint(line)
     )
 
 
-def evaluation_record(line: Mapping[str, Any]) -> Record | None:
+def evaluation_record(line: Mapping[str, Any]) -> TrackerRecord | None:
     """The record of a line of ``evaluations.jsonl``."""
     number, updates = line.get("evaluation"), line.get("updates")
     if not isinstance(number, int) or not isinstance(updates, int):
         return None
     time = _time(line.get("started_at")) + _time(line.get("seconds"))
-    return Record(f"evaluation/{number}", updates, time, numbers_of(line, "eval"), fingerprint=_fingerprint(line))
+    return TrackerRecord(
+        f"evaluation/{number}", updates, time, numbers_of(line, "eval"), fingerprint=_fingerprint(line)
+    )
 
 
 def numbers_of(value: object, path: str) -> dict[str, float]:
@@ -155,8 +157,8 @@ def _row(step: int, row: Listed, transcript: Transcript) -> tuple[str | float | 
     )  # fmt: skip
 
 
-def _filled(table: Record, rows: list[tuple[str | float | None, ...]]) -> Record:
-    return Record(table.key, table.step, table.time, table=Table(COLUMNS, tuple(rows))) if rows else table
+def _filled(table: TrackerRecord, rows: list[tuple[str | float | None, ...]]) -> TrackerRecord:
+    return TrackerRecord(table.key, table.step, table.time, table=Table(COLUMNS, tuple(rows))) if rows else table
 
 
 def _time(value: object) -> float:

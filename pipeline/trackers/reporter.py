@@ -21,7 +21,7 @@ from pipeline.cli.viewer.progress import read_lines
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, TrackerError
 from pipeline.runtime.rundir import FileLock, RunDirectory
-from pipeline.trackers.delivery import Delivery, DeliveryFile, Record, Verdict
+from pipeline.trackers.delivery import Delivery, DeliveryFile, SendStatus, TrackerRecord
 from pipeline.trackers.records import RunRecords
 from pipeline.trackers.tracker import ADAPTERS, TrackedRun, Tracker, open_tracker
 
@@ -69,7 +69,7 @@ class Reporter:
                     self._rewind(step)
                     again = True
                     break
-                sent += self._send([r for r in records if self._delivery.verdict(r) is Verdict.NEW])
+                sent += self._send([r for r in records if self._delivery.verdict(r) is SendStatus.NEW])
         return sent
 
     def close(self, complete: bool = True) -> None:
@@ -93,9 +93,9 @@ class Reporter:
             self._file.write({"held": sorted(held)})
             log.info("%d of the last %d records had arrived at %s", len(held), len(doubtful), self._name)
 
-    def _first_made_again(self, records: list[Record]) -> int | None:
+    def _first_made_again(self, records: list[TrackerRecord]) -> int | None:
         """The first step that the tracker can and must drop, because its numbers are others now."""
-        steps = [r.step for r in records if self._delivery.verdict(r) is Verdict.MADE_AGAIN and r.name == "step"]
+        steps = [r.step for r in records if self._delivery.verdict(r) is SendStatus.MADE_AGAIN and r.name == "step"]
         if not steps:
             return None
         if self._tracker.rewinds:
@@ -112,7 +112,7 @@ class Reporter:
         self._file.write({"rewind": step})
         self._records.restart()
 
-    def _send(self, records: list[Record]) -> int:
+    def _send(self, records: list[TrackerRecord]) -> int:
         if not records:
             return 0
         position = self._delivery.next_position

@@ -24,7 +24,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from pipeline.runtime.rundir import write_bytes_atomically
-from pipeline.trackers.delivery import Entry, Record, Table
+from pipeline.trackers.delivery import SentEntry, Table, TrackerRecord
 from pipeline.trackers.tracker import TrackedRun, Tracker
 
 FOLDER = "tensorboard"
@@ -41,13 +41,13 @@ class TensorBoard(Tracker):
         self._run = run
         self._folder = run.directory / FOLDER
         self._file: IO[bytes] | None = None
-        """Made when something is to be written: until then the newest file is that of the reporter before."""
+        """None until something is to be written: until then the newest file is that of the reporter before."""
 
     @property
     def place(self) -> str:
         return str(self._folder)
 
-    def held(self, entries: Sequence[Entry]) -> set[str]:
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
         files = self._files()
         found = {key for event in _events(files[-1]) if (key := _key(event)) is not None} if files else set()
         return found & {entry.key for entry in entries}
@@ -56,7 +56,7 @@ class TensorBoard(Tracker):
         self.close()
         self._open(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
 
-    def send(self, records: Sequence[tuple[Record, int]]) -> None:
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
         file = self._file or self._open()
         for record, _ in records:
             file.write(_framed(_event(record)))
@@ -88,7 +88,7 @@ class TensorBoard(Tracker):
         return sorted(self._folder.glob("events.out.tfevents.*"))
 
 
-def _event(record: Record) -> Event:
+def _event(record: TrackerRecord) -> Event:
     values = [Summary.Value(tag=_KEY, tensor=_strings([[record.key]]), metadata=_plugin("afterplay"))]
     values += [Summary.Value(tag=name, simple_value=number) for name, number in record.numbers.items()]
     if record.table is not None:

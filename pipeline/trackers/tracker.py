@@ -11,7 +11,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import dump
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import load_main
-from pipeline.trackers.delivery import Entry, Record
+from pipeline.trackers.delivery import SentEntry, TrackerRecord
 
 ADAPTERS: Mapping[str, str] = {
     "tensorboard": "pipeline.trackers.tensorboard:TensorBoard",
@@ -30,7 +30,7 @@ class TrackedRun:
     """Facts of a run that a tracker shows."""
 
     id: str
-    """Made for the tracker once, and kept in the run directory: a run that resumes continues under it."""
+    """Identity for the tracker, kept in the run directory: a run that resumes continues under it."""
     name: str
     project: str
     directory: Path
@@ -63,7 +63,7 @@ class Tracker:
         """Address or folder where a user finds the run."""
         raise NotImplementedError
 
-    def held(self, entries: Sequence[Entry]) -> set[str]:
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
         """Keys of those ``entries`` that it has. Asked once, after a kill, before anything is sent."""
         raise NotImplementedError
 
@@ -71,8 +71,8 @@ class Tracker:
         """Drop everything from ``step`` on. Only of a tracker that rewinds."""
         raise NotImplementedError
 
-    def send(self, records: Sequence[tuple[Record, int]]) -> None:
-        """Take records, each with its position (:class:`Entry`)."""
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
+        """Take records, each with its position (:class:`SentEntry`)."""
         raise NotImplementedError
 
     def flush(self) -> bool:

@@ -15,7 +15,7 @@ from trackio.sqlite_storage import SQLiteStorage
 from trackio.utils import TRACKIO_DIR
 
 from pipeline.errors import TrackerError
-from pipeline.trackers.delivery import Entry, Record
+from pipeline.trackers.delivery import SentEntry, TrackerRecord
 from pipeline.trackers.tracker import MARKS, TrackedRun, Tracker
 
 
@@ -34,20 +34,20 @@ class Trackio(Tracker):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self._sent: list[Entry] = []
+        self._sent: list[SentEntry] = []
 
     @property
     def place(self) -> str:
         return f"{self._run.url or TRACKIO_DIR}: project {self._project}, run {self._run.name}"
 
-    def held(self, entries: Sequence[Entry]) -> set[str]:
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
         found = set()
         for row in self._rows():
             found |= {f"{kind}/{row[mark]}" for kind, mark in MARKS.items() if mark in row}
             found |= {f"{name}@{row['step']}" for name in row if name.startswith(("rollouts/", "curves"))}
         return {e.key for e in entries if e.key in found or f"{e.key.rpartition('/')[0]}@{e.step}" in found}
 
-    def send(self, records: Sequence[tuple[Record, int]]) -> None:
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
         for record, position in records:
             row: dict[str, Any] = dict(record.numbers)
             if record.table is not None:
@@ -60,7 +60,7 @@ class Trackio(Tracker):
                     path.write_bytes(record.picture)
                     row[record.name] = trackio.Image(str(path))
                 self._run.log(row, step=record.step)
-            self._sent.append(Entry(record.key, record.step, record.fingerprint, position))
+            self._sent.append(SentEntry(record.key, record.step, record.fingerprint, position))
 
     def flush(self) -> bool:
         return False

@@ -19,7 +19,7 @@ import orjson
 import wandb
 
 from pipeline.errors import TrackerError
-from pipeline.trackers.delivery import Entry, Record
+from pipeline.trackers.delivery import SentEntry, TrackerRecord
 from pipeline.trackers.tracker import TrackedRun, Tracker
 
 
@@ -43,7 +43,7 @@ class WeightsAndBiases(Tracker):
     def place(self) -> str:
         return str(self._run.url or self._run.dir)
 
-    def held(self, entries: Sequence[Entry]) -> set[str]:
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
         if not self._run.offline:
             return {entry.key for entry in entries if entry.position < self._run.starting_step}
         current = Path(self._run.settings.sync_file)
@@ -51,7 +51,7 @@ class WeightsAndBiases(Tracker):
         rows = {row for file in files if file != current for row in _rows(file)}
         return {entry.key for entry in entries if entry.position in rows}
 
-    def send(self, records: Sequence[tuple[Record, int]]) -> None:
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
         for record, position in records:
             row: dict[str, Any] = {"step": record.step, **record.numbers}
             if record.table is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.trackers.delivery import Entry, Record
+from pipeline.trackers.delivery import SentEntry, TrackerRecord
 from pipeline.trackers.tracker import TrackedRun, Tracker
 
 
@@ -34,7 +34,7 @@ class TrackerStore:
     rewinds: bool = False
     buffers: bool = False
     """Records become durable only when the client is closed; a kill loses the end of them."""
-    records: list[tuple[Record, int]] = field(default_factory=list)
+    records: list[tuple[TrackerRecord, int]] = field(default_factory=list)
     durable: int = 0
     ids: set[str] = field(default_factory=set)
 
@@ -61,7 +61,7 @@ class FakeTracker(Tracker):
     def place(self) -> str:
         return "memory"
 
-    def held(self, entries: Sequence[Entry]) -> set[str]:
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
         self._fuse.tick()
         positions = {position for _, position in self._store.records}
         return {entry.key for entry in entries if entry.position in positions}
@@ -73,7 +73,7 @@ class FakeTracker(Tracker):
         self._store.durable = len(self._store.records)
         self._fuse.tick()
 
-    def send(self, records: Sequence[tuple[Record, int]]) -> None:
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
         for record in records:
             self._fuse.tick()
             self._store.records.append(record)

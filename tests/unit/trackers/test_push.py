@@ -36,7 +36,7 @@ def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_an
     _, header, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(header)["base_model"] == "org/base"
     assert "learning_rate: 0.25" in text and "| 2 | sums | 0.750 |  |" in text and "![Curves" in text
-    assert "| trajectories |" in text and str(tmp_path) not in text
+    assert "## Rollouts" in text and str(tmp_path) not in text
     with pytest.raises(ConfigurationError, match="new or empty folder"):
         write_folder(config, directory, "latest", tmp_path / "out")
 
