@@ -86,10 +86,11 @@ def card(config: RunConfig, directory: RunDirectory, updates: int, has_curves: b
     }
     if _HUB_ID.fullmatch(config.model.source) and not Path(config.model.source).exists():
         header["base_model"] = config.model.source
+    source = header.get("base_model") or Path(config.model.source).name
+    trained = ", ".join(config.trained_environments) or "none"
     parts = [
         f"---\n{dump_yaml(header)}---\n\n# {config.run.name}",
-        f"Trained from `{header.get('base_model') or Path(config.model.source).name}` with Afterplay, {updates} updates, on the environments "
-        f"{', '.join(config.trained_environments) or 'none'}.",
+        f"Trained from `{source}` with Afterplay, {updates} updates, on the environments {trained}.",
     ]
     if has_curves:
         parts.append("![Curves of the run](curves.png)")

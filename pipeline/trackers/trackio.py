@@ -41,7 +41,7 @@ class Trackio(Tracker):
         return f"{self._run.url or TRACKIO_DIR}: project {self._project}, run {self._run.name}"
 
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
-        found = set()
+        found: set[str] = set()
         for row in self._rows():
             found |= {f"{kind}/{row[mark]}" for kind, mark in MARKS.items() if mark in row}
             found |= {f"{name}@{row['step']}" for name in row if name.startswith(("rollouts/", "curves"))}
