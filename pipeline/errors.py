@@ -27,6 +27,7 @@
     │   └── PlugInTimeout       ... it took longer than it was allowed
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
+    ├── TrackerError            an experiment tracker failed; training continues
     ├── EnvironmentFailing      every rollout of an environment failed; the run ends
     ├── RunFailed               a run that was started from Python failed
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
@@ -159,6 +160,10 @@ class EpisodeLimit(AfterplayError):
 
 class TrainingError(AfterplayError):
     """The learner cannot make a step from this batch."""
+
+
+class TrackerError(AfterplayError):
+    """An experiment tracker failed; what was not sent can be sent later."""
 
 
 class EnvironmentFailing(AfterplayError):

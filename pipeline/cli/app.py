@@ -16,11 +16,15 @@ from pipeline.cli.env import app as env_app
 from pipeline.cli.experience import START
 from pipeline.cli.experience import app as replay_app
 from pipeline.cli.plan import show_plan
+from pipeline.cli.push import push
 from pipeline.cli.show import show
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import append_working_folder, module_command
 from pipeline.runtime.process import ExitCode
+
+REPORTER_NICENESS = 10
+"""Added to the niceness of a reporter process: the processes that train come first."""
 
 
 def evaluate(
@@ -75,6 +79,7 @@ app = typer.Typer(
   afterplay plot runs/tiny                    draw the curves
   afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
   afterplay eval runs/tiny --checkpoint best  evaluate a checkpoint on held-out tasks
+  afterplay report runs/tiny --to wandb       send its numbers to an experiment tracker
 
 [bold]Change the configuration[/bold]
 
@@ -113,6 +118,7 @@ app.add_typer(replay_app, name="replay")
 app.command("plan")(show_plan)
 app.command()(show)
 app.command("eval")(evaluate)
+app.command()(push)
 
 File = Annotated[
     Path,
@@ -293,6 +299,20 @@ def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
     _role("evaluator", index, "learner.evaluator:main", _load(file, sets))
 
 
+@app.command(hidden=True)
+def reporter(file: File, index: Index = 0, sets: Sets = None) -> None:
+    """Report the run to the tracker at this position of report_to, until SIGTERM."""
+    from pipeline.runtime.process import configure_logging
+    from pipeline.runtime.rundir import RunDirectory
+    from pipeline.trackers.reporter import report as report_all
+
+    config = _load(file, sets)
+    name = config.report_to[index]
+    configure_logging(f"report-{name}")
+    os.nice(REPORTER_NICENESS)
+    report_all(name, config, RunDirectory(config.run.path), lambda: True)
+
+
 @app.command()
 def prepare(file: File, sets: Sets = None) -> None:
     """Prepare the model folder of the run (run.directory/run.name/model) for engines and learner.
@@ -364,6 +384,32 @@ def plot(run_directory: Run) -> None:
     if problem:
         _refuse(problem)
     typer.echo(str(directory.curves_file))
+
+
+@app.command()
+def report(
+    run_directory: Run,
+    to: Annotated[str, typer.Option("--to", metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Continue while the run is alive.")] = False,
+    sets: Sets = None,
+) -> None:
+    """Send the steps, evaluations, sampled rollouts and curves of a run to an experiment tracker.
+
+    What the tracker has already is not sent again, so the command can be repeated, and a run with `report_to` that was
+    killed can be completed. Names are in the section `trackers`; addresses, keys and offline modes are those of the
+    tracker's own environment variables.
+
+      afterplay report runs/tiny --to tensorboard
+      WANDB_MODE=offline afterplay report runs/tiny --to wandb --follow --set trackers.project=games
+    """
+    from pipeline.cli.experience import open_run
+    from pipeline.cli.status import is_alive
+    from pipeline.trackers.reporter import describe_delivery
+    from pipeline.trackers.reporter import report as report_all
+
+    config, directory = open_run(run_directory, sets or ())
+    report_all(to, config, directory, lambda: follow and is_alive(directory))
+    typer.echo(describe_delivery(directory, to))
 
 
 @config_app.command("check")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -234,8 +235,8 @@ def import_command(
         typer.echo("evicted from the pool: " + ", ".join(f"{n} ({reason})" for reason, n in left.items()))
 
 
-def open_run(path: Path, *, or_file: bool = False) -> tuple[RunConfig, RunDirectory]:
-    """Configuration and directory of an existing run.
+def open_run(path: Path, overrides: Sequence[str] = (), *, or_file: bool = False) -> tuple[RunConfig, RunDirectory]:
+    """Configuration and directory of an existing run. ``overrides``: as of ``--set``.
 
     ``or_file``: ``path`` may also be the run file of a run that has not started. Raises :class:`ConfigurationError`.
     """
@@ -255,5 +256,5 @@ def open_run(path: Path, *, or_file: bool = False) -> tuple[RunConfig, RunDirect
     directory = RunDirectory(path)
     if not directory.config_file.exists():
         raise ConfigurationError(f"expected a run directory, got {path}, which has no config.yaml")
-    config = load(directory.config_file, environment={})
+    config = load(directory.config_file, overrides, environment={})
     return config, directory

@@ -23,6 +23,7 @@ from pipeline.config.rollouts import (
     SamplingConfig,
     check_colocation,
 )
+from pipeline.config.trackers import TrackerName, TrackersConfig
 
 
 class RunSection(Section):
@@ -145,6 +146,9 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     traces: TracesConfig = TracesConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that the run is reported to: some of tensorboard, wandb, mlflow, trackio."""
+    trackers: TrackersConfig = TrackersConfig()
 
     @property
     def trained_environments(self) -> dict[str, EnvironmentConfig]:
@@ -174,6 +178,8 @@ class RunConfig(Section):
         check_colocation(self.engine, self.learner, self.publish)
         check_placement(self.placement, self.engine, self.learner)
         self._check_evaluation()
+        if len(set(self.report_to)) < len(self.report_to):
+            raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
         if self.learner.minibatches > self.groups.trajectories_per_step:
             raise ValueError(
                 f"learner.minibatches ({self.learner.minibatches}) is more than the "

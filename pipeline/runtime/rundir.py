@@ -15,6 +15,8 @@
       evaluations.jsonl  one JSON object for each evaluation
       evaluations/NAME/  one ``afterplay eval`` of a checkpoint: a small run directory
       curves.png         the picture of metrics.jsonl
+      trackers/NAME.jsonl  what was sent to an experiment tracker
+      tensorboard/       event files, with report_to: [tensorboard]
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
       processes.json     state of all processes, written by the supervisor

@@ -156,6 +156,7 @@ def evaluation_config(
     raw["loss"]["supervised"]["weight"] = 0.0
     raw["metrics"]["port"] = 0
     raw["lessons"]["enabled"] = False
+    raw["report_to"] = ()
     raw["publish"]["lora"] = "merged"
     raw["run"]["id"] = None
     if config.engine.kind != "external":

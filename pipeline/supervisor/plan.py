@@ -24,7 +24,7 @@ from pipeline.supervisor.restarts import Rule
 
 ACTORS, LEARNER, REPLAY, ENGINES = range(4)
 """Stages of the drain."""
-PREPARE = "prepare"
+PREPARE, REPORTER = "prepare", "reporter"
 RENDEZVOUS_PORT = 29500
 """Port at which the learner's ranks of several nodes meet, on the first of them."""
 
@@ -102,7 +102,7 @@ class Place:
         """Its command for the run file ``file``. ``-P``: see :func:`pipeline.runtime.children.module_command`."""
         launcher = ["-P"] if self.gang is None else self.gang.launcher
         command = [python, *launcher, "-m", "pipeline.cli.app", self.role, file]
-        if self.role in ("actor", "engine"):
+        if self.role in ("actor", "engine", REPORTER):
             command += ["--index", str(self.index)]
         if self.role == "engine":
             command.append("--await-model")
@@ -168,6 +168,7 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
             wish=Wish.SPREAD,
         )
         places.append(place)
+    places += _reporters(config, head)
     return Plan(config, tuple(places), division.reasons, division.problems)
 
 
@@ -236,6 +237,14 @@ def _engines(config: RunConfig, division: Division, inventory: Inventory) -> Ite
             ports={"http": engine.port + i if engine.port else 0},
             wish=Wish.SPREAD,
         )
+
+
+def _reporters(config: RunConfig, head: Node) -> Iterator[Place]:
+    """One place for each tracker. They end last, so that they see what the others write, and no failure of theirs ends
+    the run."""
+    for i, tracker in enumerate(config.report_to):
+        rule = Rule(f"report-{tracker}", ENGINES, depends=("replay",), stateless=True, optional=True)
+        yield Place(REPORTER, i, head.name, rule, cpus=0, environment=_environment(head), needs_disk=True)
 
 
 def _environment(node: Node, gpus: tuple[str, ...] = ()) -> dict[str, str]:

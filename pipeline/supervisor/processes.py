@@ -15,7 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.runtime.engine_keys import key_environments, make_actor_key
 from pipeline.runtime.rundir import RunDirectory, read_json
-from pipeline.supervisor.plan import Place
+from pipeline.supervisor.plan import REPORTER, Place
 from pipeline.supervisor.restarts import Rule
 
 
@@ -46,7 +46,7 @@ def specs_of(places: Iterable[Place], config: RunConfig, directory: RunDirectory
             place.rule,
             place.command(file),
             f"{config.engine.addresses()[place.index]}/health" if place.role == "engine" else None,
-            probed=not place.rule.once,
+            probed=not place.rule.once and place.role != REPORTER,
             environment={**place.environment, **keys.get(place.role, keys["other"])},
         )
         for place in places

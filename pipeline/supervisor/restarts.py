@@ -56,6 +56,8 @@ class Rule:
     """The run is finished when this process has finished its work."""
     stateless: bool = False
     """Killing it in the drain loses nothing, so the drain still counts as clean."""
+    optional: bool = False
+    """The run continues without it, where another process would end the run by failing."""
     start_seconds_max: float = 300.0
     stuck_seconds_max: float = 300.0
     """Longest time without a healthy answer, once it was healthy."""
@@ -236,12 +238,10 @@ class Machine:
         """Back off and restart, or end the run."""
         name = process.rule.name
         if process.rule.once or code == ExitCode.CONFIGURATION:
-            process.phase, self.culprit = Phase.DONE, name
             verdict = ExitCode.CONFIGURATION if code == ExitCode.CONFIGURATION else ExitCode.FAILED
-            return self._drain(verdict, f"{name} failed ({describe_exit(code)})", now)
+            return self._give_up(process, verdict, f"{name} failed ({describe_exit(code)})", now)
         if code == ExitCode.ENVIRONMENT:
-            process.phase, self.culprit = Phase.DONE, name
-            return self._drain(ExitCode.ENVIRONMENT, "every rollout of an environment failed", now)
+            return self._give_up(process, ExitCode.ENVIRONMENT, "every rollout of an environment failed", now)
         while process.restarted_at and process.restarted_at[0] <= now - BUDGET_SECONDS:
             process.restarted_at.popleft()
         process.idle_starts = 0 if process.worked else process.idle_starts + 1
@@ -252,9 +252,8 @@ class Machine:
         elif process.idle_starts > most:
             why = f"{process.idle_starts} times in a row before it did any work"
         if why:
-            process.phase, self.culprit = Phase.DONE, name
             reason = f"{name} failed ({describe_exit(code)}) {why} (supervisor.restarts_max={most})"
-            return self._drain(ExitCode.GAVE_UP, reason, now)
+            return self._give_up(process, ExitCode.GAVE_UP, reason, now)
         steady = process.running_since is not None and now - process.running_since >= STEADY_SECONDS
         process.failures = 1 if steady else process.failures + 1
         process.restarts += 1
@@ -262,6 +261,14 @@ class Machine:
         doubled = self.limits.backoff_seconds * 2.0 ** min(process.failures - 1, 60)
         process.phase, process.wake_at = Phase.BACKOFF, now + min(self.limits.backoff_seconds_max, doubled)
         return []
+
+    def _give_up(self, process: Process, code: ExitCode, reason: str, now: float) -> list[Action]:
+        """End the run, unless ``process`` is optional."""
+        process.phase = Phase.DONE
+        if process.rule.optional:
+            return []
+        self.culprit = process.rule.name
+        return self._drain(code, reason, now)
 
     def _drain(self, code: ExitCode, reason: str, now: float) -> list[Action]:
         if self.draining_since is not None:

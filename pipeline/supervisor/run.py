@@ -41,6 +41,8 @@ from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
+from pipeline.trackers.reporter import describe_delivery
+from pipeline.trackers.tracker import require_package
 from pipeline.transport.curve import make_keys
 from pipeline.transport.socket_folder import remove_socket_folder
 
@@ -112,6 +114,8 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
     """Run to the end. Raises :class:`ConfigurationError`; other failures are printed and give the exit code."""
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
+    for tracker in config.report_to:
+        require_package(tracker)
     inventory = local_inventory()
     chosen = plan(config, inventory).fitting()
     for sentence in chosen.reasons:
@@ -180,6 +184,8 @@ def supervise(
     if code is ExitCode.FINISHED and machine.reason == "finished" and not all(failures.values()):
         code = ExitCode.ENVIRONMENT
     _print_result(supervisor, directory, code, time.monotonic() - started_at, console)
+    for tracker in config.report_to:
+        console.print(describe_delivery(directory, tracker), soft_wrap=True)
     for sentence, succeeded in failures.items():
         console.print(sentence, style="yellow" if succeeded else "red", soft_wrap=True)
     reason = "\n".join(filter(None, [machine.reason, *failures, supervisor.log_tail()]))

@@ -143,6 +143,9 @@ class Supervisor:
         if process.phase is Phase.BACKOFF:
             wait = max(0.0, process.wake_at - time.monotonic())
             self._display.say(f"{name} ended ({_why_ended(process, code)}); restart {process.restarts} in {wait:.1f} s")
+        elif process.rule.optional and self.machine.draining_since is None:
+            why = " ".join(last_lines(self._directory.log_file(name), 1)) or describe_exit(code)
+            self._display.say(f"the run continues without {name}: {why}")
         self._write_states()
 
     async def _watch(self) -> None:

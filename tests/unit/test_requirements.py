@@ -19,7 +19,8 @@ BROUGHT = {
 }
 """Packages that come with one of ours, and are part of its interface."""
 BASE = {re.split(r"[\[<>=!~; ]", requirement)[0] for requirement in PROJECT["dependencies"]}
-OPTIONAL = ("actors/adapters/", "actors/servers/")
+TRACKERS = tuple(f"pipeline/trackers/{name}.py" for name in ("tensorboard", "wandb", "mlflow", "trackio"))
+OPTIONAL = ("actors/adapters/", "actors/servers/", *TRACKERS)
 """Modules that are imported only once their package was found."""
 
 

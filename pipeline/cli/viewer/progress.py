@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ Line = dict[str, Any]
 
 
 class MetricsTail:
-    """Reads whole lines that were added to ``metrics.jsonl`` since the last call. The file may not exist yet."""
+    """Reads whole lines that were added to ``metrics.jsonl`` since the last call, and all lines of one that took its
+    place (the learner drops lines of steps that it makes again). The file may not exist yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, bytes_max: int | None = None) -> None:
+        """``bytes_max``: of one call; None reads to the end."""
         self._path = path
+        self._bytes_max = bytes_max
+        self._inode = 0
         self._offset = 0
         self._rest = b""
         self.last: Line | None = None
@@ -36,10 +41,11 @@ class MetricsTail:
         """New lines; anything but a JSON object (a line truncated by a kill) is skipped."""
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._offset, self._rest = 0, b""
+                status = os.fstat(file.fileno())
+                if status.st_size < self._offset or status.st_ino != self._inode:
+                    self._offset, self._rest, self._inode = 0, b"", status.st_ino
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(self._bytes_max)
         except FileNotFoundError:
             return []
         self._offset += len(data)

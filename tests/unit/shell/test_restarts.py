@@ -52,6 +52,22 @@ def test_the_start_limit_counts_from_when_what_a_process_awaits_is_ready():
     assert machine.next_wake() == 1401
 
 
+def test_the_run_goes_on_without_an_optional_process():
+    rules = (*RULES, Rule("report-wandb", 4, depends=("replay",), stateless=True, optional=True))
+    for code in (ExitCode.CONFIGURATION, ExitCode.FAILED):
+        machine = Machine(rules, LIMITS)
+        machine.begin(0)
+        machine.healthy("replay", 0)
+        now = 0.0
+        for _ in range(LIMITS.restarts_max + 1):
+            machine.healthy("report-wandb", now)
+            machine.exited("report-wandb", code, now)
+            now += 10
+            machine.tick(now)
+        assert machine.processes["report-wandb"].phase is Phase.DONE
+        assert machine.draining_since is None and machine.culprit is None
+
+
 def test_one_death_restarts_one_process():
     machine = running()
     assert machine.exited("replay", -9, 10) == []

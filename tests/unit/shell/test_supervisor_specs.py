@@ -51,3 +51,12 @@ def test_the_replay_stage_restarts_alone_and_drains_after_the_learner(tmp_path: 
     assert machine.stop(6, "done") == [SendSignal("actor-0")]
     assert machine.exited("actor-0", 0, 6.1) == [SendSignal("learner")]
     assert machine.exited("learner", 0, 6.2) == [SendSignal("replay")]
+
+
+def test_each_tracker_has_a_process_that_ends_last_and_is_not_needed(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"report_to": ("tensorboard", "wandb")})
+    specs = {spec.name: spec for spec in specs_on_cpus(config, tmp_path)}
+    found = specs["report-wandb"]
+    assert list(found.command)[-4:] == ["reporter", str(tmp_path / "config.yaml"), "--index", "1"]
+    assert found.rule.optional and found.rule.stateless and not found.probed
+    assert found.rule.stage >= max(spec.rule.stage for spec in specs.values())

@@ -1,0 +1,167 @@
+"""``afterplay push``: a checkpoint as a Hugging Face model folder with a model card, written or uploaded."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, ConfigurationError, StoreError
+from pipeline.runtime.rundir import RunDirectory
+
+SHOWN = (
+    "model", "sampling", "environments", "groups", "staleness", "advantage", "importance", "loss", "learner", "replay",
+    "evaluation",
+)  # fmt: skip
+"""Sections of the run file in the card. Addresses, keys and folders of the machine are in others."""
+SCHEME = "hf:"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")],
+    to: Annotated[str | None, typer.Option("--to", metavar="hf:NAME", help="Hub repository, as hf:USER/MODEL.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the folder here.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", "-c", metavar="N|best|latest", help="Default: the newest.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Publish a checkpoint: model, tokenizer, and a model card with curves, evaluations, configuration and ledger.
+
+    With --out alone nothing is uploaded: look at the folder first. The upload uses the token of `hf auth login` or
+    HF_TOKEN.
+
+      afterplay push runs/tiny --out model
+      afterplay push runs/tiny --checkpoint best --to hf:USER/MODEL --private
+    """
+    from pipeline.cli.experience import open_run
+
+    if to is None and out is None:
+        raise ConfigurationError("push: expected --to hf:USER/MODEL or --out DIR, got neither")
+    if to is not None and not (to.startswith(SCHEME) and _HUB_ID.fullmatch(to.removeprefix(SCHEME))):
+        raise ConfigurationError(f"--to: expected hf:USER/MODEL, got {to!r}")
+    config, directory = open_run(run)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = out if out is not None else Path(scratch) / "model"
+        write_folder(config, directory, checkpoint, folder)
+        if out is not None:
+            typer.echo(f"written to {out}")
+        if to is not None:
+            typer.echo(upload(folder, to.removeprefix(SCHEME), private))
+
+
+def write_folder(config: RunConfig, directory: RunDirectory, checkpoint: str | None, folder: Path) -> None:
+    """Copy the model of a checkpoint and write its card. Raises :class:`ConfigurationError`."""
+    from pipeline.cli.viewer.plots import draw
+    from pipeline.runtime.contents import find_damage
+    from pipeline.supervisor.evaluate import find_weights
+
+    weights = find_weights(directory, checkpoint)
+    if weights.model is None:
+        raise ConfigurationError(f"push: expected a checkpoint in {directory.checkpoints}, found none yet")
+    if problem := find_damage(weights.model.parent):
+        raise ConfigurationError(f"push: {weights.name} is damaged ({problem}): name another with --checkpoint")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigurationError(f"--out: expected a new or empty folder, got {folder}")
+    shutil.copytree(weights.model, folder, dirs_exist_ok=True)
+    has_curves = draw(directory.metrics_file, folder / "curves.png") is None
+    (folder / "README.md").write_text(card(config, directory, weights.updates, has_curves), encoding="utf-8")
+
+
+def card(config: RunConfig, directory: RunDirectory, updates: int, has_curves: bool) -> str:
+    """The model card of the weights after ``updates`` updates."""
+    from pipeline.config.load import dump_yaml
+
+    header: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["afterplay", "reinforcement-learning"],
+    }
+    if _HUB_ID.fullmatch(config.model.source) and not Path(config.model.source).exists():
+        header["base_model"] = config.model.source
+    source = header.get("base_model") or Path(config.model.source).name
+    trained = ", ".join(config.trained_environments) or "none"
+    parts = [
+        f"---\n{dump_yaml(header)}---\n\n# {config.run.name}",
+        f"Trained from `{source}` with Afterplay, {updates} updates, on the environments {trained}.",
+    ]
+    if has_curves:
+        parts.append("![Curves of the run](curves.png)")
+    parts += _evaluations(directory, updates)
+    parts.append(f"## Configuration\n\nWhat differs from the defaults:\n\n```yaml\n{dump_yaml(_changed(config))}```")
+    parts += _ledger(config, directory)
+    return "\n\n".join(parts) + "\n"
+
+
+def upload(folder: Path, name: str, private: bool) -> str:
+    """Create the repository if needed and upload; returns its address. Raises :class:`AfterplayError`."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload with Afterplay")
+    except (HfHubHTTPError, LocalTokenNotFoundError, httpx.HTTPError, OSError) as error:
+        raise AfterplayError(
+            f"push: {name} could not be uploaded ({error}). Check the network, the name and the token (hf auth login, "
+            "or HF_TOKEN), and repeat"
+        ) from error
+    return str(address)
+
+
+def _evaluations(directory: RunDirectory, updates: int) -> list[str]:
+    from pipeline.store.evaluation_results import read_results
+
+    rows = [
+        (str(result["updates"]), name, f"{scores['score']:.3f}", "" if scores["se"] is None else f"{scores['se']:.3f}")
+        for result in read_results(directory.evaluations_file)
+        if result["updates"] in (0, updates)
+        for name, scores in result["environments"].items()
+        if scores["score"] is not None
+    ]
+    return [f"## Evaluation\n\n{_table(('updates', 'environment', 'score', 'standard error'), rows)}"] if rows else []
+
+
+def _ledger(config: RunConfig, directory: RunDirectory) -> list[str]:
+    """Counts of orders, trajectories and groups by state; nothing where there is no store."""
+    from pipeline.store.ledger import read_ledger
+    from pipeline.store.store import store_path
+
+    try:
+        found = read_ledger(store_path(config, directory))
+    except StoreError:
+        return []
+    accounts: Mapping[str, Mapping[str, int]] = {
+        "orders": found.orders, "trajectories": found.trajectories, "groups": found.groups
+    }  # fmt: skip
+    rows = [(what, state, str(n)) for what, counts in accounts.items() for state, n in counts.items() if n]
+    return [f"## Rollouts\n\n{_table(('account', 'state', 'count'), rows)}"]
+
+
+def _changed(config: RunConfig) -> dict[str, Any]:
+    """Values of :data:`SHOWN` sections that were set."""
+    set_, default = config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
+    found = {section: _difference(set_[section], default[section]) for section in SHOWN}
+    return {section: value for section, value in found.items() if value}
+
+
+def _difference(value: Any, default: Any) -> Any:
+    if isinstance(value, str) and value.startswith("/"):
+        return Path(value).name  # no folders of this machine
+    if not isinstance(value, dict) or not isinstance(default, dict):
+        return value
+    return {key: _difference(inner, default.get(key)) for key, inner in value.items() if inner != default.get(key)}
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

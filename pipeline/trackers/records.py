@@ -1,0 +1,169 @@
+"""Records of a run directory in the order in which they appear: steps, evaluations, tables of rollouts, curves."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.cli.viewer.plots import draw
+from pipeline.cli.viewer.progress import MetricsTail
+from pipeline.cli.viewer.reader import RunReader, Transcript
+from pipeline.config import RunConfig
+from pipeline.errors import StoreError
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.store.queries import Filters, Listed, Span
+from pipeline.trackers.delivery import Table, TrackerRecord
+
+BATCH = 100
+"""Most records that are announced and sent at once."""
+TABLES = 16
+"""Most tables of rollouts that are made at once."""
+READ_BYTES_MAX = 4 * 1024 * 1024
+"""Bytes of a file that are read at once: a run that is reported afterwards may have gigabytes."""
+CHARACTERS_MAX = 20_000
+"""Length at which the text of a rollout is cut."""
+COLUMNS = ("step", "trajectory", "environment", "task", "reward", "status", "turns", "sampled tokens", "text")
+
+
+class RunRecords:
+    """Reads one run directory; it writes nothing, so the run may be alive."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        self._config = config
+        self._directory = directory
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again with the first record."""
+        self._steps = MetricsTail(self._directory.metrics_file, READ_BYTES_MAX)
+        self._evaluations = MetricsTail(self._directory.evaluations_file, READ_BYTES_MAX)
+        self._tables: list[tuple[TrackerRecord, Filters]] = []
+        """Tables to make at the next call: a moment later the replay stage has written what it knows of them."""
+
+    def new(self, is_known: Callable[[TrackerRecord], bool]) -> Iterator[list[TrackerRecord]]:
+        """Records that are there since the last call. A step that was made again comes again; tables of rollouts that
+        are known do not."""
+        due, self._tables = self._tables, []
+        for at in range(0, len(due), TABLES):
+            yield self._with_rollouts(due[at : at + TABLES])
+        for tail, record in ((self._steps, step_record), (self._evaluations, evaluation_record)):
+            while lines := tail.read():
+                for at in range(0, len(lines), BATCH):
+                    found = [made for line in lines[at : at + BATCH] if (made := record(line)) is not None]
+                    tables = [self._table_of(made) for made in found]
+                    self._tables += [table for table in tables if table is not None and not is_known(table[0])]
+                    yield found
+
+    def curves(self) -> TrackerRecord | None:
+        """The picture of all curves up to now; None without a step."""
+        with tempfile.TemporaryDirectory() as folder:
+            picture = Path(folder) / self._directory.path.resolve().name / "curves.png"
+            if draw(self._directory.metrics_file, picture) is not None or self._steps.last is None:
+                return None
+            last = step_record(self._steps.last)
+            return (
+                None
+                if last is None
+                else TrackerRecord(f"curves/{last.step}", last.step, last.time, picture=picture.read_bytes())
+            )
+
+    def _table_of(self, record: TrackerRecord) -> tuple[TrackerRecord, Filters] | None:
+        """An empty record of the table that belongs to a step or an evaluation, and the rollouts in it."""
+        section, traces = self._config.trackers, self._config.traces
+        table = TrackerRecord(f"rollouts/{record.key}", record.step, record.time)
+        if not section.rollouts:
+            return None
+        if record.name == "evaluation":
+            return (table, Filters(evaluation=Span(record.step, record.step))) if traces.evaluated else None
+        due = record.step % section.rollouts_every == 0 or record.step == 1
+        return (table, Filters(step=Span(record.step, record.step))) if traces.trained and due else None
+
+    def _with_rollouts(self, due: list[tuple[TrackerRecord, Filters]]) -> list[TrackerRecord]:
+        """The tables, filled. One whose rollouts are not kept stays empty."""
+        try:
+            reader = RunReader(self._config, self._directory)
+            return [_filled(table, self._rows(reader, filters, table.step)) for table, filters in due]
+        except StoreError:
+            return [table for table, _ in due]
+
+    def _rows(self, reader: RunReader, filters: Filters, step: int) -> list[tuple[str | float | None, ...]]:
+        kept = Filters(kept=reader.traced, step=filters.step, evaluation=filters.evaluation)
+        listed = reader.listing(kept, "oldest", limit=self._config.trackers.rollouts).rows
+        return [
+            _row(step, found.listed, found.transcript)
+            for found in reader.find(listed, filters.step)
+            if found.transcript is not None
+        ]
+
+
+def step_record(line: Mapping[str, Any]) -> TrackerRecord | None:
+    """The record of a line of ``metrics.jsonl``."""
+    step = line.get("step")
+    if not isinstance(step, int):
+        return None
+    return TrackerRecord(
+        f"step/{step}", step, _time(line.get("time")), numbers_of(line, "train"), fingerprint=_fingerprint(line)
+    )
+
+
+def evaluation_record(line: Mapping[str, Any]) -> TrackerRecord | None:
+    """The record of a line of ``evaluations.jsonl``."""
+    number, updates = line.get("evaluation"), line.get("updates")
+    if not isinstance(number, int) or not isinstance(updates, int):
+        return None
+    time = _time(line.get("started_at")) + _time(line.get("seconds"))
+    return TrackerRecord(
+        f"evaluation/{number}", updates, time, numbers_of(line, "eval"), fingerprint=_fingerprint(line)
+    )
+
+
+def numbers_of(value: object, path: str) -> dict[str, float]:
+    """Every finite number in nested objects by its path. Lists, texts and booleans are left out.
+
+    >>> numbers_of({"loss": 0.5, "seconds": {"forward": 2}, "versions": [1, 2]}, "train")
+    {'train/loss': 0.5, 'train/seconds/forward': 2}
+    """
+    if isinstance(value, Mapping):
+        return {
+            name: number for key, inner in value.items() for name, number in numbers_of(inner, f"{path}/{key}").items()
+        }
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return {path: value}
+    return {}
+
+
+def transcript_text(transcript: Transcript) -> str:
+    """The messages of a rollout as one text, cut in the middle if it is long."""
+    parts = []
+    for turn in transcript.trajectory.turns:
+        parts += [f"[{message.role}]\n{message.content}" for message in turn.context_messages]
+        parts.append(f"[{turn.completion_message.role}]\n{turn.completion_message.content}")
+    text, half = "\n\n".join(parts), CHARACTERS_MAX // 2
+    if len(text) <= CHARACTERS_MAX:
+        return text
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+
+
+def _row(step: int, row: Listed, transcript: Transcript) -> tuple[str | float | None, ...]:
+    return (
+        step, row.trajectory_id, row.environment, row.task_id, row.reward, row.status, row.n_turns, row.n_sampled,
+        transcript_text(transcript),
+    )  # fmt: skip
+
+
+def _filled(table: TrackerRecord, rows: list[tuple[str | float | None, ...]]) -> TrackerRecord:
+    return TrackerRecord(table.key, table.step, table.time, table=Table(COLUMNS, tuple(rows))) if rows else table
+
+
+def _time(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _fingerprint(line: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(orjson.dumps(line), digest_size=8).hexdigest()

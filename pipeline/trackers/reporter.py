@@ -1,0 +1,176 @@
+"""The reporter: follows a run directory and sends what appears there to one tracker.
+
+``afterplay run`` starts one process for each tracker of ``report_to``; ``afterplay report`` is the same for any run.
+Training never waits for it. It may be killed at any point and loses and doubles nothing: see
+:mod:`pipeline.trackers.delivery`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.cli.viewer.progress import read_lines
+from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, ConfigurationError, TrackerError
+from pipeline.runtime.rundir import FileLock, RunDirectory
+from pipeline.trackers.delivery import Delivery, DeliveryFile, SendStatus, TrackerRecord
+from pipeline.trackers.records import RunRecords
+from pipeline.trackers.tracker import ADAPTERS, TrackedRun, Tracker, open_tracker
+
+log = logging.getLogger("afterplay.report")
+
+Open = Callable[[str, TrackedRun], Tracker]
+
+
+class Reporter:
+    """Sends one run to one tracker. Close it, or use it as a context manager.
+
+    Raises :class:`ConfigurationError` for an unknown tracker or a missing package, and
+    :class:`pipeline.errors.StoreError` if another process reports this run to it.
+    """
+
+    def __init__(self, name: str, config: RunConfig, directory: RunDirectory, open_: Open = open_tracker) -> None:
+        if name not in ADAPTERS:
+            raise ConfigurationError(f"--to: expected one of {', '.join(ADAPTERS)}, got {name!r}")
+        self._name = name
+        self._records = RunRecords(config, directory)
+        path = delivery_path(directory, name)
+        path.parent.mkdir(exist_ok=True)
+        self._lock = FileLock(path.with_suffix(".lock"), f"another process reports {directory.path} to {name}")
+        self._file = DeliveryFile(path)
+        self._delivery = self._file.delivery
+        if self._delivery.run is None:
+            self._file.write({"run": uuid.uuid4().hex})
+        section = config.trackers
+        run = TrackedRun(
+            str(self._delivery.run), section.name or config.run.name, section.project, directory.path.absolute(), config
+        )
+        self._tracker = open_(name, run)
+        if self._delivery.place != self._tracker.place:
+            self._file.write({"place": self._tracker.place})
+        self._resolve_doubt()
+        log.info("reporting %s to %s", directory.path, self._tracker.place)
+
+    def advance(self) -> int:
+        """Send what is new; returns how many records."""
+        sent, again = 0, True
+        while again:
+            again = False
+            for records in self._records.new(self._delivery.knows):
+                if (step := self._first_made_again(records)) is not None:
+                    self._rewind(step)
+                    again = True
+                    break
+                sent += self._send([r for r in records if self._delivery.verdict(r) is SendStatus.NEW])
+        return sent
+
+    def close(self, complete: bool = True) -> None:
+        """``complete``: also send what is still new, and the curves."""
+        if complete:
+            self.advance()
+            self.advance()  # tables of rollouts come a call after their steps
+            curves = self._records.curves()
+            if curves is not None and not self._delivery.knows(curves):
+                self._send([curves])
+        self._tracker.close()
+        if self._delivery.doubtful:
+            self._file.write({"sent": True})
+        self._file.close()
+        self._lock.release()
+
+    def _resolve_doubt(self) -> None:
+        """Ask the tracker what it has of the records that a kill left in doubt."""
+        if doubtful := self._delivery.doubtful:
+            held = self._tracker.held(doubtful)
+            self._file.write({"held": sorted(held)})
+            log.info("%d of the last %d records had arrived at %s", len(held), len(doubtful), self._name)
+
+    def _first_made_again(self, records: list[TrackerRecord]) -> int | None:
+        """The first step that the tracker can and must drop, because its numbers are others now."""
+        steps = [r.step for r in records if self._delivery.verdict(r) is SendStatus.MADE_AGAIN and r.name == "step"]
+        if not steps:
+            return None
+        if self._tracker.rewinds:
+            return min(steps)
+        log.warning(
+            "steps %d to %d were made again, by a learner that resumed from an older checkpoint: %s keeps the numbers "
+            "of the first time", min(steps), max(steps), self._name,
+        )  # fmt: skip
+        return None
+
+    def _rewind(self, step: int) -> None:
+        """The tracker first: whoever is killed between the two finds the same reason for it again."""
+        self._tracker.rewind(step)
+        self._file.write({"rewind": step})
+        self._records.restart()
+
+    def _send(self, records: list[TrackerRecord]) -> int:
+        if not records:
+            return 0
+        position = self._delivery.next_position
+        self._file.write(self._delivery.announcement(records))
+        full = [(record, position + i) for i, record in enumerate(records) if not record.is_empty]
+        self._tracker.send(full)
+        if self._tracker.flush():
+            self._file.write({"sent": True})
+        return len(full)
+
+
+def report(name: str, config: RunConfig, directory: RunDirectory, alive: Callable[[], bool] = lambda: False) -> None:
+    """Send everything that the run directory has, and what is added while ``alive``, until SIGTERM or SIGINT.
+
+    Raises :class:`ConfigurationError`, :class:`pipeline.errors.StoreError` and :class:`TrackerError`.
+    """
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        reporter = Reporter(name, config, directory)
+        while alive() and not ended.is_set():
+            reporter.advance()
+            ended.wait(config.trackers.seconds)
+        reporter.close()
+    except AfterplayError:
+        raise
+    except Exception as error:
+        log.info("%s failed", name, exc_info=error)
+        raise TrackerError(
+            f"{name} failed: {type(error).__name__}: {error}. Nothing is lost: afterplay report {directory.path} --to "
+            f"{name} sends the rest"
+        ) from error
+
+
+def describe_delivery(directory: RunDirectory, name: str) -> str:
+    """A sentence about what was sent to a tracker, and how to send the rest."""
+    try:
+        lines = delivery_path(directory, name).read_bytes().splitlines()
+    except FileNotFoundError:
+        lines = []
+    found = Delivery(value for line in lines if (value := _parse(line)) is not None)
+    last = max((line["step"] for line in read_lines(directory.metrics_file)), default=0)
+    if found.last_step < last:
+        rest = f"afterplay report {directory.path} --to {name} sends the rest"
+        return f"{name} has {found.last_step} of {last} steps: {rest}"
+    return f"{name} has all {last} steps: {found.place}"
+
+
+def delivery_path(directory: RunDirectory, name: str) -> Path:
+    """Journal of what was sent to a tracker."""
+    return directory.path / "trackers" / f"{name}.jsonl"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for a line that a kill cut off."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None

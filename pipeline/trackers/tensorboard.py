@@ -1,0 +1,142 @@
+"""TensorBoard: event files in ``tensorboard/`` of the run directory.
+
+One record is one event. Each reporter process writes a file of its own. A file may begin with a mark that makes
+TensorBoard forget everything from a step on, which is how steps that are made again replace the first ones.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from pipeline.runtime.rundir import write_bytes_atomically
+from pipeline.trackers.delivery import SentEntry, Table, TrackerRecord
+from pipeline.trackers.tracker import TrackedRun, Tracker
+
+FOLDER = "tensorboard"
+_KEY = "afterplay/key"
+"""Tag of a text that no plug-in shows: the key of the record."""
+
+
+class TensorBoard(Tracker):
+    """Scalars, tables as texts, and the curves as an image."""
+
+    rewinds = True
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = run
+        self._folder = run.directory / FOLDER
+        self._file: IO[bytes] | None = None
+        """None until something is to be written: until then the newest file is that of the reporter before."""
+
+    @property
+    def place(self) -> str:
+        return str(self._folder)
+
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
+        files = self._files()
+        found = {key for event in _events(files[-1]) if (key := _key(event)) is not None} if files else set()
+        return found & {entry.key for entry in entries}
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        self._open(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
+
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
+        file = self._file or self._open()
+        for record, _ in records:
+            file.write(_framed(_event(record)))
+
+    def flush(self) -> bool:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, *first: Event) -> IO[bytes]:
+        """A new file, which appears whole with its first events."""
+        files = self._files()
+        path = self._folder / f"events.out.tfevents.{len(files):010d}.afterplay"
+        begin = [Event(wall_time=time.time(), file_version="brain.Event:2"), *first]
+        if not files:
+            settings = _text("configuration", [[f"<pre>{html.escape(self._run.run_file)}</pre>"]])
+            begin.append(Event(wall_time=time.time(), summary=Summary(value=[settings])))
+        write_bytes_atomically(path, b"".join(map(_framed, begin)), durable=True)
+        self._file = path.open("ab")
+        return self._file
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob("events.out.tfevents.*"))
+
+
+def _event(record: TrackerRecord) -> Event:
+    values = [Summary.Value(tag=_KEY, tensor=_strings([[record.key]]), metadata=_plugin("afterplay"))]
+    values += [Summary.Value(tag=name, simple_value=number) for name, number in record.numbers.items()]
+    if record.table is not None:
+        values.append(_text(record.name, _cells(record.table)))
+    if record.picture is not None:
+        values.append(Summary.Value(tag=record.name, image=_image(record.picture)))
+    return Event(wall_time=record.time, step=record.step, summary=Summary(value=values))
+
+
+def _key(event: Event) -> str | None:
+    for value in event.summary.value:
+        if value.tag == _KEY:
+            return str(value.tensor.string_val[0].decode())
+    return None
+
+
+def _events(path: Path) -> Iterator[Event]:
+    """Events of a file up to the first that is not whole."""
+    for data in RawEventFileLoader(str(path)).Load():
+        yield Event.FromString(data)
+
+
+def _framed(event: Event) -> bytes:
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
+
+
+def _text(tag: str, cells: Sequence[Sequence[str]]) -> Summary.Value:
+    return Summary.Value(tag=tag, tensor=_strings(cells), metadata=_plugin("text"))
+
+
+def _plugin(name: str) -> SummaryMetadata:
+    return SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=name))
+
+
+def _strings(cells: Sequence[Sequence[str]]) -> TensorProto:
+    """Texts as a matrix, which TensorBoard shows as a table of Markdown."""
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=n) for n in (len(cells), len(cells[0]))])
+    return TensorProto(dtype=DT_STRING, tensor_shape=shape, string_val=[c.encode() for row in cells for c in row])
+
+
+def _cells(table: Table) -> list[list[str]]:
+    """The columns' names and the rows. Text of a model is no Markdown."""
+    rows = [["" if cell is None else str(cell) for cell in row] for row in table.rows]
+    return [list(table.columns), *([f"<pre>{html.escape(cell)}</pre>" for cell in row] for row in rows)]
+
+
+def _image(png: bytes) -> Summary.Image:
+    width, height = struct.unpack(">II", png[16:24])
+    return Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)

@@ -1,0 +1,106 @@
+"""The interface of an experiment tracker, and the list of those that there are."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.config.load import dump
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.process import load_main
+from pipeline.trackers.delivery import SentEntry, TrackerRecord
+
+ADAPTERS: Mapping[str, str] = {
+    "tensorboard": "pipeline.trackers.tensorboard:TensorBoard",
+    "wandb": "pipeline.trackers.wandb:WeightsAndBiases",
+    "mlflow": "pipeline.trackers.mlflow:MLflow",
+    "trackio": "pipeline.trackers.trackio:Trackio",
+}
+"""Class of each tracker. The name is that of the package that it imports, and of the extra that installs it."""
+
+MARKS: Mapping[str, str] = {"step": "train/step", "evaluation": "eval/evaluation"}
+"""Name of the number that counts the records of a kind: a tracker that is asked for it tells which have arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """Facts of a run that a tracker shows."""
+
+    id: str
+    """Identity for the tracker, kept in the run directory: a run that resumes continues under it."""
+    name: str
+    project: str
+    directory: Path
+    config: RunConfig
+
+    @property
+    def settings(self) -> dict[str, str | int | float | bool]:
+        """The configuration as one level: ``learner.learning_rate``. Lists are text."""
+        return dict(_flat("", self.config.model_dump(mode="json")))
+
+    @property
+    def run_file(self) -> str:
+        """The configuration as YAML."""
+        return dump(self.config)
+
+
+class Tracker:
+    """One tracker of one run. Methods block, and raise whatever the tracker's package raises: the reporter ends then,
+    is started again, and continues from what it finds."""
+
+    rewinds = False
+    """True if it can drop what it has from a step on. Then a step that was made again replaces the first one; else
+    the first one stays."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Open the run, or continue it."""
+
+    @property
+    def place(self) -> str:
+        """Address or folder where a user finds the run."""
+        raise NotImplementedError
+
+    def held(self, entries: Sequence[SentEntry]) -> set[str]:
+        """Keys of those ``entries`` that it has. Asked once, after a kill, before anything is sent."""
+        raise NotImplementedError
+
+    def rewind(self, step: int) -> None:
+        """Drop everything from ``step`` on. Only of a tracker that rewinds."""
+        raise NotImplementedError
+
+    def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
+        """Take records, each with its position (:class:`SentEntry`)."""
+        raise NotImplementedError
+
+    def flush(self) -> bool:
+        """True if all that was sent is durable now. False: only :meth:`close` makes it so."""
+        return True
+
+    def close(self) -> None:
+        """Make everything durable."""
+
+
+def require_package(name: str) -> None:
+    """Raises :class:`ConfigurationError` with the command to install it, if the package of a tracker is missing."""
+    if importlib.util.find_spec(name) is None:
+        raise ConfigurationError(
+            f"report_to: expected the package {name}, which is not installed: pip install 'afterplay[{name}]'"
+        )
+
+
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Raises :class:`ConfigurationError` for a package that is missing."""
+    require_package(name)
+    tracker: Tracker = load_main(ADAPTERS[name])(run)
+    return tracker
+
+
+def _flat(prefix: str, value: object) -> list[tuple[str, str | int | float | bool]]:
+    if isinstance(value, dict):
+        return [pair for key, inner in value.items() for pair in _flat(f"{prefix}.{key}" if prefix else key, inner)]
+    if value is None or isinstance(value, str | int | float | bool):
+        return [(prefix, "none" if value is None else value)]
+    return [(prefix, str(value))]

@@ -1,0 +1,49 @@
+"""A pushed folder loads like any model folder and says how the model was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.cli.experience import open_run
+from pipeline.cli.push import push, write_folder
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import write_json_atomically
+from tests.unit.show.making import Rollout, make_run
+
+
+def make_checkpoint(run: Path) -> None:
+    model = run / "checkpoints" / "u000002" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    write_json_atomically(model.parent / "state.json", {"updates": 2, "policy_version": 3})
+
+
+def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_and_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.cli.viewer.plots.draw", lambda lines, picture: picture.write_bytes(b"png") and None)
+    monkeypatch.setattr("pipeline.runtime.contents.find_damage", lambda folder: None)
+    run = make_run(tmp_path / "some", [Rollout(0, 0, 1.0, "sums/1", step=1)])
+    make_checkpoint(run)
+    config, directory = open_run(run, ["learner.learning_rate=0.25", "model.source=org/base"])
+    score = '{"evaluation": 0, "updates": 2, "environments": {"sums": {"score": 0.75, "se": null}}}\n'
+    directory.evaluations_file.write_text(score)
+    write_folder(config, directory, "latest", tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "README.md", "curves.png"}
+    _, header, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(header)["base_model"] == "org/base"
+    assert "learning_rate: 0.25" in text and "| 2 | sums | 0.750 |  |" in text and "![Curves" in text
+    assert "## Rollouts" in text and str(tmp_path) not in text
+    with pytest.raises(ConfigurationError, match="new or empty folder"):
+        write_folder(config, directory, "latest", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("to", "words"), [(None, "--to hf:USER/MODEL or --out DIR"), ("s3:x", "expected hf:USER/MODEL")]
+)
+def test_what_cannot_be_pushed_is_one_sentence(to: str | None, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        push(tmp_path, to=to)
