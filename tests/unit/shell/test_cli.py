@@ -125,7 +125,7 @@ def test_keys_are_made_once(tmp_path):
 def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path):
     assert isinstance(invoke("status", str(tmp_path)).exception, ConfigurationError)
     directory = RunDirectory(tmp_path / "r").create()
-    directory.config_file.write_text("run: {total_steps: 9}")
+    directory.config_file.write_text("run: {total_steps: 9}\nenvironments: {guess: {name: number_guess}}")
     write_lines(directory, line(0), line(1))
     (directory.checkpoints / "u000003").mkdir()
     set_aside(directory.checkpoints / "u000003", {"sentence": "checkpoint u000003 is damaged (x)"})
