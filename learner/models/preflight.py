@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from learner.models.cache import newest_entry
 from learner.models.info import MANIFEST, ModelInfo, request_of
 from learner.models.sources import find_in_package, is_hub_id, is_path, require_model_folder
 from learner.models.tiny import TinyOptions, build_tokenizer
@@ -38,8 +39,8 @@ def check_model(config: RunConfig, found: Findings) -> None:
 
 @contextmanager
 def tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
-    """A folder with the tokenizer of the model, where one is on this machine: that of the run, of the source, or one
-    that is made for ``tiny``. Raises :class:`ConfigurationError` as :func:`check_model` does."""
+    """A folder with the tokenizer of the model, where one is on this machine: that of the run, of the source, of an
+    earlier conversion, or one that is made for ``tiny``. Raises :class:`ConfigurationError` as :func:`check_model`."""
     prepared = RunDirectory(config.run.path).model
     if (prepared / MANIFEST).exists():
         yield prepared
@@ -60,7 +61,7 @@ def _folder(config: RunConfig) -> Path | None:
         return None
     if source.startswith("package:"):
         packaged = find_in_package(source.removeprefix("package:"))
-        return packaged if packaged.is_dir() else None
+        return packaged if packaged.is_dir() else newest_entry(config.model.cache, source.removeprefix("package:"))
     if is_path(source):
         folder = Path(source).expanduser()
         require_model_folder(folder)
