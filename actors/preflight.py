@@ -77,7 +77,7 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
 async def _check(
     name: str, section: EnvironmentConfig, tasks: Sequence[Task] | None, found: Findings
 ) -> Opening | None:
-    """The first prompt; None where no episode could be played, which is told elsewhere."""
+    """The first prompt; None where no episode could be played, which is reported elsewhere."""
     host = EnvironmentHost(name, section)
     try:
         splits = host.splits()

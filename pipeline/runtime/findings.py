@@ -16,7 +16,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     forgiving: bool = False
-    """True if what user code raises is a note: a run that goes on has rollouts that fail, and tries them again."""
+    """True if what user code raises is a note: a run that resumes repeats rollouts that fail."""
 
     @contextmanager
     def collecting(self, where: str = "") -> Iterator[None]:

@@ -50,7 +50,7 @@ class Resumed:
     """Difference between a configuration and that of the last start."""
 
     step: int
-    """The newest checkpoint, after which the run goes on; 0: it begins."""
+    """The newest checkpoint, after which the run continues; 0: it begins."""
     changes: Mapping[str, tuple[Any, Any]]
     notes: tuple[str, ...] = ()
 

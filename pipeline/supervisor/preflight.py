@@ -62,7 +62,7 @@ def check_all(config: RunConfig) -> Findings:
 def check_beside_run(config: RunConfig) -> None:
     """Checks of plug-ins in a process of a run that starts; then, when the model is there, the length of prompts.
 
-    Raises :class:`ConfigurationError`. Where a run goes on, what user code raises is logged and not raised. An error of
+    Raises :class:`ConfigurationError`. Where a run resumes, what user code raises is logged and not raised. An error of
     a check itself is logged too: it is no reason to end a run."""
     directory = RunDirectory(config.run.path)
     found = Findings(forgiving=directory.metrics_file.exists())
@@ -79,7 +79,7 @@ def check_beside_run(config: RunConfig) -> None:
     except ConfigurationError:
         raise
     except Exception:
-        log.exception("the checks are given up, and the run goes on")
+        log.exception("the checks are given up, and the run continues")
     for note in found.notes:
         log.info("%s", note)
 
