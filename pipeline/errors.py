@@ -38,9 +38,12 @@ Each message has what was expected, what came, and the remedy.
 from __future__ import annotations
 
 import asyncio
+import re
+import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 class AfterplayError(Exception):
@@ -139,15 +142,21 @@ class PlugInError(AfterplayError):
     """User code failed at a named boundary.
 
     ``boundary`` is the place (``"environment step"``), ``kind`` the class name of what was raised,
-    ``details`` the traceback as text.
+    ``details`` the traceback as text, ``line`` the line of the user's code (:func:`line_of`).
     """
 
-    def __init__(self, boundary: str, kind: str, message: str, details: str = "") -> None:
+    def __init__(self, boundary: str, kind: str, message: str, details: str = "", line: str = "") -> None:
         super().__init__(f"{boundary} failed with {kind}: {message}")
         self.boundary = boundary
         self.kind = kind
         self.message = message
         self.details = details
+        self.line = line
+
+    @property
+    def sentence(self) -> str:
+        """The message with the line of the user's code behind it, where that is known."""
+        return f"{self} ({self.line})" if self.line else str(self)
 
 
 class PlugInTimeout(PlugInError):
@@ -196,17 +205,56 @@ def boundary(name: str) -> Iterator[None]:
     except AfterplayError:
         raise
     except TimeoutError as error:
-        raise PlugInTimeout(name, "TimeoutError", _words(error) or "took too long", traceback.format_exc()) from error
+        words = _words(error) or "took too long"
+        raise PlugInTimeout(name, "TimeoutError", words, traceback.format_exc(), line_of(error)) from error
     except SystemExit as error:
         message = f"it called sys.exit({error.code!r})"
-        raise PlugInError(name, "SystemExit", message, traceback.format_exc()) from error
+        raise PlugInError(name, "SystemExit", message, traceback.format_exc(), line_of(error)) from error
     except asyncio.CancelledError as error:
         if being_cancelled():
             raise
         message = "it raised CancelledError, and nobody had cancelled it"
-        raise PlugInError(name, "CancelledError", message, traceback.format_exc()) from error
+        raise PlugInError(name, "CancelledError", message, traceback.format_exc(), line_of(error)) from error
     except Exception as error:
-        raise PlugInError(name, type(error).__name__, _words(error), traceback.format_exc()) from error
+        kind, details = type(error).__name__, traceback.format_exc()
+        raise PlugInError(name, kind, _words(error), details, line_of(error)) from error
+
+
+_ROOT = Path(__file__).resolve().parents[1]
+_OURS = tuple(f"{_ROOT / package}/" for package in ("pipeline", "actors", "learner"))
+_SHIPPED = f"{_ROOT / 'actors' / 'adapters'}/"
+_STANDARD_LIBRARY, _INSTALLED = f"{sysconfig.get_path('stdlib')}/", re.compile("/(site|dist)-packages/")
+
+
+def line_of(error: BaseException) -> str:
+    """File, line and function of the user's code that raised ``error``: the innermost frame that is neither Afterplay's
+    (but for the environments that it ships) nor a library's, else the innermost one of an installed package. Empty
+    where there is none."""
+    installed, own = None, None
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = frame.filename
+        if file.startswith("<") or (file.startswith(_OURS) and not file.startswith(_SHIPPED)):
+            continue
+        if _INSTALLED.search(file):
+            installed = frame
+        elif not file.startswith(_STANDARD_LIBRARY):
+            own = frame
+    found = own or installed
+    if found is None:
+        return ""
+    with suppress(OSError, ValueError):  # the working folder is gone, or the file is elsewhere
+        return f"{Path(found.filename).relative_to(Path.cwd())}, line {found.lineno}, in {found.name}"
+    return f"{found.filename}, line {found.lineno}, in {found.name}"
+
+
+def described(error: Exception) -> str:
+    """Kind and message of an error of user code, with its line where that is known.
+
+    >>> described(KeyError("x"))
+    "KeyError: 'x'"
+    """
+    line = line_of(error)
+    return f"{type(error).__name__}: {_words(error)}{f' ({line})' if line else ''}"
 
 
 def being_cancelled() -> bool:

@@ -190,6 +190,10 @@ class Subject:
             source.close()
 
 
+class OwnCompletions(ConfigurationError):
+    """The agent requests completions itself, so nobody else can reply."""
+
+
 Show = Callable[[str, str], None]
 """Prints one line, with the role that it comes from."""
 
@@ -234,10 +238,7 @@ def play(
                 speak = sampling(await stack.enter_async_context(_client(engine, model)), renderer, how)
             else:
                 speak = typing()
-            async with anyio.create_task_group() as serving:
-                serving.start_soon(loop.serve)
-                score = await episode(host, task, turns_max, speak, show, loop)
-                serving.cancel_scope.cancel()
+            score = await episode(host, task, turns_max, speak, show, loop)
             for line in subject.notes:
                 show("note", line)
             return score
@@ -259,12 +260,18 @@ async def episode(
     try:
         agent = loop.begin(game)
         if type(agent).run is not AgentEpisode.run:
-            raise ConfigurationError(
+            raise OwnCompletions(
                 f"environments.{host.section}: {type(loop).__name__} requests completions itself, which afterplay env "
                 "play does not support: use it in a run"
             )
         try:
-            return await _turns(agent, turns_max, speak, show)
+            async with anyio.create_task_group() as serving:
+                serving.start_soon(loop.serve)
+                score = await _turns(agent, turns_max, speak, show)
+                serving.cancel_scope.cancel()
+            return score
+        except BaseExceptionGroup as group:
+            raise _only(group) from None
         finally:
             with anyio.CancelScope(shield=True):
                 await agent.close()

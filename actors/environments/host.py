@@ -26,7 +26,7 @@ import anyio
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import build
 from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary
+from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, described
 from pipeline.schema import Message, Task
 from pipeline.tasks.splits import encode_splits
 
@@ -126,9 +126,7 @@ class EnvironmentHost:
         try:
             return tuple(tools())
         except Exception as error:
-            raise ConfigurationError(
-                f"environments.{self.section}: tools() raised {type(error).__name__}: {error}"
-            ) from error
+            raise ConfigurationError(f"environments.{self.section}: tools() raised {described(error)}") from error
 
     def splits(self) -> dict[str, list[list[int]]]:
         """The environment's own splits, for the replay stage; none where its tasks are rows of data. Raises

@@ -7,6 +7,7 @@ a :class:`ConfigurationError` that names the key of the run file and the valid c
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -22,7 +23,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.replay import LessonsConfig
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, described
 from pipeline.experience.memory import LessonSource
 
 
@@ -49,9 +50,12 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
                 raise ConfigurationError(
                     f"{where}: entry point {name} ({point.value}) failed to load: {error!r}"
                 ) from error
+    known = names(group, built_in)
+    close = difflib.get_close_matches(name, known, n=1)
+    near = f". Did you mean {close[0]}?" if close else ""
     raise ConfigurationError(
-        f"{where}: there is no {what} {name!r}; there are {', '.join(names(group, built_in))}; "
-        "or give module:Name or path/file.py:Name"
+        f"{where}: there is no {what} {name!r}; there are {', '.join(known)}; or give module:Name or "
+        f"path/file.py:Name{near}"
     )
 
 
@@ -61,9 +65,7 @@ def attribute(path: str, where: str) -> Any:
     try:
         module = file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:
-        raise ConfigurationError(
-            f"{where}: importing {module_name!r} failed with {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigurationError(f"{where}: importing {module_name!r} failed with {described(error)}") from error
     if not hasattr(module, name):
         there = sorted(n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__)
         raise ConfigurationError(f"{where}: {module_name} has no {name!r}; it has {there}")
@@ -105,7 +107,7 @@ def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str, o
         raise ConfigurationError(f"{where}: {error}") from error
     except Exception as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigurationError(f"{where}: {label}({shown}) raised {type(error).__name__}: {error}") from error
+        raise ConfigurationError(f"{where}: {label}({shown}) raised {described(error)}") from error
 
 
 def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], options_key: str, label: str) -> None:

@@ -44,6 +44,12 @@ def cache_folder(configured: Path | None = None) -> Path:
     return Path(configured or os.environ.get("AFTERPLAY_CACHE") or "~/.cache/afterplay").expanduser()
 
 
+def newest_entry(configured: Path | None, name: str) -> Path | None:
+    """The entry of ``name`` that was used last, whatever it was made from; None without one."""
+    entries = [path for path in (cache_folder(configured) / "models").glob(f"{name}-*") if path.is_dir()]
+    return max(entries, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def fill_from_cache(
     root: Path,
     name: str,

@@ -22,6 +22,7 @@ from learner.models.cache import acquire, cache_folder, fill_from_cache
 from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
 from learner.models.sources import (
     find_in_package,
+    is_path,
     make_readable,
     write_folder_model,
     write_hub_model,
@@ -163,14 +164,10 @@ def _write(config: RunConfig, folder: Path) -> None:
         write_tiny_model(TinyOptions.parse(config.model.tiny, config.model.max_length), folder)
     elif source.startswith("package:"):
         write_package_model(source.removeprefix("package:"), folder)
-    elif _looks_like_path(source):
+    elif is_path(source):
         write_folder_model(Path(source).expanduser(), folder)
     else:
         write_hub_model(source, folder, config.model.trust_remote_code)
-
-
-def _looks_like_path(source: str) -> bool:
-    return source.startswith(("/", "./", "../", "~", ".")) or Path(source).is_dir()
 
 
 def _replace_template(folder: Path, template: str, trust_remote_code: bool) -> None:

@@ -47,6 +47,12 @@ def make_readable(folder: Path) -> None:
 
 def write_folder_model(source: Path, folder: Path) -> None:
     """Take a local folder in the format of transformers. Raises :class:`ConfigurationError` when it is none."""
+    require_model_folder(source)
+    link_or_copy([file for pattern in (*_PATTERNS, "*.py") for file in sorted(source.glob(pattern))], folder)
+
+
+def require_model_folder(source: Path) -> None:
+    """Raises :class:`ConfigurationError` where ``source`` is no folder in the format of transformers."""
     if not source.is_dir():
         raise ConfigurationError(
             f"model.source: {source} is not a folder; give an existing folder, a hub id, 'package:NAME' or 'tiny'"
@@ -55,7 +61,16 @@ def write_folder_model(source: Path, folder: Path) -> None:
         raise ConfigurationError(
             f"model.source: expected {source} to hold config.json and *.safetensors, found no config.json"
         )
-    link_or_copy([file for pattern in (*_PATTERNS, "*.py") for file in sorted(source.glob(pattern))], folder)
+
+
+def is_path(source: str) -> bool:
+    """True for a ``model.source`` that names a folder."""
+    return source.startswith(("/", "./", "../", "~", ".")) or Path(source).is_dir()
+
+
+def is_hub_id(source: str) -> bool:
+    """True for a ``model.source`` that could name a repository of the hub."""
+    return _HUB_ID.fullmatch(source) is not None
 
 
 def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> None:
@@ -63,7 +78,7 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
 
     Raises :class:`ConfigurationError` that says what was tried and what else can be done.
     """
-    if not _HUB_ID.fullmatch(repository):
+    if not is_hub_id(repository):
         raise ConfigurationError(
             f"model.source {repository!r} is neither a hub id (like 'Qwen/Qwen2.5-0.5B-Instruct'), "
             "nor an existing folder, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -19,7 +20,7 @@ from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.show import show
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError, ConfigurationError
+from pipeline.errors import AfterplayError, ConfigurationError, PlugInError
 from pipeline.runtime.children import append_working_folder, module_command
 from pipeline.runtime.process import ExitCode
 
@@ -127,9 +128,26 @@ File = Annotated[
         help="The run file, for example configs/tiny.yaml, or an example that ships with Afterplay: @tiny.",
     ),
 ]
+
+
+def _check_sets(sets: list[str] | None) -> list[str] | None:
+    """Refuse ``--set a= 1``, of which a shell makes two arguments, before the second one is taken for another thing."""
+    from pipeline.config.load import read_override
+
+    for text in sets or ():
+        read_override(text)
+    return sets
+
+
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change one value, for example run.seed=3. May be repeated."),
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Change one value, for example run.seed=3. May be repeated.",
+        callback=_check_sets,
+    ),
 ]
 
 
@@ -330,6 +348,16 @@ def prepare(file: File, sets: Sets = None) -> None:
     typer.echo(f"model ready in {info.path}")
 
 
+@app.command(hidden=True)
+def preflight(file: File) -> None:
+    """Check the plug-ins of FILE beside a run that starts."""
+    from pipeline.runtime.process import configure_logging
+    from pipeline.supervisor.preflight import check_beside_run
+
+    configure_logging("preflight")
+    check_beside_run(_load(file, None))
+
+
 @app.command()
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; created if missing.")],
@@ -418,12 +446,22 @@ def config_check(
     sets: Sets = None,
     data: Annotated[bool, typer.Option("--data", help="Also read the data of tasks_from and print a task.")] = False,
 ) -> None:
-    """Check FILE and report all its errors.
+    """Check FILE on this machine and report all that is wrong, each with what was expected, what came and what to do.
 
-    afterplay config check configs/tiny.yaml --set groups.n_rollout=16
-    afterplay config check configs/questions.yaml --data
+    Environments are built, and one scripted episode of each is played; prompts and tool schemas are measured with the
+    model's tokenizer if that is here. Model, functions, devices, disk, ports and keys are looked at. Nothing is
+    downloaded or started. The exit code is 0 if a run could start, else 2.
+
+      afterplay config check configs/tiny.yaml --set groups.n_rollout=16
+      afterplay config check configs/questions.yaml --data
     """
+    from pipeline.supervisor.preflight import check_all
+
     config = _load(file, sets)
+    found = check_all(config)
+    found.require_none()
+    for note in found.notes:
+        typer.echo(note)
     if data:
         from pipeline.tasks.open import describe_tasks
 
@@ -487,6 +525,10 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigurationError(message)
 
 
+NO_WRITES = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
+"""Errors of a folder that may not be written, or of a disk that is full."""
+
+
 def allow_descriptors() -> None:
     """Raise the soft limit of open files, often 1024, to the hard one: whoever reaches a port can hold as many
     connections, and a process without a free descriptor can open no file either. Processes that we start inherit it."""
@@ -502,8 +544,13 @@ def entry() -> None:
     try:
         app(prog_name="afterplay")
     except AfterplayError as error:
-        print(f"afterplay: {error}", file=sys.stderr)
+        print(f"afterplay: {error.sentence if isinstance(error, PlugInError) else error}", file=sys.stderr)
         sys.exit(ExitCode.CONFIGURATION if isinstance(error, ConfigurationError) else ExitCode.FAILED)
+    except OSError as error:
+        if error.errno not in NO_WRITES or error.filename is None:
+            raise
+        print(f"afterplay: expected to write {error.filename}, got: {error.strerror}", file=sys.stderr)
+        sys.exit(ExitCode.FAILED)
 
 
 if __name__ == "__main__":

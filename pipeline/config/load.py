@@ -254,14 +254,24 @@ def loads(
             place = f"environment variable {key}"
             _assign(data, parts, parse_yaml(value, place), place, sources)
     for override in overrides:
-        dotted, equals, value = override.partition("=")
+        key, value = read_override(override)
         place = f"--set {override}"
-        if not equals or not dotted.strip():
-            raise ConfigurationError(
-                f"{place}: expected section.key=value, for example --set learner.learning_rate=1e-5"
-            )
-        _assign(data, dotted.strip().split("."), parse_yaml(value, place), place, sources)
+        _assign(data, key.split("."), parse_yaml(value, place), place, sources)
     return _validate(data, sources)
+
+
+def read_override(text: str) -> tuple[str, str]:
+    """Key and value of one ``--set``. Raises :class:`ConfigurationError` for a text without ``=`` or a value, and for
+    spaces around ``=``: a shell would have made several arguments of them.
+
+    >>> read_override("run.seed=3")
+    ('run.seed', '3')
+    """
+    key, _, value = text.partition("=")
+    if key and value and key == key.strip() and value == value.lstrip():
+        return key, value
+    right = f"{key.strip() or 'learner.learning_rate'}={value.strip() or ('VALUE' if key.strip() else '1e-5')}"
+    raise ConfigurationError(f"--set {text}: expected section.key=value without spaces around =, as in --set {right}")
 
 
 def dump(config: RunConfig) -> str:
@@ -309,7 +319,7 @@ def _position(at: list[Any], part: str, place: str, path: Path_) -> int:
 
 def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
     data = {key: {} if value is None else value for key, value in data.items()}
-    problems = _read_removed(data, sources) + _read_moved(data, sources)
+    problems = _read_removed(data, sources) + _read_moved(data, sources) + _check_named(data, sources)
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -317,6 +327,30 @@ def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
     if problems:
         raise ConfigurationError("\n".join(dict.fromkeys(problems)))
     return config
+
+
+def _check_named(data: dict[str, Any], sources: _Sources) -> list[str]:
+    """An error message for a run file without environments, and for each environment without a name: a mistyped section
+    name would otherwise add a task to the run."""
+    if "environments" not in data:
+        came = f"sections {', '.join(data)}" if data else "an empty file"
+        return [
+            f"{sources.file}: expected a section environments with what is trained, for example environments: "
+            f"{{guess: {{name: number_guess}}}}, got {came}; @tiny is a whole run file"
+        ]
+    sections = data["environments"] if isinstance(data["environments"], dict) else {}
+    named = [key for key, section in sections.items() if isinstance(section, dict) and "name" in section]
+    problems = []
+    for key in sections:
+        path: Path_ = ("environments", key)
+        if key in named or not isinstance(sections[key], dict | None):
+            continue
+        place = next((came for at, came in sources.overrides.items() if at[:2] == path), sources.name(path))
+        problems.append(
+            f"{place}: environments.{key} needs the name of an environment, for example name: number_guess"
+            + (_suggestion(key, named, ("environments",)) if named else "")
+        )
+    return problems
 
 
 def _read_removed(data: dict[str, Any], sources: _Sources) -> list[str]:

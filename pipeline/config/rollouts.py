@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,6 +110,9 @@ class EngineConfig(Section):
     def _external_needs_urls(self) -> EngineConfig:
         if self.kind == "external" and not self.urls:
             raise ValueError("engine.kind is external: give engine.urls, for example ['http://127.0.0.1:8000']")
+        twice = [url for url, n in Counter(url.rstrip("/") for url in self.urls).items() if n > 1]
+        if twice:
+            raise ValueError(f"engine.urls: expected each engine once, got {', '.join(twice)} several times")
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@
 
     runs/NAME/
       config.yaml        the resolved configuration every process of the run reads
+      history.jsonl      the first configuration, and each later change with its step (supervisor/history.py)
       model/             the initial model as a Hugging Face folder (config, safetensors, tokenizer)
       weights/v000007/   published weights, one folder for each policy version
       checkpoints/       what the learner resumes from
@@ -73,6 +74,11 @@ class RunDirectory:
     @property
     def config_file(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def history_file(self) -> Path:
+        """Configurations of the run, by the step from which each applied."""
+        return self.path / "history.jsonl"
 
     @property
     def model(self) -> Path:
@@ -178,13 +184,13 @@ class RunDirectory:
         return self.path / "keys"
 
 
-def await_model(folder: Path) -> None:
-    """Block until ``folder``, which appears complete by rename, is a prepared model; at most the seconds that
-    :data:`AWAIT_MODEL` says, none without it. A signal ends the wait with the process.
+def await_model(folder: Path, seconds_max: float | None = None) -> None:
+    """Block until ``folder``, which appears complete by rename, is a prepared model; at most ``seconds_max``, or the
+    seconds that :data:`AWAIT_MODEL` says, none without it. A signal ends the wait with the process.
 
     Raises :class:`ConfigurationError`.
     """
-    seconds_max = float(os.environ.get(AWAIT_MODEL, 0))
+    seconds_max = float(os.environ.get(AWAIT_MODEL, 0)) if seconds_max is None else seconds_max
     deadline = time.monotonic() + seconds_max
     if not (folder / "config.json").exists() and seconds_max:
         log.info("waiting for the model in %s, at most %g s", folder, seconds_max)

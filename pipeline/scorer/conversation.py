@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.errors import ConfigurationError, SchemaError
+from pipeline.errors import ConfigurationError, SchemaError, described
 from pipeline.schema import Message, Trajectory
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -97,9 +97,7 @@ def resolve(path: str, what: str = "score function") -> UserFunction:
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(
-            f"{what} {path!r}: importing {where} failed with {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigurationError(f"{what} {path!r}: importing {where} failed with {described(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = "nothing of that name" if function is None else f"a {type(function).__name__}"

@@ -130,6 +130,11 @@ class Call:
         self._timeout_seconds = section.timeout_seconds
         self._options = dict(section.options)
         grader = BUILT_IN.get(section.path)
+        if grader is None and ":" not in section.path:
+            raise ConfigurationError(
+                f"scorer.functions: expected one of the graders {', '.join(BUILT_IN)}, or your own function as "
+                f"module:function or file.py:function, got {section.path!r}"
+            )
         self._path = grader.path if grader else section.path
         self._needs = grader.needs if grader else None
         self._worker = section.worker if section.worker is not None else grader is not None and grader.worker

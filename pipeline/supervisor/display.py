@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pipeline.cli.viewer.progress import Line, Pace, describe, facts, step_of
 from pipeline.schema.state import RoleState
-from pipeline.supervisor.plan import PREPARE
+from pipeline.supervisor.plan import PREFLIGHT, PREPARE
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Phase, Process
 
@@ -167,13 +167,19 @@ class Display:
             self.say(line)
         for line in self._failures.news(self._answers):
             self.say(line)
-        if self._live is None and time.monotonic() - self._printed_at >= SILENCE_SECONDS:
-            self.say("; ".join(self._describe(name) for name in self._processes if self._processes[name].alive))
+        now = time.monotonic()
+        if self._live is None and now - self._printed_at >= SILENCE_SECONDS:
+            alive = [name for name, process in self._processes.items() if process.alive]
+            parts = [self._describe(name, now) for name in alive]
+            self.say("; ".join(filter(None, [waiting_in_words(self._processes, self._answers, now), *parts])))
 
-    def _describe(self, name: str) -> str:
+    def _describe(self, name: str, now: float) -> str:
+        """State of a process; empty for one that needs no words of its own."""
         process, answer = self._processes[name], self._answers.get(name)
+        if name in (PREPARE, PREFLIGHT):
+            return ""
         if answer is None or not answer.state:
-            return f"{name}: {process.phase.value}"
+            return f"{name}: {process.phase.value} for {now - process.started_at:.0f} s"
         if not answer.waiting_for:
             return f"{name}: {_doing(answer)}"
         waits = ": " if answer.state.startswith("waiting") else ", waiting for "
@@ -224,6 +230,23 @@ class Display:
                 str(process.restarts or ""),
             )
         return table
+
+
+def waiting_in_words(processes: Mapping[str, Process], answers: Mapping[str, HealthAnswer], now: float) -> str:
+    """The one thing that the run waits for now, for a reader who does not know its processes; empty if it is none. What
+    stands first has to end before what stands behind it can begin. Pure."""
+    prepare = processes.get(PREPARE)
+    if prepare is not None and prepare.alive:
+        return f"the model is being prepared, for {now - prepare.started_at:.0f} s so far (downloads take longest)"
+    loading = [name for name, process in processes.items() if process.phase is Phase.STARTING and name != PREFLIGHT]
+    if loading:
+        first = min(processes[name].started_at for name in loading)
+        verb = "loads" if len(loading) == 1 else "load"
+        return f"{', '.join(loading)} {verb} programs and model, for {now - first:.0f} s so far"
+    learner = answers.get("learner")
+    if learner is not None and learner.state == RoleState.WAITING_FOR_ROLLOUTS:
+        return f"episodes are played until a batch is complete ({learner.waiting_for})"
+    return ""
 
 
 def _state(answer: HealthAnswer) -> str:

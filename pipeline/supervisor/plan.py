@@ -7,6 +7,7 @@ keys of the engines, and the addresses at which the processes reach each other.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from pipeline.supervisor.restarts import Rule
 
 ACTORS, LEARNER, REPLAY, ENGINES = range(4)
 """Stages of the drain."""
-PREPARE, REPORTER = "prepare", "reporter"
+PREPARE, PREFLIGHT, REPORTER = "prepare", "preflight", "reporter"
 RENDEZVOUS_PORT = 29500
 """Port at which the learner's ranks of several nodes meet, on the first of them."""
 
@@ -170,6 +171,14 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
         places.append(place)
     places += _reporters(config, head)
     return Plan(config, tuple(places), division.reasons, division.problems)
+
+
+def preflight_place(inventory: Inventory) -> Place:
+    """The process that checks plug-ins beside the preparation of the model. Nothing waits for it, and it may take as
+    long as it wants; if it finds something wrong, the run ends."""
+    head = inventory.nodes[0]
+    rule = Rule(PREFLIGHT, ENGINES, once=True, optional=True, start_seconds_max=math.inf)
+    return Place(PREFLIGHT, 0, head.name, rule, environment=_environment(head))
 
 
 def _learner(config: RunConfig, division: Division, head: Node, role: str) -> Iterator[Place]:

@@ -52,6 +52,8 @@ class Rule:
     """Started at once, but not ready before each of these is: ``start_seconds_max`` counts from then."""
     once: bool = False
     """A preparation: exit 0 is success, anything else ends the run."""
+    optional: bool = False
+    """With ``once``: only its refusal of the run file ends the run; any other end counts as success."""
     ends_run: bool = False
     """The run is finished when this process has finished its work."""
     stateless: bool = False
@@ -172,7 +174,8 @@ class Machine:
             if process.killed and not rule.stateless and not rule.once and self.code is ExitCode.FINISHED:
                 self.code, self.reason = ExitCode.FORCED, f"{name} had to be killed: it did not drain in time"
             return self._advance(now)
-        if code == 0 and (rule.once or (rule.ends_run and finished)):
+        succeeded = code == 0 or (rule.optional and code != ExitCode.CONFIGURATION)
+        if succeeded and (rule.once or (rule.ends_run and finished)):
             process.phase = Phase.DONE
             self._ready.setdefault(name, now)
             return self._drain(ExitCode.FINISHED, "finished", now) if rule.ends_run else self._start_ready(now)
@@ -238,8 +241,9 @@ class Machine:
         """Back off and restart, or end the run."""
         name = process.rule.name
         if process.rule.once or code == ExitCode.CONFIGURATION:
-            verdict = ExitCode.CONFIGURATION if code == ExitCode.CONFIGURATION else ExitCode.FAILED
-            return self._give_up(process, verdict, f"{name} failed ({describe_exit(code)})", now)
+            if code == ExitCode.CONFIGURATION:
+                return self._give_up(process, ExitCode.CONFIGURATION, f"{name} stopped the run", now)
+            return self._give_up(process, ExitCode.FAILED, f"{name} failed ({describe_exit(code)})", now)
         if code == ExitCode.ENVIRONMENT:
             return self._give_up(process, ExitCode.ENVIRONMENT, "every rollout of an environment failed", now)
         while process.restarted_at and process.restarted_at[0] <= now - BUDGET_SECONDS:

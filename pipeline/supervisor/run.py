@@ -36,8 +36,10 @@ from pipeline.store.ledger import read_ledger
 from pipeline.store.store import store_path
 from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
+from pipeline.supervisor.history import compare, record
 from pipeline.supervisor.inventory import local_inventory
-from pipeline.supervisor.plan import plan
+from pipeline.supervisor.plan import plan, preflight_place
+from pipeline.supervisor.preflight import check_directory
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
@@ -58,9 +60,14 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
 
     Raises :class:`RunIsAlive`, which names the process.
     """
-    directory.path.mkdir(parents=True, exist_ok=True)
     try:
+        directory.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(directory.lock_file, f"{directory.path} is locked")
+    except OSError as error:
+        raise ConfigurationError(
+            f"run.directory: expected a folder that can be written at {directory.path}, got: {error.strerror}. Give "
+            "another one with --set run.directory=DIR"
+        ) from error
     except StoreError as error:
         known = read_json(directory.lock_file) or {}
         raise RunIsAlive(
@@ -118,6 +125,7 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
         require_package(tracker)
     inventory = local_inventory()
     chosen = plan(config, inventory).fitting()
+    check_directory(directory)
     for sentence in chosen.reasons:
         console.print(sentence, soft_wrap=True)
     try:
@@ -131,14 +139,20 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
                     soft_wrap=True,
                 )
                 return ExitCode(finished["exit_code"])
-            directory.finished_file.unlink(missing_ok=True)
             config = resolve(chosen.config)
+            resumed = compare(directory, config)
+            for line in resumed.lines():
+                console.print(line, markup=False, soft_wrap=True)
+            directory.finished_file.unlink(missing_ok=True)
             wait_for_room(directory.create, directory.path, "the run directory")
             config = with_keys(config, directory)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
             wait_for_room(write, directory.config_file, "the run file")
+            write = partial(record, directory, config, resumed)
+            wait_for_room(write, directory.history_file, "the history of the configuration")
             with OrphanReaper(keep_open=(lock,)) as reaper:
-                specs = specs_of(plan(config, inventory).places, config, directory)
+                places = (preflight_place(inventory), *plan(config, inventory).places)
+                specs = specs_of(places, config, directory)
                 code = supervise(config, specs, directory, reaper, console)
             remove_socket_folder(directory.path)
             return code

@@ -83,11 +83,14 @@ class Supervisor:
         return self.machine.code
 
     def log_tail(self) -> str:
-        """The last lines of the log of the process that ended the run by failing."""
+        """The last lines of the log of the process that ended the run by failing; of one that refused the run file the
+        message alone."""
         name = self.machine.culprit
         if name is None:
             return ""
         path = self._directory.log_file(name)
+        if self.machine.code is ExitCode.CONFIGURATION and (message := last_message(path, name)):
+            return message
         count = 1 if self.machine.code is ExitCode.ENVIRONMENT else LOG_TAIL_LINES
         return f"last lines of {path}:\n" + "\n".join(f"  | {line}" for line in last_lines(path, count))
 
@@ -250,6 +253,13 @@ def _why_ended(process: Process, code: int) -> str:
         return f"it made no progress; the stacks of its threads are in logs/{process.rule.name}.log"
     silent = ", for it gave no healthy answer" if process.killed else ""
     return describe_exit(code) + silent
+
+
+def last_message(path: Path, name: str) -> str:
+    """The message with which a process refused the run file, which ends its log; empty if there is none."""
+    lines = last_lines(path, LOG_TAIL_LINES)
+    begins = [i for i, line in enumerate(lines) if line.startswith((f"{name}: ", "afterplay: "))]
+    return "\n".join(lines[begins[-1] :]).partition(": ")[2] if begins else ""
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -145,8 +145,8 @@ def _port_of(driver) -> int:
     raise AssertionError("chromedriver did not say its port")
 
 
-def written(folder):
-    reader = RunReader(*open_run(make_run(folder / "run", ROLLOUTS)))
+def written(folder, rollouts=ROLLOUTS):
+    reader = RunReader(*open_run(make_run(folder / "run", rollouts)))
     listing = reader.listing(Filters(), "oldest")
     write_page(folder / "page.html", reader, listing, None, Vocabulary.read(reader.model))
     return folder / "page.html"
@@ -181,6 +181,12 @@ def test_every_rollout_is_listed_and_the_first_is_shown_with_its_tokens(opened):
     assert shown == [answer + "<|end|>" for _, answer in ROLLOUTS[0].said]
     assert "€" in "".join(opened.texts(".t")) and "‹E2›" in opened.texts(".t.part")
     assert len(opened.texts(".branch")) == 1
+
+
+def test_the_page_opens_on_a_rollout_that_was_trained(browser, tmp_path):
+    waiting = Rollout(0, 0, 1.0, "game/0", state="held", step=None)
+    browser.open(written(tmp_path, (waiting, Rollout(1, 0, 1.0, "game/1", step=1, traced=True))))
+    assert browser.texts("h2") == ["g000001.0.0"]
 
 
 def test_a_compressed_page_shows_the_same(browser, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from grafana.targets import targets_of_run
+from pipeline.runtime.process import ExitCode
 from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -122,14 +124,28 @@ def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
         assert run.interrupt() < 10
         assert [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE] == []
         assert run.ledger().audit() == []
-    with forked_run(TINY, tmp_path, "interrupt", overrides) as run:
+    with forked_run(TINY, tmp_path, "interrupt", [*overrides, "learner.learning_rate=1e-3"]) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        assert "  learner.learning_rate: 0.003 -> 0.001\n" in run.output.read_text()
+        first, changed = map(json.loads, run.directory.history_file.read_text().splitlines())
+        assert (first["step"], changed["changes"]) == (0, {"learner.learning_rate": [3e-3, 1e-3]})
+        assert 2 <= changed["step"] < 8
         assert [s["step"] for s in run.steps()] == list(range(1, 9))
         assert_accounts_add_up(run)
         from transformers import AutoModelForCausalLM
 
         newest = max(p for p in run.directory.checkpoints.iterdir() if (p / "model").is_dir())
         AutoModelForCausalLM.from_pretrained(newest / "model")
+
+
+def test_a_run_with_a_wrong_plug_in_ends_with_the_sentence_of_its_preflight(
+    tmp_path: Path, forked_run: partial
+) -> None:
+    with forked_run(TINY, tmp_path, "wrong", ["environments.guess.name=number_gess"]) as run:
+        assert run.finish(START_SECONDS_MAX) == ExitCode.CONFIGURATION, run.tail()
+        said = run.output.read_text()
+        assert "preflight stopped the run" in said and "Traceback" not in said
+        assert "\nenvironments.guess: there is no environment 'number_gess'; there are" in said
 
 
 def test_supervisor_killed_leaves_no_process(tmp_path: Path, forked_run: partial) -> None:

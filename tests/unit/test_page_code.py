@@ -87,7 +87,8 @@ def placed(fragment: dict[str, Any]) -> dict[str, Any]:
             parts = [part for kind in ("functions", "judges") for part in whole.get("scorer", {}).get(kind, ())]
             named = {name: {} for part in parts for name in part.get("environments", ())}
             environments = {**named, **whole.get("environments", {})}
-            return {**whole, "environments": environments} if environments else whole
+            environments = environments or {"example": {}}
+            return {**whole, "environments": {n: {"name": n, **(e or {})} for n, e in environments.items()}}
     raise AssertionError(f"expected keys of the run file or of {list(PLACES)}, got {list(fragment)}")
 
 

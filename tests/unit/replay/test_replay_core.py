@@ -18,6 +18,9 @@ from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
+ALONE = {"advantage": {"estimator": "reinforce_pp"}}
+"""For groups of one rollout, which cannot be compared."""
+
 
 class Stage:
     """A core whose messages are kept instead of sent."""
@@ -181,7 +184,7 @@ def test_a_failed_rollout_is_ordered_again_until_its_attempts_are_used_up() -> N
 
 
 def test_an_environment_that_always_fails_is_played_ever_more_slowly() -> None:
-    stage = started(groups={"n_rollout": 1, "groups_per_step": 1, "attempts_max": 1}, staleness={"max": 0})
+    stage = started(groups={"n_rollout": 1, "groups_per_step": 1, "attempts_max": 1}, staleness={"max": 0}, **ALONE)
     played = 0
     while stage.now < 120:
         for order in stage.orders()[played:]:
@@ -196,7 +199,7 @@ def test_an_environment_that_always_fails_is_played_ever_more_slowly() -> None:
 
 
 def test_an_aborted_rollout_uses_up_no_attempt() -> None:
-    stage = started(groups={"n_rollout": 1, "groups_per_step": 1, "attempts_max": 1}, staleness={"max": 0})
+    stage = started(groups={"n_rollout": 1, "groups_per_step": 1, "attempts_max": 1}, staleness={"max": 0}, **ALONE)
     for serial in range(5):
         order = stage.orders()[-1]
         assert (order.order_id, order.attempt) == (f"g000000.0.{serial}", 0)

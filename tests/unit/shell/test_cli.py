@@ -125,7 +125,7 @@ def test_keys_are_made_once(tmp_path):
 def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path):
     assert isinstance(invoke("status", str(tmp_path)).exception, ConfigurationError)
     directory = RunDirectory(tmp_path / "r").create()
-    directory.config_file.write_text("run: {total_steps: 9}")
+    directory.config_file.write_text("run: {total_steps: 9}\nenvironments: {guess: {name: number_guess}}")
     write_lines(directory, line(0), line(1))
     (directory.checkpoints / "u000003").mkdir()
     set_aside(directory.checkpoints / "u000003", {"sentence": "checkpoint u000003 is damaged (x)"})
@@ -208,8 +208,8 @@ def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(mon
     assert console.file.getvalue().splitlines() == [
         "0:00  starting vLLM",
         "0:00  playing the first episodes (64 at once)",
-        "0:16  engine-0: starting; learner: waiting for engines: one that serves version 0; "
-        "actor-0: playing 64 episodes",
+        "0:16  engine-0, learner, actor-0 load programs and model, for 16 s so far; engine-0: starting for 16 s; "
+        "learner: waiting for engines: one that serves version 0; actor-0: playing 64 episodes",
     ]
 
 
@@ -223,6 +223,19 @@ def test_steps_carry_an_estimate_of_the_time_left_from_the_third_on(monkeypatch)
         display.progress({"step": step})
     ends = [text.split("step", 1)[1] for text in console.file.getvalue().splitlines()]
     assert ends == [" 1/5", " 2/5", " 3/5  about 2:20 left", " 4/5  about 1:10 left", " 5/5"]
+
+
+def test_the_time_left_is_that_of_the_steps_that_are_left_after_a_resume(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("pipeline.supervisor.display.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    display = Display("run", 20, {}, {}, console, line={"step": 12})
+    now[0] = 300.0  # the processes start again
+    for step in range(13, 17):
+        now[0] += 10
+        display.progress({"step": step})
+    ends = [text.split("step", 1)[1] for text in console.file.getvalue().splitlines()]
+    assert ends == [" 13/20", " 14/20", " 15/20  about 0:50 left", " 16/20  about 0:40 left"]
 
 
 def test_the_time_left_follows_the_last_steps_and_begins_again_when_a_step_is_made_again():

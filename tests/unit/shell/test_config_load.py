@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 from pipeline.config import RunConfig
 from pipeline.config.estimators import Grpo, OwnEstimator
 from pipeline.config.explain import free_ports, is_free, resolve, show, split_address
-from pipeline.config.load import MOVED, REMOVED, dump, dump_yaml, load, loads, model_at, parse_yaml
+from pipeline.config.load import MOVED, REMOVED, dump, dump_yaml, load, model_at, parse_yaml
+from pipeline.config.load import loads as loads_file
 from pipeline.config.policy_losses import Gspo, OwnLoss, Ppo
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
+
+
+def loads(text, name="run file", overrides=(), environment=None):
+    """A run file as ``load`` reads it; one that names no environment gets one."""
+    if not any("environments" in part for part in (text, *overrides)):
+        overrides = [*overrides, "environments.guess.name=number_guess"]
+    return loads_file(text, name, overrides, environment)
 
 
 def refusal(text="", overrides=(), environment=None):
@@ -22,8 +30,48 @@ def refusal(text="", overrides=(), environment=None):
     return str(caught.value)
 
 
-def test_an_empty_file_is_the_default_run():
-    assert loads("") == loads("engine:\nactor: {}\n") == RunConfig()
+def test_what_a_file_leaves_out_has_its_default():
+    assert loads("") == loads("engine:\nactor: {}\n")
+    assert loads("").model_copy(update={"environments": RunConfig().environments}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("", (), "run.yaml: expected a section environments with what is trained, for example environments: "),
+        ("", (), "got an empty file; @tiny is a whole run file"),
+        ("run: {seed: 1}", (), "got sections run"),
+        ("environments: {}", (), "environments is empty: add at least one"),
+        ("environments: {a: {}}", (), "run.yaml, line 1: environments.a needs the name of an environment"),
+        ("environments:\n  a:\n", (), "run.yaml, line 2: environments.a needs the name"),
+        (
+            "environments: {guess: {name: number_guess}}",
+            ("environments.gess.options.high=3",),
+            "--set environments.gess.options.high=3: environments.gess needs the name of an environment, for example "
+            "name: number_guess; did you mean environments.guess?",
+        ),
+    ],
+)
+def test_a_run_file_names_its_environments(text, overrides, words):
+    with pytest.raises(ConfigurationError) as caught:
+        loads_file(text, "run.yaml", overrides)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "right"),
+    [
+        ("run.seed = 1", "run.seed=1"),
+        ("run.seed= 1", "run.seed=1"),
+        ("run.seed =1", "run.seed=1"),
+        ("run.seed=", "run.seed=VALUE"),
+        ("run.seed", "run.seed=VALUE"),
+        ("=1", "learner.learning_rate=1"),
+    ],
+)
+def test_an_option_with_spaces_or_without_a_value_is_refused_with_the_right_form(option, right):
+    words = f"--set {option}: expected section.key=value without spaces around =, as in --set {right}"
+    assert refusal(overrides=[option]) == words
 
 
 def test_later_sources_win_and_values_are_yaml():

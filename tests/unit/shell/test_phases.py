@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.supervisor.display import FailureNews, Phases
+from pipeline.supervisor.display import FailureNews, Phases, waiting_in_words
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 
@@ -73,3 +73,22 @@ def test_an_environment_whose_rollouts_fail_is_named_when_noticed_and_when_the_f
     assert lines(0, 8) == ["environment maze: 8 failed"]
     assert lines(0, 15) == []
     assert lines(1, 16) == ["environment maze: 16 failed"]
+
+
+def test_the_console_says_what_a_run_waits_for_in_words_of_a_newcomer() -> None:
+    rules = (Rule("preflight", 3, once=True), Rule("prepare", 3, once=True), Rule("engine-0", 3), Rule("learner", 1))
+    machine = Machine(rules)
+    machine.begin(0)
+    assert waiting_in_words(machine.processes, {}, 20) == (
+        "the model is being prepared, for 20 s so far (downloads take longest)"
+    )
+    machine.exited("prepare", 0, 25)
+    assert waiting_in_words(machine.processes, {}, 30) == "engine-0, learner load programs and model, for 30 s so far"
+    machine.healthy("learner", 31)
+    assert waiting_in_words(machine.processes, {}, 40) == "engine-0 loads programs and model, for 40 s so far"
+    machine.healthy("engine-0", 41)
+    assert waiting_in_words(machine.processes, {}, 42) == ""
+    answers = {"learner": HealthAnswer(True, "waiting for rollouts", "5 of 16 groups of step 2")}
+    assert waiting_in_words(machine.processes, answers, 50) == (
+        "episodes are played until a batch is complete (5 of 16 groups of step 2)"
+    )

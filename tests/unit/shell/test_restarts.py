@@ -307,3 +307,15 @@ class AnyHistory(RuleBasedStateMachine):
 
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize(("code", "ends"), [(0, False), (1, False), (-9, False), (2, True)])
+def test_only_a_refusal_of_an_optional_check_ends_the_run(code: int, ends: bool) -> None:
+    rules = (Rule("preflight", 3, once=True, optional=True, start_seconds_max=math.inf), Rule("replay", 2))
+    machine = Machine(rules)
+    machine.begin(0)
+    machine.healthy("replay", 1)
+    assert machine.next_wake() == math.inf, "it may take as long as it wants"
+    machine.exited("preflight", code, 1)
+    assert (machine.draining_since is not None, machine.culprit) == (ends, "preflight" if ends else None)
+    assert machine.code == (2 if ends else 0)

@@ -122,7 +122,8 @@ def write_tokenizer(folder: Path) -> None:
 def make_run(path: Path, rollouts: Sequence[Rollout], **sections: Any) -> Path:
     """A run directory."""
     directory = RunDirectory(path).create()
-    config = {"run": {"name": path.name, "directory": str(path.parent)}, **sections}
+    named = {"environments": {"guess": {"name": "number_guess"}}}
+    config = {"run": {"name": path.name, "directory": str(path.parent)}, **named, **sections}
     directory.config_file.write_text(yaml.safe_dump(config))
     write_tokenizer(directory.model)
     _write_store(directory.store_file, rollouts)

