@@ -175,7 +175,7 @@ def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at
             "audit": ledger.audit(),
             "orders_in_flight": ledger.orders["in_flight"],
             "said": [
-                line
+                line.replace(str(job.directory.path), "RUN")
                 for line in (job.directory.path / "slurm.log").read_text().splitlines()
                 if re.search(r"ended|again|stop|queue|resum|finished", line)
             ],
