@@ -131,7 +131,7 @@ def config_in_pods(config: RunConfig, name: str) -> RunConfig:
                 "learner_key": "env:AFTERPLAY_ENGINE_LEARNER_KEY",
             }
         )
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "run": {"directory": Path("/runs"), "id": config.run.id or name},
         "replay": {"address": f"tcp://{name}-replay:{HUB_PORT}", "store": "/store/replay.sqlite"},
         "transport": {"curve": Path("/keys")},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import split_address
@@ -37,9 +38,9 @@ class Cluster:
         nodes, replay = self.inventory.nodes, config.replay
         if replay.address.startswith("ipc://"):
             replay = replay.model_copy(update={"address": f"tcp://{_bracketed(nodes[0].address)}:0"})
-        changed = {"replay": replay}
+        changed: dict[str, Any] = {"replay": replay}
         if not all(is_loopback(node.address) for node in nodes):
-            sections = {"engine": config.engine, "metrics": config.metrics}
+            sections: dict[str, Any] = {"engine": config.engine, "metrics": config.metrics}
             changed |= {
                 name: section.model_copy(update={"host": ANY_HOST})
                 for name, section in sections.items()
