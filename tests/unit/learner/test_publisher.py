@@ -293,6 +293,18 @@ async def test_a_learner_that_died_in_a_load_leaves_no_engine_for_the_next_to_mi
     assert (engine.version, engine.paused, engine.broken) == ("0", False, [])
 
 
+async def test_a_load_that_a_dead_learner_began_is_undone_and_the_engine_need_not_end(engines, weights, tmp_path):
+    """It refuses every load until then, although its health is good."""
+    engine = engines[0]
+    engine.version, engine.paused, engine.half_loaded = "withdrawn", True, True
+    publisher, _ = publisher_of([engine.url], tmp_path, weights[0])
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(1, weights[1])
+            await publisher.keepers[engine.url].until_served(1)
+    assert (engine.version, engine.paused, engine.ended, engine.broken) == ("1", False, 0, [])
+
+
 @pytest.fixture
 def registry():
     return CollectorRegistry()
