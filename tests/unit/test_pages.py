@@ -73,7 +73,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def tests_of(file: Path) -> set[str]:
+def names_of_tests(file: Path) -> set[str]:
     """Names of the test functions of a Python file; empty where it does not exist."""
     text = file.read_text() if file.exists() else ""
     return set(re.findall(r"^ *(?:async )?def (test_\w+)\(", text, re.MULTILINE))
@@ -129,7 +129,7 @@ def test_files_that_are_named_exist(page: str) -> None:
 def test_tests_that_are_named_exist(page: str) -> None:
     """``PATH::NAME``; the name of a test that runs once for each of some parameters has no brackets."""
     named = re.findall(r"`([\w/.]+\.py)::(\w+)`", (ROOT / page).read_text())
-    assert [f"{path}::{name}" for path, name in named if name not in tests_of(ROOT / path)] == []
+    assert [f"{path}::{name}" for path, name in named if name not in names_of_tests(ROOT / path)] == []
 
 
 def test_each_row_of_the_table_of_faults_names_a_test_of_its_own() -> None:
