@@ -109,7 +109,7 @@ async def test_no_order_is_lost_while_an_engine_fails_a_third_of_its_requests(
     make_services: Callable[..., Services], make_order: MakeOrder
 ) -> None:
     bad, good = Failing("stub://bad"), StubEngine("stub://good")
-    services, played = make_services([bad, good]), list[Trajectory]()
+    services, played = make_services([bad, good], wait_seconds_max=60.0), list[Trajectory]()
 
     async def play(seed: int) -> None:
         played.append(await Rollout(make_order(seed), services).run())

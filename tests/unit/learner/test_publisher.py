@@ -212,7 +212,8 @@ async def test_a_half_loaded_engine_stays_paused_and_withdrawn_until_a_load_is_w
             resumed = engine.calls.count("/resume")
             engine.faults[path] = fault
             done = await publisher.publish(1, weights[1])
-            assert done.live == (engines[0].url,)
+            assert engine.url not in done.live
+            await publisher.keepers[engines[0].url].until_served(1)
             await publisher.keepers[engine.url].until_attempted(1)
             assert engine.paused
             assert engine.calls.count("/resume") == resumed
