@@ -80,24 +80,9 @@ async def main(ctx: RoleContext) -> None:
         for name, section in config.environments.items()
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
-    vocabulary = _vocabulary(ctx.directory.model / "config.json")
-    key = find_key(config.engine, "actor_key")
     patience = PausableTimeout() if config.engine.colocate == "sleep" else None
-    memory = AnswerMemory(config.actor.answers_bytes_max)
     pool = EnginePool(
-        [
-            EngineClient(
-                url,
-                request_seconds_max=config.engine.request_seconds_max,
-                vocabulary=vocabulary,
-                model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
-                patience=patience,
-                memory=memory,
-                key=key,
-                run=config.run.id,
-            )
-            for url in config.engine.addresses()
-        ],
+        clients(config, _vocabulary(ctx.directory.model / "config.json"), patience),
         sessions_max=config.actor.sessions_max,
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
@@ -135,6 +120,24 @@ async def main(ctx: RoleContext) -> None:
             await services.close()
             if lessons is not None:
                 await close_source(lessons)
+
+
+def clients(config: RunConfig, vocabulary: int | None, patience: PausableTimeout | None = None) -> list[EngineClient]:
+    """Clients of all engines, which show the actors' key and share the memory for answers."""
+    key, memory = find_key(config.engine, "actor_key"), AnswerMemory(config.actor.answers_bytes_max)
+    return [
+        EngineClient(
+            url,
+            request_seconds_max=config.engine.request_seconds_max,
+            vocabulary=vocabulary,
+            model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
+            patience=patience,
+            memory=memory,
+            key=key,
+            run=config.run.id,
+        )
+        for url in config.engine.addresses()
+    ]
 
 
 async def _keep_reporting(ctx: RoleContext, actor: Actor) -> None:

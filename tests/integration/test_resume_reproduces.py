@@ -134,6 +134,8 @@ class Engine:
     async def handle(self, request: web.Request) -> web.Response:
         if request.path == "/weight_info":
             return web.json_response({"weight_version": self.version})
+        if request.path == "/is_paused":
+            return web.json_response({"is_paused": False})
         body = await request.json() if request.can_read_body else {}
         if request.path == "/collective_rpc":
             if self.hold_from is not None and len(self.asked) >= self.hold_from:

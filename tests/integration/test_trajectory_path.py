@@ -90,6 +90,8 @@ async def engine():
     async def handle(request):
         if request.path == "/weight_info":
             return web.json_response({"weight_version": version[0]})
+        if request.path == "/is_paused":
+            return web.json_response({"is_paused": False})
         body = await request.json() if request.can_read_body else {}
         if request.path == "/inference/v1/generate":
             return web.json_response(good_answer(body, version=version[0]))

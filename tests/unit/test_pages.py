@@ -73,6 +73,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def names_of_tests(file: Path) -> set[str]:
+    """Names of the test functions of a Python file; empty where it does not exist."""
+    text = file.read_text() if file.exists() else ""
+    return set(re.findall(r"^ *(?:async )?def (test_\w+)\(", text, re.MULTILINE))
+
+
 def has(model: Any, names: list[str]) -> bool:
     """True if the sections have the key; a mapping has any."""
     fields = getattr(model, "model_fields", None)
@@ -117,6 +123,23 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
 def test_files_that_are_named_exist(page: str) -> None:
     named = re.findall(rf"`((?:{FOLDERS})/[A-Za-z0-9_./-]+)`", (ROOT / page).read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@each_page
+def test_tests_that_are_named_exist(page: str) -> None:
+    """``PATH::NAME``; the name of a test that runs once for each of some parameters has no brackets."""
+    named = re.findall(r"`([\w/.]+\.py)::(\w+)`", (ROOT / page).read_text())
+    assert [f"{path}::{name}" for path, name in named if name not in names_of_tests(ROOT / path)] == []
+
+
+def test_each_row_of_the_table_of_faults_names_a_test_of_its_own() -> None:
+    """One each, and no test stands for two faults."""
+    lines = (ROOT / "docs" / "RELIABILITY.md").read_text().splitlines()
+    rows = [re.split(r" *(?<!\\)\| *", line)[1:-1] for line in lines if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "fault"]
+    assert len(rows) > 50
+    assert [row[0] for row in rows if len(row) != 3 or not re.fullmatch(r"`tests/[\w/]+\.py::\w+`", row[1])] == []
+    assert len({row[1] for row in rows}) == len(rows)
 
 
 @each_page

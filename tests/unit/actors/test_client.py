@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,7 +14,10 @@ from aiohttp import web
 
 from actors.engine.base import AnswerMemory, EngineReport, Sampling
 from actors.engine.client import HEAD_BYTES_MAX, TOKEN_BYTES_MAX, EngineClient
+from actors.role import clients
+from pipeline.config import RunConfig
 from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.runtime.engine_keys import make_key_files
 from pipeline.schema import FinishReason, VersionSpan
 from tests.support.stub_engine import StubServer, good_answer
 
@@ -136,8 +140,9 @@ async def test_status_decides_whether_to_try_again_and_the_engines_message_is_to
         return web.json_response({"error": {"message": "prompt is too long", "code": status}}, status=status)
 
     async with StubServer(answer) as server, EngineClient(server.url) as client:
-        with pytest.raises(kind, match="prompt is too long"):
+        with pytest.raises(kind, match="prompt is too long") as raised:
             await client.generate([1], SAMPLING)
+        assert type(raised.value) is kind, "an engine that is gone takes no requests at all"
 
 
 @pytest.mark.parametrize("label", ["other/3", "3", "withdrawn", "default"])
@@ -163,7 +168,7 @@ async def test_an_engine_that_does_not_take_our_key_is_unavailable_and_another_i
             await client.generate([1, 2], Sampling(max_tokens=2))
 
 
-async def test_every_request_shows_the_actors_key() -> None:
+async def test_every_request_shows_the_actors_key_to_engines_that_are_external_too(tmp_path: Path) -> None:
     seen: list[str | None] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -175,15 +180,19 @@ async def test_every_request_shows_the_actors_key() -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
+    make_key_files(tmp_path)
+    keys = {f"{role}_key": f"file:{tmp_path}/engine_{role}.secret" for role in ("actor", "learner")}
+    engine = {"kind": "external", "urls": [f"http://127.0.0.1:{runner.addresses[0][1]}"], **keys}
     try:
-        async with EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", key="s3cret") as client:
+        (client,) = clients(RunConfig.model_validate({"engine": engine}), None)
+        async with client:
             await client.weight_version()
             await client.health()
             with pytest.raises(EngineProtocolError):
                 await client.generate([1, 2], Sampling(max_tokens=2))
     finally:
         await runner.cleanup()
-    assert seen == ["Bearer s3cret"] * 3
+    assert seen == [f"Bearer {(tmp_path / 'engine_actor.secret').read_text().strip()}"] * 3
 
 
 async def test_unstamped_tokens_are_not_version_zero() -> None:
@@ -207,8 +216,9 @@ async def test_dead_engine_slow_engine_and_engine_that_hangs_up_are_unavailable(
         return good_answer(body)
 
     async with StubServer(hang) as server, EngineClient(server.url, request_seconds_max=0.05) as client:
-        with pytest.raises(EngineUnavailable, match=r"did not answer .* within 0.05 s"):
+        with pytest.raises(EngineUnavailable, match=r"did not answer .* within 0.05 s") as late:
             await client.generate([1], SAMPLING)
+        assert type(late.value) is EngineUnavailable, "one slow answer does not say that the engine is gone"
         release.set()
     with pytest.raises(EngineGone):
         await client.generate([1], SAMPLING)

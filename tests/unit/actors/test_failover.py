@@ -17,6 +17,7 @@ from actors.engine.pool import EnginePool
 from actors.rollout.policy import Policy
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
+from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import EngineBusy, EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import FinishReason, Order, Trajectory, TrajectoryStatus, VersionSpan
@@ -108,7 +109,7 @@ async def test_no_order_is_lost_while_an_engine_fails_a_third_of_its_requests(
     make_services: Callable[..., Services], make_order: MakeOrder
 ) -> None:
     bad, good = Failing("stub://bad"), StubEngine("stub://good")
-    services, played = make_services([bad, good]), list[Trajectory]()
+    services, played = make_services([bad, good], wait_seconds_max=60.0), list[Trajectory]()
 
     async def play(seed: int) -> None:
         played.append(await Rollout(make_order(seed), services).run())
@@ -150,6 +151,22 @@ async def test_turn_that_loses_its_engine_goes_on_elsewhere_from_its_tokens(
     assert len(generation.logprobs) == 11 and generation.finish_reason is FinishReason.LENGTH
     assert player.engines == ["stub://a", "stub://b"]
     assert [len(ids) for _, ids in second.requests] == [9], "no token was sampled again"
+
+
+async def test_turns_of_a_run_are_requested_in_parts_without_a_setting(
+    make_services: Callable[..., Services], make_order: MakeOrder
+) -> None:
+    first, second = Counting("stub://a", requests=1), Counting("stub://b")
+    services = make_services([first, second], sampling={"max_tokens": 600})
+    async with anyio.create_task_group() as group:
+        group.start_soon(services.pool.watch)
+        while not all(state.alive for state in services.pool.router.engines.values()):
+            await anyio.sleep(0.01)
+        completion = await services.policy(make_order()).complete([100], 600)
+        group.cancel_scope.cancel()
+    assert completion.generation.token_ids.tolist() == list(range(101, 701))
+    part = EngineConfig().part_tokens
+    assert part is not None and [len(ids) for _, ids in second.requests] == [1 + part, 1 + 2 * part]
 
 
 async def test_part_is_never_continued_by_older_weights(metrics: ActorMetrics, make_order: MakeOrder) -> None:

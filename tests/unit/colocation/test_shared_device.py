@@ -50,6 +50,8 @@ class Engine:
         answer: dict[str, Any] = {}
         if path == "/weight_info":
             answer = {"weight_version": self.version}
+        elif path == "/is_paused":
+            answer = {"is_paused": self.paused}
         elif path == "/is_sleeping":
             answer = {"is_sleeping": bool(self.asleep) or self.paused}
         elif path == "/sleep":

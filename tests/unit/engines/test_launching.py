@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from actors.servers import launch, vllm
+from actors.servers.lock import DIGESTS, MIDDLEWARE
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import signal_group
@@ -64,6 +65,17 @@ def test_vllm_serves_the_prepared_folder_with_true_logprobs(tmp_path: Path, cpu_
     assert (flag(argv, "--distributed-executor-backend"), environment["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("uni", "0")
     assert argv[-2:] == ["--seed", "3"]
     assert (environment["VLLM_SERVER_DEV_MODE"], environment["OMP_NUM_THREADS"], environment["A"]) == ("1", "1", "b")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "embedded"])
+def test_an_engine_with_keys_is_started_behind_their_lock(tmp_path: Path, cpu_vllm: None, kind: str) -> None:
+    make_key_files(tmp_path)
+    keys = {f"{role}_key": f"file:{tmp_path}/engine_{role}.secret" for role in ("actor", "learner")}
+    argv, environment = launch.command(config(tmp_path, kind=kind, **keys), 0)
+    assert len(environment[DIGESTS].split()) == 2
+    if kind == "vllm":  # the embedded engine reads its environment
+        assert argv[-2:] == ["--middleware", MIDDLEWARE]
+    assert DIGESTS not in launch.command(config(tmp_path, prepared=False, kind=kind), 0)[1]
 
 
 def test_replicas_take_consecutive_ports(tmp_path: Path) -> None:

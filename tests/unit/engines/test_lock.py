@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from pydantic import ValidationError
 
+from actors.embedded.routes import application
 from actors.servers.lock import (
     CONTROL,
     DIGESTS,
@@ -150,6 +152,19 @@ async def test_the_middleware_passes_what_is_allowed_and_answers_the_rest_itself
     assert (seen, sent[0]["status"]) == ([], 400)
     start = {"type": "lifespan"}
     assert await asked(monkeypatch, start) == ([start], [])
+
+
+async def test_the_embedded_engine_asks_the_same_lock() -> None:
+    server = TestServer(application(None, LOCK))  # type: ignore[arg-type]  # what is refused reaches no generator
+    async with TestClient(server) as client:
+
+        async def status_of(path: str, **headers: str) -> int:
+            async with client.post(path, headers=headers) as answer:
+                return answer.status
+
+        assert {await status_of(path) for path in ("/pause", "/inference/v1/generate", "/collective_rpc")} == {401}
+        assert await status_of("/pause", Authorization=f"Bearer {ACTOR}") == 403
+        assert await status_of("/docs", Authorization=f"Bearer {LEARNER}") == 403
 
 
 async def test_the_last_resort_ends_the_servers_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,17 @@ def test_alerts_name_only_metrics_that_exist(exported: frozenset[str]) -> None:
     for alert in ALERTS:
         unknown = metric_names(alert.expr) - exported - RUNTIME
         assert not unknown, f"{alert.name} names {sorted(unknown)}"
+
+
+def test_the_runbook_names_only_metrics_and_panels_that_exist(exported: frozenset[str]) -> None:
+    """Names of panels, rows and dashboards are in italics with a capital; so are sentences that a log has."""
+    runbook = " ".join((FOLDER.parents[1] / "docs" / "RUNBOOK.md").read_text().split())
+    histograms = {name.removesuffix("_bucket") for name in exported if name.endswith("_bucket")}
+    assert set(re.findall(r"\bafterplay_\w+", runbook)) <= exported | histograms
+    titles = {panel["title"].split(" (")[0] for board in map(dashboard, BOARDS) for panel in board["panels"]}
+    titles |= {board.title.removeprefix("Afterplay / ") for board in BOARDS}
+    named = set(re.findall(r"(?<!\*)\*([A-Z][^*]*)\*(?!\*)", runbook))
+    assert {name for name in named if "damaged" not in name} <= titles
 
 
 def test_every_metric_is_in_a_panel_in_a_rule_or_on_the_list_of_those_that_need_neither(

@@ -39,6 +39,19 @@ def test_alerts_fire_and_stay_silent_as_the_examples_say() -> None:
     promtool("test", "rules", *(path.name for path in EXAMPLES))
 
 
+@pytest.mark.slow
+@needs_promtool
+def test_no_alert_at_all_fires_in_a_run_whose_updates_take_eight_minutes(tmp_path: Path) -> None:
+    """Nor for a replay stage that is full, as it is where the learner is the bottleneck."""
+    examples = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())
+    (healthy,) = (group for group in examples["tests"] if group["name"].startswith("an update takes eight minutes"))
+    silent = [{"alertname": alert.name, "eval_time": "100m"} for alert in ALERTS]
+    rules = [str(FOLDER / name) for name in examples["rule_files"]]
+    path = tmp_path / "healthy.yml"
+    path.write_text(yaml.safe_dump({"rule_files": rules, "tests": [{**healthy, "alert_rule_test": silent}]}))
+    promtool("test", "rules", str(path))
+
+
 def test_every_alert_has_an_example_that_fires_and_one_that_does_not() -> None:
     cases = [
         case

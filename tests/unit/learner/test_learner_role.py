@@ -53,6 +53,8 @@ class Engine:
     async def handle(self, request):
         if request.path == "/weight_info":
             return web.json_response({"weight_version": self.version})
+        if request.path == "/is_paused":
+            return web.json_response({"is_paused": False})
         body = await request.json() if request.can_read_body else {}
         if request.path == "/collective_rpc":
             self.loaded.append(body["kwargs"]["weights_path"])

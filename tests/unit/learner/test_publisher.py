@@ -15,12 +15,14 @@ from learner.weights import publisher as publisher_module
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target, load_needed
 from learner.weights.probe import WeightProbe
-from learner.weights.publisher import Publisher, published_versions, write_weights
+from learner.weights.publisher import Publisher, make_publisher, published_versions, write_weights
+from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.contents import find_damage, write_contents
+from pipeline.runtime.engine_keys import make_key_files
 from pipeline.runtime.rundir import RunDirectory
 from tests.support.damage import DAMAGES
 
@@ -211,7 +213,8 @@ async def test_a_half_loaded_engine_stays_paused_and_withdrawn_until_a_load_is_w
             resumed = engine.calls.count("/resume")
             engine.faults[path] = fault
             done = await publisher.publish(1, weights[1])
-            assert done.live == (engines[0].url,)
+            assert engine.url not in done.live
+            await publisher.keepers[engines[0].url].until_served(1)
             await publisher.keepers[engine.url].until_attempted(1)
             assert engine.paused
             assert engine.calls.count("/resume") == resumed
@@ -294,6 +297,18 @@ async def test_a_learner_that_died_in_a_load_leaves_no_engine_for_the_next_to_mi
     assert (engine.version, engine.paused, engine.broken) == ("0", False, [])
 
 
+async def test_a_load_that_a_dead_learner_began_is_undone_and_the_engine_need_not_end(engines, weights, tmp_path):
+    """It refuses every load until then, although its health is good."""
+    engine = engines[0]
+    engine.version, engine.paused, engine.half_loaded = "withdrawn", True, True
+    publisher, _ = publisher_of([engine.url], tmp_path, weights[0])
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(1, weights[1])
+            await publisher.keepers[engine.url].until_served(1)
+    assert (engine.version, engine.paused, engine.ended, engine.broken) == ("1", False, 0, [])
+
+
 @pytest.fixture
 def registry():
     return CollectorRegistry()
@@ -353,11 +368,15 @@ async def test_a_stamp_names_the_run_and_another_runs_is_replaced(engines, weigh
     assert engines[0].loaded == [str(directory.weights(1).absolute())]
 
 
-async def test_every_control_call_shows_the_learners_key(engines, weights, tmp_path):
-    publisher, _ = publisher_of([engines[0].url], tmp_path, weights[0], key="secret")
-    async with running(publisher):
-        await publisher.publish(1, weights[1])
-    assert engines[0].authorizations == {"Bearer secret"}
+async def test_every_control_call_shows_the_learners_key_to_engines_that_are_external_too(engines, kit, tmp_path):
+    make_key_files(tmp_path)
+    keys = {f"{role}_key": f"file:{tmp_path}/engine_{role}.secret" for role in ("actor", "learner")}
+    engine = {"kind": "external", "urls": [engines[0].url], **keys}
+    config = RunConfig.model_validate({"engine": engine, "publish": {"probe_nats_max": None}})
+    policy, directory = kit.tiny_policy(), RunDirectory(tmp_path).create()
+    async with running(make_publisher(config, directory, policy, LearnerMetrics(CollectorRegistry()))) as publisher:
+        await publisher.publish(1, policy.snapshot("bfloat16"))
+    assert engines[0].authorizations == {f"Bearer {(tmp_path / 'engine_learner.secret').read_text().strip()}"}
 
 
 async def test_a_slow_engine_delays_one_publication_only(engines, weights, tmp_path):

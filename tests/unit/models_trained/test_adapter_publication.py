@@ -29,6 +29,8 @@ class Server:
         self.calls.append(path)
         if path == "/weight_info":
             return web.json_response({"weight_version": self.version})
+        if path == "/is_paused":
+            return web.json_response({"is_paused": self.paused})
         if path == "/v1/models":
             return web.json_response({"data": [{"id": name} for name in ("policy", *self.adapters)]})
         if path == "/pause":

@@ -16,8 +16,9 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.role import serve
 from pipeline.store.ledger import read_ledger
+from pipeline.transport.protocol import MessageFault
 from tests.support.instant_peers import InstantActor, InstantLearner
-from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
+from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 
 PLUGINS = Path(__file__).parents[1] / "scorer" / "plugins_for_scorer.py"
 
@@ -81,6 +82,25 @@ async def test_a_run_is_served_to_its_end(tmp_path: Path, functions: list[Any]) 
     assert set(trainer.rewards) == ({0.5, 1.5} if functions else {0.0, 1.0})
     ledger = read_ledger(tmp_path / "r" / "replay.sqlite", rows=True)
     assert ledger.audit() == [] and ledger.updates == 4 and ledger.trajectories["trained"] == 24
+
+
+async def test_an_invalid_message_is_counted_by_its_fault(tmp_path: Path) -> None:
+    network = MemoryNetwork()
+    wire = MemoryLinkWire(network, "raw")
+    with anyio.fail_after(20):
+        async with stage(configuration(tmp_path), network) as ctx:
+
+            def counted(fault: MessageFault) -> float | None:
+                labels = {"fault": fault.value}
+                return ctx.registry.get_sample_value("afterplay_replay_invalid_messages_total", labels)
+
+            while network.hub is None:
+                await anyio.sleep(0.01)
+            wire.connect()
+            assert wire.send([b"nonsense", b"{}"]) and wire.send([b"trajectory", b"{}"])
+            while not (counted(MessageFault.BYTES) == counted(MessageFault.HELLO) == 1):
+                await anyio.sleep(0.01)
+            await wire.close()
 
 
 async def test_the_stage_restarts_and_peers_go_on(tmp_path: Path) -> None:

@@ -256,3 +256,14 @@ def test_processes_of_a_run_may_open_as_many_files_as_the_system_allows():
         "soft, hard = resource.getrlimit(limit); sys.exit(soft != hard)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_replicas_of_an_actor_take_a_free_index_each_if_asked_and_one_that_is_taken_is_refused(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("pipeline.cli.app._role", lambda role, index, *_, **__: started.append(index))
+    where = ("--set", f"run.directory={tmp_path}")
+    for _ in range(2):
+        assert invoke("actor", TINY, *where, "--free-index").exit_code == 0
+    assert started == [0, 1]
+    assert invoke("actor", TINY, *where, "--index", "1").exit_code != 0
+    assert started == [0, 1]

@@ -8,16 +8,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import anyio
 import orjson
 import pytest
 
+from pipeline.cli.viewer.progress import MetricsTail
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
+from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
+from pipeline.supervisor.shell import Supervisor
 
 PROGRAM = """
 import sys
@@ -33,7 +39,10 @@ from pipeline.supervisor.processes import ProcessSpec
 from pipeline.runtime.children import OrphanReaper
 
 root = Path(sys.argv[1])
-config = loads("run: {total_steps: 2}\\nsupervisor: {restarts_max: 2, backoff_seconds: 0.05, drain_seconds_max: 2}")
+config = loads(
+    "run: {total_steps: 2}\\n"
+    "supervisor: {restarts_max: 2, backoff_seconds: 0.05, drain_seconds_max: 2, log_bytes_max: 4096}"
+)
 directory = RunDirectory(root).create()
 
 def spec(name, stage, code, **rule):
@@ -51,7 +60,7 @@ def stop(number, frame):
 signal.signal(signal.SIGTERM, stop)
 note("started")
 '''
-STAYS = PRELUDE + "signal.pause()\\nwhile True: time.sleep(1)"
+STAYS = PRELUDE + "print('x' * 5000, flush=True)\\nsignal.pause()\\nwhile True: time.sleep(1)"
 IGNORES = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\\nnote('deaf')\\nwhile True: time.sleep(1)"
 PARENT = PRELUDE + '''
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -308,10 +317,25 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
-def test_states_are_there_for_others(scene):
+def test_states_are_there_for_others_and_logs_have_a_bound(scene):
     run = scene("stays")
+    log = run.root / "logs" / "engine-0.log"
+    run.until(lambda: log.with_name("engine-0.log.1").exists() and log.stat().st_size <= 4096)
     run.until(lambda: (read_json(run.root / "processes.json") or {}).get("engine-0", {}).get("pid"))
     states = orjson.loads((run.root / "processes.json").read_bytes())
     assert set(states) == {"engine-0", "learner", "actor-0"}
     run.process.terminate()
     run.ended()
+
+
+async def test_the_end_of_the_reaper_is_printed(tmp_path):
+    said, reaper = [], OrphanReaper()
+    display = SimpleNamespace(say=said.append, refresh=lambda: None)
+    directory = RunDirectory(tmp_path).create()
+    async with anyio.create_task_group() as group:
+        supervisor = Supervisor([], RestartLimits(), directory, reaper)
+        group.start_soon(supervisor.run, display, MetricsTail(directory.metrics_file))
+        await anyio.wait_all_tasks_blocked()
+        reaper.on_restart(-signal.SIGKILL)
+        group.cancel_scope.cancel()
+    assert len(said) == 1 and "killed by SIGKILL" in said[0] and "runs again" in said[0]

@@ -121,7 +121,8 @@ async def test_a_peer_without_keys_is_refused_and_counted(keys):
         dealer.connect(hub.address)
         try:
             dealer.send_multipart([b"hello", b"{}"])
-            event = await hub.receive()
+            with anyio.fail_after(10):
+                event = await hub.receive()
             assert (event.kind, event.fault) == (EventKind.CORRUPT, MessageFault.HANDSHAKE)
         finally:
             dealer.close(0)

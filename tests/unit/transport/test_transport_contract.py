@@ -167,6 +167,7 @@ async def test_a_connection_that_repeats_invalid_messages_is_cut_and_no_other(fa
                 assert (await hub.receive()).fault is MessageFault.BYTES
             down = await hub.receive()
             assert (down.kind, down.peer) == (EventKind.PEER_DOWN, "raw") and hub.peers == ("a",)
+            assert down.reason == "its connection was closed without BYE", "not for its silence"
         finally:
             raw.close()
 
