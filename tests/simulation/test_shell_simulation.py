@@ -87,7 +87,7 @@ async def _resumed_or_not(self: EngineControl) -> None:
 
 def _dead_at_once(self: EnginePool, lease: Any, error: EngineError) -> None:
     self.router.failed(lease, 0.0, str(error), down=True)
-    self._poked[lease.engine].set()
+    self.poke(lease.engine)
 
 
 def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:

@@ -184,7 +184,7 @@ class ShellSimulation:
     async def _learner(self) -> None:
         self._learners += 1
         PROCESS.set(f"learner#{self._learners}")
-        self.learner = learner = SimulatedLearner(self.config, self.directory, self.truth, self.rng)
+        self.learner = learner = SimulatedLearner(self.config, self.directory, self.truth, self.rng, self.fleet)
         learner.on_groups = self.auditor.delivered
         self._learner_over = over = anyio.Event()
         scope = anyio.CancelScope()
@@ -282,6 +282,7 @@ class ShellSimulation:
                 (anyio.to_thread, "run_sync", run_sync),
                 (aiohttp, "ClientSession", lambda **more: self.fleet.session(**more)),
                 (aiohttp, "TCPConnector", lambda **_: None),
+                (actor_role, "engine_addresses", lambda *_: self.fleet),
                 (role, "StageCore", core),
                 (role, "interrupting_blocks", nullcontext),
                 (loop, "time", clock),
