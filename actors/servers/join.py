@@ -67,12 +67,16 @@ class JoiningEngine:
         log.error("the server of %s ended by itself: %s", self._name, describe_exit(code))
         return code if code > 0 else 128 - code
 
+    def leave(self) -> None:
+        """Withdraw, drain, and end."""
+        self._leaving.set()
+
     async def _obey(self, server: ChildGroup) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
                 if self._leaving.is_set():
                     server.kill()
-                self._leaving.set()
+                self.leave()
 
     async def _serve(self, client: EngineClient, server: ChildGroup) -> None:
         with anyio.move_on_after(self._start_seconds_max) as starting:
@@ -94,7 +98,7 @@ class JoiningEngine:
             await self._pause(RENEW_SECONDS)
             if not self._belongs():
                 log.info("the run of %s is over, or has begun again with other keys", self._name)
-                self._leaving.set()
+                self.leave()
         self._withdraw()
         if announced:
             await self._drain(client)

@@ -35,7 +35,7 @@ HISTORIES = int(os.environ.get("AFTERPLAY_SCHEDULES", "100"))
 @pytest.mark.parametrize("block", range(max(1, HISTORIES // PER_TEST)))
 def test_a_run_goes_on_after_every_fault(block: int, tmp_path: Path) -> None:
     for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
-        play(tmp_path, seed)
+        play(tmp_path, seed, joins=seed % 2 == 1)
 
 
 def _never_repeated(log: ControlLog) -> None:

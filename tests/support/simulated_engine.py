@@ -322,6 +322,10 @@ def _completion(tokens: list[int], labels: list[str]) -> dict[str, Any]:
     return {"choices": [{**choice, "weight_versions": spans}]}
 
 
+SEEN_SECONDS = 0.5
+"""Time after which a change of the addresses is seen."""
+
+
 class EngineFleet:
     """The engines of a run, the sessions that reach them, and in place of
     :class:`pipeline.runtime.engine_addresses.EngineAddresses` their addresses."""
@@ -358,6 +362,7 @@ class EngineFleet:
         while True:
             changed(self.fixed)
             await self._changed.wait()
+            await anyio.sleep(SEEN_SECONDS)
 
     def session(self, **_: Any) -> MemorySession:
         """In place of ``aiohttp.ClientSession``."""
