@@ -111,7 +111,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "a stranger is taken for the learner": (Peers, "_hello", _without_keys(Peers._hello), 3),
     "any claim is believed": (learner_control, "whole", _unbounded, 5),
     "groups that nobody got may be trained": (LearnerControl, "_require_delivered", lambda self, text: None, 1),
-    "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 1290),
+    "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 2),
     "an engine samples with half of its weights": (EngineKeeper, "_withdraw", EngineKeeper._resume, 5),
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""
@@ -122,6 +122,7 @@ DRAWN: dict[str, tuple[str, ...]] = {
     "a stranger is taken for the learner": ("stranger",),
     "any claim is believed": ("impossible_claim",),
     "groups that nobody got may be trained": ("impossible_claim",),
+    "a learner that was replaced labels engines": ("replace", "control_fails"),
     "an engine samples with half of its weights": ("load_fails_half_way",),
 }
 """Faults of the histories of a mutant that all faults together show more rarely."""
