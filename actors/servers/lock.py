@@ -4,8 +4,9 @@ The actors' key opens generation, the learner's key also the control routes; hea
 route that is not listed is closed to all. vLLM takes :class:`EngineLock` as ASGI middleware (``--middleware``), the
 embedded engine asks :class:`RouteLock`, so no request makes another hop. The engine knows only digests of the keys.
 
-Learner processes are numbered by the replay stage. While an engine hears from one, it refuses all with lower numbers: a
-process that was stopped, replaced and goes on changes no weights and no labels.
+Learner processes are numbered by the replay stage, and each numbers its requests. While an engine hears from one, it
+refuses all lower numbers: a process that was stopped, replaced and continues changes no weights and no labels, and a
+request that was given up and comes late does not resume an engine in the middle of the next load.
 
 One route is the lock's own: ``POST /afterplay/end`` with the learner's key kills the server's process group. Its
 supervisor starts it again: the last resort where weights cannot be loaded any more.
@@ -17,6 +18,7 @@ import hmac
 import json
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -34,7 +36,7 @@ MIDDLEWARE = "actors.servers.lock.EngineLock"
 END = "/afterplay/end"
 SILENCE_SECONDS_MAX = 60.0
 """Without a request of the newest learner process, which asks every second. Then any process may take its place."""
-_DIGITS_MAX = 15
+_NUMBERS = re.compile(r"([0-9]{1,15})\.([0-9]{1,15})")
 OPEN = frozenset({"/health", "/metrics", "/metrics/"})
 GENERATION = frozenset(
     {"/inference/v1/generate", "/v1/completions", "/v1/models", "/tokenize", "/weight_info", "/is_sleeping"}
@@ -60,23 +62,28 @@ CONTROL = frozenset(
 
 
 class LearnerFence:
-    """Refuses learner processes that another one has replaced, while that one is heard from. A lower number may be
-    right after a longer silence: a new run, or a store that was lost, counts from 1 again."""
+    """Refuses learner processes that another one has replaced, and requests that come behind a later one, while the
+    newer is heard from. A lower number may be right after a longer silence: a new run, or a store that was lost, counts
+    from 1 again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._newest = 0
+        self._newest = (0, 0)
         self._heard = -math.inf
 
     def refusal(self, numbers: Iterable[str]) -> tuple[int, str] | None:
         """Status and reason for which a learner's request may not pass; None where it may. ``numbers``: the values of
         all its ``X-Afterplay-Learner`` headers; a request without one passes (vLLM's own weight transfer)."""
         for shown in numbers:
-            if not (shown.isascii() and shown.isdecimal() and len(shown) <= _DIGITS_MAX):
-                return 400, f"expected {LEARNER_HEADER} to be the number of a learner process, got {shown[:40]!r}"
-            number, now = int(shown), self._clock()
+            parts = _NUMBERS.fullmatch(shown)
+            if parts is None:
+                return 400, f"expected {LEARNER_HEADER} to be EPOCH.NUMBER, got {shown[:40]!r}"
+            number, now = (int(parts[1]), int(parts[2])), self._clock()
             if number < self._newest and now < self._heard + SILENCE_SECONDS_MAX:
-                return 409, f"learner process {number} was replaced by process {self._newest}: it must end"
+                epoch, newest = number[0], self._newest[0]
+                if epoch < newest:
+                    return 409, f"learner process {epoch} was replaced by process {newest}: it must end"
+                return 409, f"request {number[1]} comes after request {self._newest[1]} of the same learner"
             self._newest, self._heard = number, now
         return None
 

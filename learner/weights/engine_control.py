@@ -9,12 +9,14 @@ import aiohttp
 import orjson
 
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.runtime.engine_keys import LEARNER_HEADER
 from pipeline.schema.weight_stamp import WITHDRAWN
 
 WATCH_SECONDS_MAX = 10.0
 """An engine that does not report its version within this time counts as down."""
 RESUME_SECONDS_MAX = 30.0
 _TEXT_MAX = 300
+_GENERATE = "/inference/v1/generate"
 _KEY_HINT = " (is it an engine of another run, or engine.learner_key wrong?)"
 _HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: " (is the engine started with VLLM_SERVER_DEV_MODE=1?)"}
 
@@ -26,7 +28,10 @@ class EngineControl:
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout_seconds: float) -> None:
         self.url = url
         self._session = session
+        self.epoch: int | None = None
+        """Number of this learner process, once the replay stage has told it."""
         self._timeout_seconds = timeout_seconds
+        self._requests = 0
 
     async def version(self) -> str:
         """The stamp of the weights it serves (``GET /weight_info``); ``default`` before the first one."""
@@ -97,7 +102,7 @@ class EngineControl:
 
     async def generate(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer of ``POST /inference/v1/generate``."""
-        return await self._call("POST", "/inference/v1/generate", request, seconds=seconds)
+        return await self._call("POST", _GENERATE, request, seconds=seconds)
 
     async def abandon_update(self) -> None:
         """Undo a load that did not finish, so that another can begin (:mod:`actors.servers.vllm_plugins`)."""
@@ -126,9 +131,13 @@ class EngineControl:
     ) -> dict[str, Any]:
         seconds = seconds or self._timeout_seconds
         what = f"{method} {self.url}{path}"
+        headers = {}
+        if self.epoch is not None and path != _GENERATE:
+            self._requests += 1
+            headers[LEARNER_HEADER] = f"{self.epoch}.{self._requests}"
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds)
+                method, self.url + path, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
             ) as response:
                 text = await response.read()
         except TimeoutError as error:

@@ -40,7 +40,7 @@ from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.engine_addresses import EngineAddresses, engine_addresses
-from pipeline.runtime.engine_keys import LEARNER_HEADER, authorization, find_key
+from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -150,6 +150,9 @@ class Publisher:
         self.probe = probe
         """Proves which weights an engine serves; None: nothing does."""
         self.keepers: dict[str, EngineKeeper] = {}
+        self._epoch: int | None = None
+        self._controls: dict[str, EngineControl] = {}
+        """Controls of all engines, also of those that left: one that comes back expects its requests numbered on."""
         self._kept: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._watchers: anyio.abc.TaskGroup | None = None
         self._target: Target | None = None
@@ -188,7 +191,8 @@ class Publisher:
     def _keeper(self, url: str) -> EngineKeeper:
         timeout = self._config.timeout_seconds
         assert self._session is not None
-        control = EngineControl(url, self._session, timeout)
+        control = self._controls.setdefault(url, EngineControl(url, self._session, timeout))
+        control.epoch = self._epoch
         if self.device is None:
             return EngineKeeper(control, self._loader, timeout, self._on_failure, self.probe)
         return ColocatedKeeper(
@@ -201,8 +205,9 @@ class Publisher:
 
     def identify(self, epoch: int) -> None:
         """Send the number of this learner process with every request: engines refuse it once it was replaced."""
-        if self._session is not None:
-            self._session.headers[LEARNER_HEADER] = str(epoch)
+        self._epoch = epoch
+        for keeper in self.keepers.values():
+            keeper.control.epoch = epoch
 
     async def run(self) -> None:
         """Watch the engines until cancelled."""

@@ -21,7 +21,8 @@ from pipeline.errors import ConfigurationError
 
 _ENV, _FILE = "env:", "file:"
 LEARNER_HEADER = "X-Afterplay-Learner"
-"""HTTP header of control requests: the number that the replay stage gave this learner process."""
+"""HTTP header of control requests, ``EPOCH.NUMBER``: the number that the replay stage gave this learner process, and
+that of the request among those of this process to this engine."""
 _KEYS = {
     "engine": ("actor_key", "learner_key"),
     "actor": ("actor_key",),

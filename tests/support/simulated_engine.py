@@ -173,10 +173,8 @@ class SimulatedEngine:
             status, answer = await self._generate(client, body)
         elif method == "GET":
             status, answer = self.look(path, learners)
-        elif (refusal := self.fence.refusal(learners)) is not None:
-            status, answer = refusal[0], {"error": {"message": refusal[1]}}
         else:
-            status, answer = await self._controlled(path, body)
+            status, answer = await self._controlled(path, body, learners)
         if not self.answers(client):
             await anyio.sleep_forever()
         return status, answer
@@ -201,22 +199,27 @@ class SimulatedEngine:
                 return 200, {}
         return 404, {"error": {"message": "not found"}}
 
-    async def _controlled(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+    async def _controlled(self, path: str, body: Mapping[str, Any], learners: Iterable[str]) -> tuple[int, Any]:
         exchange = _Exchange()
         self._exchanges.add(exchange)
-        self._start(self._control_request, path, body, exchange)
+        self._start(self._control_request, path, body, learners, exchange)
         await exchange.done.wait()
         if exchange.error is not None:
             raise exchange.error
         return exchange.status, exchange.answer
 
-    async def _control_request(self, path: str, body: Mapping[str, Any], exchange: _Exchange) -> None:
+    async def _control_request(
+        self, path: str, body: Mapping[str, Any], learners: Iterable[str], exchange: _Exchange
+    ) -> None:
         faults = self.faults[path.partition("?")[0]]
         fault = faults.popleft() if faults else ""
         if fault == "hang":
             return
         if fault == "late":
             await anyio.sleep(self._rng.uniform(0.5, 6.0))
+        if (refusal := self.fence.refusal(learners)) is not None:
+            exchange.end(refusal[0], {"error": {"message": refusal[1]}})
+            return
         if fault == "500":
             exchange.end(500, {"error": {"message": "injected"}})
             return
@@ -398,20 +401,19 @@ class MemorySession:
     """Requests of one process to the engines of a fleet."""
 
     def __init__(self, fleet: EngineFleet, process: str) -> None:
-        self.headers: dict[str, str] = {}
         self._fleet = fleet
         self._process = process
 
     @asynccontextmanager
     async def request(
         self, method: str, url: str, *, timeout: aiohttp.ClientTimeout, data: bytes | None = None, json: Any = None,
-        **_: Any,
+        headers: Mapping[str, str] | None = None, **_: Any,
     ) -> AsyncIterator[_Response]:  # fmt: skip
         scheme, _, address = url.partition("://")
         host, slash, path = address.partition("/")
         engine = self._fleet.engines[f"{scheme}://{host}"]
         body = json if json is not None else orjson.loads(data) if data else {}
-        learners = [self.headers[LEARNER_HEADER]] if LEARNER_HEADER in self.headers else []
+        learners = [(headers or {})[LEARNER_HEADER]] if LEARNER_HEADER in (headers or {}) else []
         held = self._fleet.held.get(self._process, 0.0) > anyio.current_time()
         if method == "GET" and not held and engine.answers(self._process):
             status, answer = engine.look(slash + path, learners)

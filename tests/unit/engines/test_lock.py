@@ -92,12 +92,18 @@ def test_a_learner_process_that_was_replaced_is_refused_while_its_successor_is_h
         refusal = fence.refusal(numbers)
         return 200 if refusal is None else refusal[0]
 
-    assert [status("3"), status("3"), status("4"), status("3"), status("4"), status()] == [200, 200, 200, 409, 200, 200]
+    assert [status(n) for n in ("3.1", "3.9", "4.1", "3.10", "4.1")] == [200, 200, 200, 409, 200]
+    assert status() == 200
     now += SILENCE_SECONDS_MAX - 1
-    assert [status("3"), status("4"), status("3")] == [409, 200, 409]
+    assert [status("3.11"), status("4.2"), status("3.12")] == [409, 200, 409]
     now += SILENCE_SECONDS_MAX  # nobody is left of those that were numbered up to 4
-    assert [status("1"), status("4"), status("1")] == [200, 200, 409]
-    assert [status(wrong) for wrong in ("", "-1", "five", "9" * 16, "\u0663")] == [400] * 5
+    assert [status("1.1"), status("4.3"), status("1.2")] == [200, 200, 409]
+    assert [status(wrong) for wrong in ("", "1", "-1.1", "1.", "five.1", "9" * 16 + ".1", "\u0663.1")] == [400] * 7
+
+
+def test_a_request_that_comes_behind_a_later_one_of_the_same_learner_is_refused() -> None:
+    fence = LearnerFence(lambda: 0.0)
+    assert [fence.refusal([n]) is None for n in ("2.7", "2.9", "2.8", "2.9", "2.10")] == [True, True, False, True, True]
 
 
 def test_only_the_learners_key_speaks_for_a_learner_process() -> None:
@@ -106,9 +112,9 @@ def test_only_the_learners_key_speaks_for_a_learner_process() -> None:
     def passes(path: str, key: str, number: str) -> bool:
         return lock.refusal(path, [f"Bearer {key}"], [number]) is None
 
-    assert passes("/weight_info", ACTOR, "99") and passes("/pause", LEARNER, "2")
-    assert not any(passes(path, LEARNER, "1") for path in ("/pause", "/update_weight_version", "/weight_info"))
-    assert passes("/weight_info", ACTOR, "1")
+    assert passes("/weight_info", ACTOR, "99.1") and passes("/pause", LEARNER, "2.1")
+    assert not any(passes(path, LEARNER, "1.9") for path in ("/pause", "/update_weight_version", "/weight_info"))
+    assert passes("/weight_info", ACTOR, "1.1")
 
 
 async def asked(monkeypatch: pytest.MonkeyPatch, scope: dict[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -36,8 +36,8 @@ class FakeEngine:
 
     async def start(self, port=0):
         app = web.Application()
-        for path in ("/weight_info", "/is_paused"):
-            app.router.add_get(path, self._handle)
+        app.router.add_get("/weight_info", self._handle)
+        app.router.add_get("/is_paused", self._handle)
         for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/afterplay/end",
                      "/inference/v1/generate"):  # fmt: skip
             app.router.add_post(path, self._handle)
