@@ -23,6 +23,7 @@
       processes.json     state of all processes, written by the supervisor
       outcome.json       exit code of the last start and its reason, once that has ended
       source/            run file and plug-ins of a run that was started from Python
+      engines/NAME.json  engines that have joined the run while it is alive
       engine_actor.secret  key with which actors may use the run's engines
       run.lock           held by the supervisor while the run lives
       hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
@@ -151,6 +152,11 @@ class RunDirectory:
         return self.processes / f"{name}.json"
 
     @property
+    def engines(self) -> Path:
+        """Engines that have joined (:mod:`pipeline.runtime.engine_addresses`)."""
+        return self.path / "engines"
+
+    @property
     def processes_file(self) -> Path:
         """State of all processes, written by the supervisor."""
         return self.path / "processes.json"
@@ -246,9 +252,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def take_index(directory: RunDirectory, role: str, index: int | None = None) -> tuple[int, FileLock | None]:
-    """``index``, or the first that no other ``role`` of the run holds. It is ours until the lock is released. On a file
-    system without locks ``index`` is taken without one.
+def take_index(
+    directory: RunDirectory, role: str, index: int | None = None, first: int = 0
+) -> tuple[int, FileLock | None]:
+    """``index``, or the least from ``first`` on that no other ``role`` of the run holds. It is ours until the lock is
+    released. On a file system without locks ``index`` is taken without one.
 
     Raises :class:`StoreError` if another process holds ``index``.
     """
@@ -267,7 +275,7 @@ def take_index(directory: RunDirectory, role: str, index: int | None = None) -> 
             if error.errno not in _NO_LOCKS:
                 raise
             return index, None
-    for free in count():
+    for free in count(first):
         with suppress(StoreError):
             return free, take(free)
     raise AssertionError

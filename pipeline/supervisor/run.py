@@ -29,6 +29,7 @@ from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.disk_wait import unless_full, wait_for_room
+from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
@@ -152,6 +153,7 @@ def run(
             config = with_keys(config, directory)
             if cluster is not None:
                 config = cluster.located(config, chosen.places)
+            shutil.rmtree(directory.engines, ignore_errors=True)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
             wait_for_room(write, directory.config_file, "the run file")
             write = partial(record, directory, config, resumed)
@@ -160,6 +162,7 @@ def run(
                 places = (preflight_place(inventory), *plan(config, inventory).places)
                 specs = specs_of(places, config, directory, cluster)
                 code = supervise(config, specs, directory, reaper, console)
+            (directory.path / LEARNER_DIGEST_FILE).unlink(missing_ok=True)
             remove_socket_folder(directory.path)
             return code
     except RunIsAlive as error:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from actors.engine.base import AnswerMemory, EngineReport, Sampling
 from actors.engine.client import HEAD_BYTES_MAX, TOKEN_BYTES_MAX, EngineClient
-from actors.role import clients
+from actors.role import connector
 from pipeline.config import RunConfig
 from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import make_key_files
@@ -184,8 +184,8 @@ async def test_every_request_shows_the_actors_key_to_engines_that_are_external_t
     keys = {f"{role}_key": f"file:{tmp_path}/engine_{role}.secret" for role in ("actor", "learner")}
     engine = {"kind": "external", "urls": [f"http://127.0.0.1:{runner.addresses[0][1]}"], **keys}
     try:
-        (client,) = clients(RunConfig.model_validate({"engine": engine}), None)
-        async with client:
+        connect = connector(RunConfig.model_validate({"engine": engine}), None)
+        async with connect(engine["urls"][0]) as client:
             await client.weight_version()
             await client.health()
             with pytest.raises(EngineProtocolError):
