@@ -177,7 +177,7 @@ def preflight_place(inventory: Inventory) -> Place:
     """The process that checks plug-ins beside the preparation of the model. Nothing waits for it, and it may take as
     long as it wants; if it finds something wrong, the run ends."""
     head = inventory.nodes[0]
-    rule = Rule(PREFLIGHT, ENGINES, once=True, optional=True, start_seconds_max=math.inf)
+    rule = Rule(PREFLIGHT, ENGINES, once=True, only_refuses=True, start_seconds_max=math.inf)
     return Place(PREFLIGHT, 0, head.name, rule, environment=_environment(head))
 
 

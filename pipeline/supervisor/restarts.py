@@ -52,7 +52,7 @@ class Rule:
     """Started at once, but not ready before each of these is: ``start_seconds_max`` counts from then."""
     once: bool = False
     """A preparation: exit 0 is success, anything else ends the run."""
-    optional: bool = False
+    only_refuses: bool = False
     """With ``once``: only its refusal of the run file ends the run; any other end counts as success."""
     ends_run: bool = False
     """The run is finished when this process has finished its work."""
@@ -174,7 +174,7 @@ class Machine:
             if process.killed and not rule.stateless and not rule.once and self.code is ExitCode.FINISHED:
                 self.code, self.reason = ExitCode.FORCED, f"{name} had to be killed: it did not drain in time"
             return self._advance(now)
-        succeeded = code == 0 or (rule.optional and code != ExitCode.CONFIGURATION)
+        succeeded = code == 0 or (rule.only_refuses and code != ExitCode.CONFIGURATION)
         if succeeded and (rule.once or (rule.ends_run and finished)):
             process.phase = Phase.DONE
             self._ready.setdefault(name, now)

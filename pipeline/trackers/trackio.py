@@ -73,7 +73,8 @@ class Trackio(Tracker):
 
     def _rows(self) -> list[dict[str, Any]]:
         if self._run.url is None:
-            return SQLiteStorage.get_logs(self._project, self._run.name, run_id=self._run.id)
+            logs: list[dict[str, Any]] = SQLiteStorage.get_logs(self._project, self._run.name, run_id=self._run.id)
+            return logs
         if self._run.url.startswith(("http://", "https://")):
             token, write_token = None, os.environ.get("TRACKIO_WRITE_TOKEN")
         else:

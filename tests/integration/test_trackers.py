@@ -98,7 +98,11 @@ def test_the_store_of_a_tracker_has_each_step_once_after_a_kill(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.chdir(tmp_path)
     directory = RunDirectory(tmp_path / "some").create()
-    config = loads("report_to: [NAME]\ntrackers: {rollouts: 0, seconds: 0.1}".replace("NAME", name))
+    config = loads(
+        "report_to: [NAME]\ntrackers: {rollouts: 0, seconds: 0.1}\nenvironments: {guess: {name: number_guess}}".replace(
+            "NAME", name
+        )
+    )
     run = config.run.model_copy(update={"directory": tmp_path, "name": "some"})
     directory.config_file.write_text(dump(config.model_copy(update={"run": run})))
     append(directory.metrics_file, steps(1, 20, 0))

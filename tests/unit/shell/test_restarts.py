@@ -311,7 +311,7 @@ TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, dead
 
 @pytest.mark.parametrize(("code", "ends"), [(0, False), (1, False), (-9, False), (2, True)])
 def test_only_a_refusal_of_an_optional_check_ends_the_run(code: int, ends: bool) -> None:
-    rules = (Rule("preflight", 3, once=True, optional=True, start_seconds_max=math.inf), Rule("replay", 2))
+    rules = (Rule("preflight", 3, once=True, only_refuses=True, start_seconds_max=math.inf), Rule("replay", 2))
     machine = Machine(rules)
     machine.begin(0)
     machine.healthy("replay", 1)
