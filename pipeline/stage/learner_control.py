@@ -179,6 +179,8 @@ class LearnerControl:
         match message.kind:
             case Kind.CONSUMED:
                 update, ids = whole(header, "update", made, made), _texts(header.get("group_ids"))
+                if len(set(ids)) < len(ids):
+                    raise ImpossibleClaim(f"expected each group once in CONSUMED, got {', '.join(sorted(ids))[:200]}")
                 report = UpdateReport.read(header, self._version_max())
                 for text in ids:
                     self._require_delivered(text)

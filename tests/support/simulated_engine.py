@@ -212,18 +212,19 @@ class SimulatedEngine:
         self, path: str, body: Mapping[str, Any], learners: Iterable[str], exchange: _Exchange
     ) -> None:
         faults = self.faults[path.partition("?")[0]]
-        fault = faults.popleft() if faults else ""
+        fault, boots = faults.popleft() if faults else "", self.boots
         if fault == "hang":
             return
         if fault == "late":
             await anyio.sleep(self._rng.uniform(0.5, 6.0))
+            if boots != self.boots:
+                return  # it went to a process that is gone
         if (refusal := self.fence.refusal(learners)) is not None:
             exchange.end(refusal[0], {"error": {"message": refusal[1]}})
             return
         if fault == "500":
             exchange.end(500, {"error": {"message": "injected"}})
             return
-        boots = self.boots
         if path == "/update_weight_version":
             before, self.label = self.label, body["new_version"]
             if not self.stamped or _version(self.label) < _version(before):

@@ -157,6 +157,7 @@ def test_a_number_that_is_none_is_refused_and_changes_nothing(
         (Kind.CONSUMED, {"update": 1, "group_ids": []}),
         (Kind.CONSUMED, {"update": 0, "group_ids": ["g000005"]}),
         (Kind.CONSUMED, {"update": 0, "group_ids": ["g999999"]}),
+        (Kind.CONSUMED, {"update": 0, "group_ids": ["g000001", "g000001"]}),
         (Kind.CONSUMED, {"update": 0, "group_ids": ["other"]}),
         (Kind.CONSUMED, {"update": 0, "group_ids": [], "policy_version": 10**6}),
     ],
