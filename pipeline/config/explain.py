@@ -38,6 +38,9 @@ def resolve(config: RunConfig) -> RunConfig:
     if engine.kind != "external" and engine.actor_key is None:
         place = f"file:{config.run.path.absolute() / ACTOR_KEY_FILE}"
         engine = engine.model_copy(update={"actor_key": place, "learner_key": LEARNER_KEY})
+    if engine.discovery is not None and engine.discovery.startswith("file:"):
+        file = Path(engine.discovery.removeprefix("file:")).expanduser().absolute()
+        engine = engine.model_copy(update={"discovery": f"file:{file}"})
     replay = replay.model_copy(update={"address": _fixed(replay.address)})
     if config.metrics.port:
         for i in range(2 + config.actor.replicas):

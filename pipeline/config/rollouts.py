@@ -52,6 +52,12 @@ class EngineConfig(Section):
     """Port of the first replica; replica i uses port + i. 0: ``afterplay run`` takes free ports."""
     urls: tuple[str, ...] = ()
     """Base URLs at which actors and learner reach the engines. Empty: host and ports above."""
+    discovery: str | None = Field(None, pattern=r"^(registry|file:.+|dns:[^:]+:[1-9][0-9]{0,4})$")
+    """Place where actors and learner look for engines while the run is alive. None: the fixed list above.
+    ``file:PATH``: a file with one base URL per line; to change it, replace it. ``dns:NAME:PORT``: each address of NAME,
+    for example of a headless service. ``registry``: the run directory, in which each engine of this run announces its
+    address when it starts. One more engine (``afterplay engine FILE --join``) always announces itself there, and is
+    always found, except with ``colocate``."""
     actor_key: str | None = Field(None, pattern=_KEY_PLACE)
     """Place of the key with which actors may generate, never the key itself: ``env:NAME`` (an environment variable) or
     ``file:PATH`` (readable by its owner alone). The key is sent as ``Authorization: Bearer KEY``, also to ``external``
@@ -105,8 +111,10 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _external_needs_urls(self) -> EngineConfig:
-        if self.kind == "external" and not self.urls:
-            raise ValueError("engine.kind is external: give engine.urls, for example ['http://127.0.0.1:8000']")
+        if self.kind == "external" and not self.urls and self.discovery is None:
+            raise ValueError(
+                "engine.kind is external: give engine.urls, for example ['http://127.0.0.1:8000'], or engine.discovery"
+            )
         return self
 
     @model_validator(mode="after")
@@ -119,6 +127,16 @@ class EngineConfig(Section):
             raise ValueError("engine.actor_key and engine.learner_key must differ: actors may not load weights")
         return self
 
+    @model_validator(mode="after")
+    def _one_way_to_find(self) -> EngineConfig:
+        if self.discovery is not None and self.urls:
+            raise ValueError(f"engine.discovery is {self.discovery} and engine.urls lists {len(self.urls)}: omit one")
+        if self.discovery is not None and self.colocate != "none":
+            raise ValueError(
+                f"engine.colocate is {self.colocate}, where one engine stays with the learner: omit engine.discovery"
+            )
+        return self
+
     @property
     def memory_share(self) -> float | None:
         """``gpu_memory_share``, or its default for ``colocate``; None: vLLM's own."""
@@ -127,8 +145,9 @@ class EngineConfig(Section):
         return {"none": None, "split": 0.5, "sleep": 0.8}[self.colocate]
 
     def addresses(self) -> tuple[str, ...]:
-        """Base URL of each engine, without a trailing slash."""
-        if self.urls:
+        """Base URL of each engine that the run file fixes, without a trailing slash
+        (:mod:`pipeline.runtime.engine_addresses` follows those that come and go)."""
+        if self.urls or self.kind == "external":
             return tuple(url.rstrip("/") for url in self.urls)
         return tuple(f"http://{self.host}:{self.port + i}" for i in range(self.replicas))
 

@@ -18,6 +18,7 @@
       logs/NAME.log      stdout and stderr of each process
       processes/NAME.json  pid and metrics port of each process that lives
       processes.json     state of all processes, written by the supervisor
+      engines/NAME.json  engines that have joined the run while it is alive
       engine_actor.secret  key with which actors may use the run's engines
       run.lock           held by the supervisor while the run lives
       hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
@@ -138,6 +139,11 @@ class RunDirectory:
     def process_file(self, name: str) -> Path:
         """``{pid, metrics_host, metrics_port, started_at}`` of one process, written by itself."""
         return self.processes / f"{name}.json"
+
+    @property
+    def engines(self) -> Path:
+        """Engines that have joined (:mod:`pipeline.runtime.engine_addresses`)."""
+        return self.path / "engines"
 
     @property
     def processes_file(self) -> Path:

@@ -1,0 +1,177 @@
+"""Addresses of the engines of a run: where actors and learner find them, also those that come and go meanwhile.
+
+::
+
+    addresses = engine_addresses(config.engine, directory)  # as engine.discovery says
+    tasks.start_soon(addresses.follow, set_engines)         # all URLs, at once and after each change
+    registry = EngineRegistry(directory.engines)            # engines that join a run
+    registry.announce("engine-3", "http://b:8103")          # again within LEASE_SECONDS, or it counts as gone
+    registry.withdraw("engine-3")                           # it gets no new turns: then drain and end it
+
+A launcher has four ways: ``engine.discovery: registry``, with which each ``afterplay engine FILE --index N`` announces
+itself in the run directory, on whatever machine it is; the calls above; a file of URLs that it replaces on each machine
+(``file:PATH``); a name with an address for each engine (``dns:NAME:PORT``). ``afterplay engine FILE --join`` announces
+one more engine in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import orjson
+
+from pipeline.config.rollouts import EngineConfig
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+
+log = logging.getLogger("afterplay.engines")
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at the file, the name or the registry."""
+LEASE_SECONDS = 30.0
+"""An engine that announced itself and has not done so again for so long is gone."""
+RENEW_SECONDS = 5.0
+"""Time between two announcements."""
+URL_MAX = 500
+
+Changed = Callable[[tuple[str, ...]], None]
+
+
+class EngineRegistry:
+    """Engines that have announced themselves: a folder with one file for each. Processes on several machines may use
+    it. A file is gone when its engine withdraws, and does not count once it has stayed the same for ``LEASE_SECONDS``
+    of the reader's own time, so clocks need not agree. Safe to use from one thread at a time."""
+
+    def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self._now = now
+        self._announcements = 0
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        """Content of each file, and when it was first seen."""
+
+    def announce(self, name: str, url: str) -> None:
+        """The engine ``name`` serves at ``url``. Call it every ``RENEW_SECONDS``. Raises :class:`OSError`."""
+        self._announcements += 1
+        value = {"url": check_url(url), "process": os.getpid(), "announcement": self._announcements}
+        write_json_atomically(self.folder / f"{name}.json", value)
+
+    def withdraw(self, name: str) -> None:
+        """The engine takes no new requests. Harmless when it was not announced."""
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
+    def read(self) -> tuple[str, ...]:
+        """URLs of the engines that are there, by name. Raises :class:`OSError` when the folder cannot be read."""
+        now, seen, urls = self._now(), {}, []
+        for name, content in sorted(self._files()):
+            before, since = self._seen.get(name, (b"", now))
+            seen[name] = (content, since if content == before else now)
+            if now - seen[name][1] <= LEASE_SECONDS and (url := _url_of(content)):
+                urls.append(url)
+        self._seen = seen
+        return tuple(urls)
+
+    def _files(self) -> Iterable[tuple[str, bytes]]:
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return
+        for name in names:
+            if name.endswith(".json") and not name.startswith("."):
+                try:
+                    yield name, (self.folder / name).read_bytes()
+                except FileNotFoundError:
+                    continue
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddresses:
+    """Engines of the list ``fixed``, of ``look``, and of ``registry``. Without the last two they never change."""
+
+    fixed: tuple[str, ...] = ()
+    look: Callable[[], tuple[str, ...]] | None = None
+    """Finds further engines now; blocks. Raises :class:`OSError` or :class:`ConfigurationError`: nothing has changed
+    then."""
+    registry: EngineRegistry | None = None
+
+    async def follow(self, changed: Changed) -> None:
+        """Call ``changed`` with all base URLs, at once and whenever they differ, until cancelled."""
+        known: tuple[str, ...] | None = None
+        found: list[tuple[str, ...]] = [(), ()]
+        trouble = ""
+        looks = (self.look, None if self.registry is None else self.registry.read)
+        while True:
+            for i, look in enumerate(looks):
+                try:
+                    found[i] = () if look is None else await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
+                except (OSError, ConfigurationError) as error:
+                    if str(error) != trouble:
+                        log.warning("engines are not looked up, those that are known stay: %s", error)
+                    trouble = str(error)
+            urls = tuple(dict.fromkeys((*self.fixed, *found[0], *found[1])))
+            if urls != known:
+                log.log(logging.DEBUG if known is None else logging.INFO, "engines now: %s", ", ".join(urls) or "none")
+                known = urls
+                changed(urls)
+            if not any(looks):
+                return
+            await anyio.sleep(LOOK_SECONDS)
+
+
+def engine_addresses(engine: EngineConfig, directory: RunDirectory) -> EngineAddresses:
+    """Engines of a run, as ``engine.discovery`` says, and those that join. Where engine and learner share one device
+    there is one engine, which stays."""
+    if engine.colocate != "none":
+        return EngineAddresses(engine.addresses())
+    registry = EngineRegistry(directory.engines)
+    kind, _, place = (engine.discovery or "").partition(":")
+    if kind == "file":
+        return EngineAddresses(look=lambda: read_urls(Path(place)), registry=registry)
+    if kind == "dns":
+        host, _, port = place.rpartition(":")
+        return EngineAddresses(look=lambda: resolve_name(host, int(port)), registry=registry)
+    return EngineAddresses(() if kind == "registry" else engine.addresses(), registry=registry)
+
+
+def read_urls(file: Path) -> tuple[str, ...]:
+    """One base URL for each line of ``file``; empty lines and those that begin with ``#`` are passed over. Raises
+    :class:`OSError`, and :class:`ConfigurationError` for a line that is no URL."""
+    lines = (line.strip() for line in file.read_text().splitlines())
+    return tuple(check_url(line) for line in lines if line and not line.startswith("#"))
+
+
+def resolve_name(host: str, port: int) -> tuple[str, ...]:
+    """A base URL for each address of ``host``. Raises :class:`OSError`."""
+    found = {(family, str(address[0])) for family, _, _, _, address in _addresses(host, port)}
+    shown = (f"[{ip}]" if family == socket.AF_INET6 else ip for family, ip in found)
+    return tuple(f"http://{ip}:{port}" for ip in sorted(shown))
+
+
+def _addresses(host: str, port: int) -> list[Any]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
+def check_url(url: str) -> str:
+    """``url`` without a trailing slash. Raises :class:`ConfigurationError` where it is no base URL."""
+    parts = urlsplit(url)
+    if len(url) > URL_MAX or parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
+        raise ConfigurationError(f"expected the base URL of an engine, like http://host:8100, got {url[:URL_MAX]!r}")
+    return url.rstrip("/")
+
+
+def _url_of(content: bytes) -> str:
+    """URL in the file of an engine; empty where there is none."""
+    try:
+        value = orjson.loads(content)
+        return check_url(str(value["url"]))
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, ConfigurationError):
+        return ""

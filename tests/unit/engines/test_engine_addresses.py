@@ -1,0 +1,169 @@
+"""Engines that come and go are found by every reader, whichever way they are announced."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config.explain import resolve
+from pipeline.config.rollouts import EngineConfig
+from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.runtime import engine_addresses as module
+from pipeline.runtime.engine_addresses import LEASE_SECONDS, EngineAddresses, EngineRegistry, engine_addresses
+from pipeline.runtime.rundir import RunDirectory
+
+pytestmark = pytest.mark.anyio
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def followed(addresses: EngineAddresses, *changes: Callable[[], object]) -> list[tuple[str, ...]]:
+    """Lists that a follower is given: the first, and one after each of ``changes``."""
+    seen: list[tuple[str, ...]] = []
+    new = anyio.Event()
+
+    def changed(urls: tuple[str, ...]) -> None:
+        seen.append(urls)
+        new.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(addresses.follow, changed)
+        for change in (*changes, None):
+            await new.wait()
+            new = anyio.Event()
+            if change is None:
+                break
+            change()
+        tasks.cancel_scope.cancel()
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
+
+
+async def test_engines_that_join_and_leave_are_found_beside_the_fixed_list(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    registry = EngineRegistry(directory.engines)
+    seen = await followed(
+        engine_addresses(EngineConfig(urls=("http://a:1/",)), directory),
+        partial(registry.announce, "engine-1", "http://b:2"),
+        partial(registry.announce, "engine-2", "http://c:3/"),
+        partial(registry.withdraw, "engine-1"),
+    )
+    joined = [("http://a:1",), ("http://a:1", "http://b:2"), ("http://a:1", "http://b:2", "http://c:3")]
+    assert seen == [*joined, ("http://a:1", "http://c:3")]
+
+
+async def test_a_file_of_urls_is_read_again_and_a_damaged_one_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "engines.txt"
+
+    def write(text: str) -> None:
+        file.with_suffix(".new").write_text(text)
+        file.with_suffix(".new").replace(file)
+
+    def remove_then_write(text: str) -> None:
+        file.unlink()
+        write(text)
+
+    write("# engines\nhttp://a:1\n\n")
+    config = EngineConfig(kind="external", discovery=f"file:{file}")
+    seen = await followed(
+        engine_addresses(config, RunDirectory(tmp_path)),
+        partial(write, "http://a:1\nhttp://b:2/\n"),
+        partial(remove_then_write, "http://b:2\n"),
+    )
+    assert seen == [("http://a:1",), ("http://a:1", "http://b:2"), ("http://b:2",)]
+    write("http://a:1\nnonsense\n")
+    with pytest.raises(ConfigurationError, match="expected the base URL of an engine"):
+        module.read_urls(file)
+
+
+async def test_each_address_of_a_name_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[tuple[int, str]]] = [[(socket.AF_INET, "10.0.0.2"), (socket.AF_INET, "10.0.0.1")], [], []]
+    answers.append([(socket.AF_INET6, "fd00::1")])
+
+    def found(host: str, port: int) -> list[object]:
+        assert (host, port) == ("engines.run.svc", 8100)
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if not answer:
+            raise socket.gaierror("no name server")
+        return [(family, None, None, None, (ip, port)) for family, ip in answer]
+
+    monkeypatch.setattr(module, "_addresses", found)
+    config = EngineConfig(kind="external", discovery="dns:engines.run.svc:8100")
+    seen = await followed(engine_addresses(config, RunDirectory(tmp_path)), lambda: None)
+    assert seen == [("http://10.0.0.1:8100", "http://10.0.0.2:8100"), ("http://[fd00::1]:8100",)]
+
+
+def test_an_engine_that_stopped_announcing_itself_is_gone_after_its_lease_by_any_clock(tmp_path: Path) -> None:
+    clock = Clock()
+    engine, reader = EngineRegistry(tmp_path / "engines"), EngineRegistry(tmp_path / "engines", clock)
+    engine.announce("engine-7", "http://a:1")
+    os.utime(tmp_path / "engines/engine-7.json", (1, 1))  # the other machine's clock is decades behind
+    for _ in range(3):
+        assert reader.read() == ("http://a:1",)
+        clock.now += 0.9 * LEASE_SECONDS
+        engine.announce("engine-7", "http://a:1")
+    assert reader.read() == ("http://a:1",)
+    clock.now += 1.1 * LEASE_SECONDS
+    assert reader.read() == ()
+    engine.announce("engine-7", "http://b:1")
+    assert reader.read() == ("http://b:1",)
+
+
+def test_files_that_are_no_announcement_are_no_engines(tmp_path: Path) -> None:
+    reader = EngineRegistry(tmp_path)
+    for name, content in {
+        "a.json": "{",
+        "b.json": "[]",
+        "c.json": '{"url": "x"}',
+        "d.txt": '{"url": "http://a:1"}',
+    }.items():
+        (tmp_path / name).write_text(content)
+    assert reader.read() == ()
+    with pytest.raises(ConfigurationError, match="expected the base URL"):
+        reader.announce("engine-1", "b:8100")
+    assert EngineRegistry(tmp_path / "missing").read() == ()
+
+
+async def test_an_engine_that_shares_the_device_of_the_learner_stays_the_only_one(tmp_path: Path) -> None:
+    config = EngineConfig(kind="embedded", colocate="sleep", port=8100)
+    EngineRegistry(RunDirectory(tmp_path).engines).announce("engine-1", "http://a:1")
+    seen: list[tuple[str, ...]] = []
+    await engine_addresses(config, RunDirectory(tmp_path)).follow(seen.append)
+    assert seen == [("http://127.0.0.1:8100",)]
+
+
+@pytest.mark.parametrize("discovery", ["dns:engines", "dns:engines:0", "consul", "file:"])
+def test_a_place_that_cannot_be_looked_at_is_refused(discovery: str) -> None:
+    with pytest.raises(ValidationError, match="discovery"):
+        EngineConfig(discovery=discovery)
+
+
+@pytest.mark.parametrize("other", [{"urls": ("http://a:1",)}, {"colocate": "split"}])
+def test_a_second_way_to_find_engines_is_refused(other: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="omit"):
+        EngineConfig.model_validate({"discovery": "registry", **other})
+
+
+def test_the_file_of_urls_is_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(engine=EngineConfig(kind="external", discovery="file:engines.txt"))
+    assert resolve(config).engine.discovery == f"file:{tmp_path}/engines.txt"
+    assert config.engine.addresses() == ()
