@@ -45,10 +45,11 @@ class PlacementGroup:
     bundles: tuple[Bundle, ...]
 
 
-def placement_groups(places: Iterable[Place], disk: str) -> tuple[PlacementGroup, ...]:
-    """The learner packed, engines and actors spread with a bundle each, the replay stage and what runs once on the node
-    with the address ``disk``. Processes that share a GPU share a bundle, in the group of the first of them. In the order
-    in which they should be reserved: what is hard to place comes first."""
+def placement_groups(places: Iterable[Place], nodes: Sequence[Node]) -> tuple[PlacementGroup, ...]:
+    """The learner packed, engines and actors spread with a bundle each, the replay stage and what runs once on the
+    first of ``nodes``, where its disk is. Processes that share a GPU share a bundle on the node of the plan, in the
+    group of the first of them. In the order in which they should be reserved: what is hard to place comes first."""
+    addresses = {node.name: node.address for node in nodes}
     together: dict[object, list[Place]] = defaultdict(list)
     for place in places:
         at_disk = place.needs_disk or place.rule.once
@@ -56,21 +57,21 @@ def placement_groups(places: Iterable[Place], disk: str) -> tuple[PlacementGroup
         together["replay" if at_disk else shared or place.name].append(place)
     groups: dict[str, list[list[Place]]] = defaultdict(list)
     for members in together.values():
-        role = "replay" if any(place.needs_disk for place in members) else members[0].role
-        groups[role].append(members)
+        groups["replay" if any(place.needs_disk for place in members) else members[0].role].append(members)
     found = [
         PlacementGroup(
             role,
             STRATEGIES[bundles[0][0].wish],
-            tuple(_bundle(members, disk if role == "replay" else None) for members in bundles),
+            tuple(_bundle(members, addresses[members[0].node]) for members in bundles),
         )
         for role, bundles in groups.items()
     ]
     return tuple(sorted(found, key=lambda group: max(map(_size, group.bundles)), reverse=True))
 
 
-def _bundle(members: Sequence[Place], disk: str | None) -> Bundle:
-    """What runs once needs a core only before the others of its bundle work."""
+def _bundle(members: Sequence[Place], address: str) -> Bundle:
+    """One process may be on any node; several on that with the ``address``. What runs once needs a core only before
+    the others of its bundle work."""
     owners: dict[str, int] = defaultdict(int)
     for place in members:
         for gpu in place.gpus:
@@ -80,8 +81,8 @@ def _bundle(members: Sequence[Place], disk: str | None) -> Bundle:
         for place in members
     )
     resources: dict[str, float] = {"CPU": sum(seat.cpus for seat in seats), "GPU": len(owners)}
-    if disk is not None:
-        resources[f"node:{disk}"] = ON_NODE
+    if len(members) > 1:
+        resources[f"node:{address}"] = ON_NODE
     return Bundle(seats, {name: amount for name, amount in resources.items() if amount})
 
 
@@ -102,9 +103,8 @@ def lacking(groups: Iterable[PlacementGroup], nodes: Sequence[Node]) -> str:
         names = " and ".join(seat.place.name for seat in most.seats)
         if sum(wanted) > sum(has):
             return (
-                f"expected {sum(wanted):g} {what}s, {max(wanted):g} of them for {names}, found {sum(has)} on the "
-                f"{len(nodes)} nodes of the Ray cluster: lower actor.replicas, engine.replicas or their threads, or add "
-                "nodes"
+                f"expected {sum(wanted):g} {what}s, {max(wanted):g} of them for {names}, found {sum(has)} on the nodes "
+                "of the Ray cluster: lower actor.replicas, engine.replicas or their threads, or add nodes"
             )
         if max(wanted) > max(has):
             return (

@@ -15,7 +15,7 @@ from tests.unit.placement.test_plan import INVENTORIES, changed, nodes, run_file
 
 
 def groups_of(config: RunConfig, inventory: Inventory) -> dict[str, PlacementGroup]:
-    found = placement_groups(plan(config, inventory).fitting().places, inventory.nodes[0].address)
+    found = placement_groups(plan(config, inventory).fitting().places, inventory.nodes)
     return {group.name: group for group in found}
 
 
@@ -30,7 +30,7 @@ EMBEDDED = RunConfig.model_validate({"engine": {"kind": "embedded", "replicas": 
 @given(run_files(), INVENTORIES)
 def test_every_place_has_one_seat_and_no_gpu_is_reserved_twice(config: RunConfig, inventory: Inventory) -> None:
     places = plan(config, inventory).places
-    groups = placement_groups(places, inventory.nodes[0].address)
+    groups = placement_groups(places, inventory.nodes)
     bundles = [bundle for group in groups for bundle in group.bundles]
     assert sorted(seat.place.name for bundle in bundles for seat in bundle.seats) == sorted(p.name for p in places)
     gpus = {(place.node, gpu) for place in places for gpu in place.gpus}
@@ -55,7 +55,7 @@ def test_the_learner_is_packed_and_engines_and_actors_are_spread_with_a_bundle_e
     }
     assert [bundle.resources["GPU"] for bundle in groups["engine"].bundles] == [2, 2]
     assert groups["learner"].bundles[0].resources["GPU"] == 4
-    assert list(groups)[0] == "replay", "what can only be on one node is reserved first"
+    assert next(iter(groups)) == "replay", "what can only be on one node is reserved first"
 
 
 def test_ranks_on_two_nodes_are_two_bundles_of_one_group() -> None:
@@ -77,18 +77,18 @@ def test_processes_that_share_a_gpu_share_a_bundle() -> None:
     assert "engine" not in groups
     (bundle,) = groups["learner"].bundles
     assert {seat.place.name: seat.gpus for seat in bundle.seats} == {"learner": 0.5, "engine-0": 0.5}
-    assert bundle.resources["GPU"] == 1
+    assert (bundle.resources["GPU"], bundle.resources["node:10.0.0.0"]) == (1, 0.001), "their address is fixed"
 
 
 def test_a_cluster_that_is_too_small_gets_one_sentence_and_a_large_one_none() -> None:
     places = plan(EMBEDDED, on_cpus(4)).places
-    groups = placement_groups(places, "10.0.0.0")
+    groups = placement_groups(places, on_cpus(4).nodes)
     assert lacking(groups, on_cpus(4, 4).nodes) == ""
     assert lacking(groups, on_cpus(4).nodes).startswith("expected 7 CPUs, 2 of them for ")
     assert "the largest of the Ray cluster has 1" in lacking(groups, on_cpus(*[1] * 8).nodes)
 
 
 def test_the_description_names_every_process_once() -> None:
-    lines = describe(placement_groups(plan(EMBEDDED, on_cpus(8)).places, "10.0.0.0"))
+    lines = describe(placement_groups(plan(EMBEDDED, on_cpus(8)).places, on_cpus(8).nodes))
     assert "engine (SPREAD) bundle 1: engine-1 with CPU 1" in lines
     assert sum(" and ".join(lines).count(name) for name in ("engine-0", "engine-1", "actor-0", "prepare")) == 4
